@@ -1,0 +1,382 @@
+"""An experiment: YAML + `a.b=c` overrides -> one frozen, checked `Config`.
+
+Every field has a type, a bound where one exists and one sentence. What can be derived is a property,
+not a field. Cross-field checks print both numbers. Every user mistake raises `ConfigError`: one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlsys.errors import UserError
+
+
+class ConfigError(UserError):
+    """A user's mistake in the configuration: one clear line, exit code 2."""
+
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(Section):
+    dir: Path = Path("runs/default")
+    """Folder of the run: resolved config, metrics, rollouts, checkpoints, logs and report."""
+    seed: NonNegative = 0
+    """Seed of prompts, samples and initialisation; the same seed and config give the same run."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """Hugging Face folder (config.json, *.safetensors, tokenizer.json) that the run starts from."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trainer's and the engine's weights."""
+
+
+class DataConfig(Section):
+    source: str = "chain_sum_tail"
+    """Short name of a prompt source, or an import path `package.module:function`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the prompt source."""
+    seed: NonNegative = 0
+    """Seed of the training prompts; run.seed is added to it."""
+    reward: str = "reasoning_gym"
+    """Short name of a reward function, or an import path `package.module:function`."""
+
+
+class EvalConfig(Section):
+    every: Positive = 10
+    """Train steps between two held-out evaluations; one runs before the first step and one after the last."""
+    prompts: Positive = 128
+    """Number of held-out prompts; none of them is ever trained on."""
+    seed: NonNegative = 999
+    """Seed of the held-out prompts."""
+
+
+class RolloutConfig(Section):
+    groups_per_step: Positive = 16
+    """Groups (prompts) that one train step consumes."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Samples per group."""
+    over_provision: Annotated[float, Field(ge=1, le=16)] = 1.0
+    """Samples kept in flight, as a multiple of groups_per_step * group_size; above 1 makes APRIL."""
+    max_staleness: NonNegative = 0
+    """Largest allowed age of a sample's oldest token at take, in weight versions; older groups are dropped."""
+    max_response_tokens: Positive = 256
+    """Budget of one response, counted over all its segments."""
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature of the rollout (evaluation is greedy)."""
+    reward_timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds after which a reward counts as failed and its sample as censored."""
+    stall_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a new token after which a take gives up and the run stops with a message."""
+
+
+class AlgoConfig(Section):
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """Advantage estimator: grpo divides by the group's standard deviation, dr_grpo does not."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lower clip width of the ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Upper clip width of the ratio (clip-higher, DAPO)."""
+    anchor: Literal["mu", "old"] = "mu"
+    """What the clipped ratio is taken against: the engine's log-probs, or the trainer's at the start of the step."""
+    tis_cap: Annotated[float, Field(ge=0)] = 2.0
+    """Cap of the truncated importance weight exp(old - mu) when anchor is old; 0 turns the correction off."""
+    minibatches: Positive = 1
+    """Optimizer updates per train step."""
+
+
+class TrainerConfig(Section):
+    steps: NonNegative = 60
+    """Train steps of the whole run."""
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: NonNegative = 3
+    """Steps of linear warm-up; the rate is constant afterwards."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    token_budget: Positive = 8192
+    """Most tokens in one packed micro-batch."""
+    checkpoint_every: Positive = 10
+    """Train steps between two checkpoints."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept on disk."""
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    """Tensor parallel size."""
+    pp: Positive = 1
+    """Pipeline parallel size."""
+    cp: Positive = 1
+    """Context parallel size."""
+    ep: Positive = 1
+    """Expert parallel size."""
+    etp: Positive | None = None
+    """Tensor parallel size of the experts; tp when not given."""
+    dp: Positive | None = None
+    """Data parallel size; the smallest that expert parallelism allows when not given."""
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        if self.dp is not None:
+            return self.dp
+        dp = 1
+        while (self.tp * self.cp * dp) % (self.ep * self.expert_tp):
+            dp += 1
+        return dp
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.data_parallel
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        lanes = self.tp * self.cp * self.data_parallel
+        need = self.ep * self.expert_tp
+        if lanes % need:
+            raise ValueError(
+                f"tp*cp*dp = {lanes} ranks cannot be divided by ep*etp = {need}; "
+                f"raise parallel.dp to a multiple of {need}"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    count: Positive = 1
+    """Number of SGLang engines."""
+    tp: Positive = 1
+    """Tensor parallel size of one engine."""
+    host: str = "127.0.0.1"
+    """Address the engines bind to."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the first engine, the next ones count up; 0 takes free ports."""
+    max_running_requests: Positive = 128
+    """Requests that one engine decodes at once."""
+    max_total_tokens: Positive = 65536
+    """Tokens in one engine's KV pool."""
+    stream_interval: Positive = 16
+    """Tokens between two stream chunks: the most that an engine's sudden death can cost a sample."""
+    deterministic: bool = True
+    """Make a sample's seed decide its tokens, alone or in any batch (SGLang's deterministic inference)."""
+    start_timeout: Annotated[float, Field(gt=0)] = 240.0
+    """Seconds an engine may take to start."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further arguments of sglang.launch_server, passed on unchanged."""
+
+
+class WeightsConfig(Section):
+    method: Literal["tensor", "disk"] = "tensor"
+    """How weights travel: flattened tensor buckets through shared memory, or a safetensors folder."""
+    bucket_mb: Annotated[float, Field(gt=0)] = 256.0
+    """Size of one bucket in MiB."""
+    canary_mean: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean |trainer - engine| log-prob after a push; 1e-6 for float32 and 2e-2 for bfloat16 when not given."""
+    canary_p999: Annotated[float, Field(gt=0)] | None = None
+    """Largest 99.9th percentile of the same; 1e-4 for float32 and 0.5 for bfloat16 when not given."""
+
+
+class LaunchConfig(Section):
+    backend: Literal["local"] = "local"
+    """What starts the processes."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """colocated: engines rest while the trainer works; disaggregated: generation goes on meanwhile."""
+    grace_seconds: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds a process has to end by itself before it is killed."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    """Where and with which seed."""
+    model: ModelConfig
+    """What is trained."""
+    data: DataConfig = DataConfig()
+    """Prompts and rewards."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation and APRIL."""
+    algo: AlgoConfig = AlgoConfig()
+    """The objective."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimizer, budget and checkpoints."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout of the trainer's ranks."""
+    engine: EngineConfig = EngineConfig()
+    """SGLang engines."""
+    weights: WeightsConfig = WeightsConfig()
+    """How weights reach the engines."""
+    launch: LaunchConfig = LaunchConfig()
+    """How processes are started."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def slots(self) -> int:
+        """Samples kept in flight over the whole pool."""
+        return round(self.rollout.over_provision * self.samples_per_step)
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        r, t, p = self.rollout, self.trainer, self.parallel
+        if r.over_provision > 1 and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
+                f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
+            )
+        if t.token_budget < r.max_response_tokens:
+            raise ValueError(
+                f"trainer.token_budget = {t.token_budget} cannot hold one response of "
+                f"rollout.max_response_tokens = {r.max_response_tokens}"
+            )
+        if self.engine.max_total_tokens < r.max_response_tokens:
+            raise ValueError(
+                f"engine.max_total_tokens = {self.engine.max_total_tokens} cannot hold one response of "
+                f"rollout.max_response_tokens = {r.max_response_tokens}"
+            )
+        if self.samples_per_step % (p.data_parallel * self.algo.minibatches):
+            raise ValueError(
+                f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
+                f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}"
+            )
+        if r.group_size == 1 and self.algo.advantage == "grpo":
+            raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
+        return self
+
+
+def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """Message for a key that no section has, with the nearest known one."""
+    *path, key = [str(x) for x in loc]
+    at: Any = model
+    for name in path:
+        annotation = at.model_fields[name].annotation
+        at = next((a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)), at)
+    names = list(at.model_fields)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    dotted = ".".join([*path, key])
+    hint = f"did you mean {'.'.join([*path, near[0]])}?" if near else f"known keys: {', '.join(names)}"
+    return f"{dotted}: unknown key; {hint}"
+
+
+def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line for the first mistake of a validation error: field, value, what was expected."""
+    first = error.errors()[0]
+    loc = ".".join(str(x) for x in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(first["loc"], model)
+    if first["type"] == "missing":
+        return f"{loc}: missing; it has no default"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{loc}: {message}" if loc else message
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    return f"{loc} = {first['input']!r}: {message}{more}"
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in top.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the config is not UTF-8 text") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(e, 'problem', None) or e}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
+
+
+def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The YAML at `path` over its `base:` file (relative to it), if it names one."""
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+    data = _read_yaml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r}: expected a file name")
+    return _merge(read_layers(path.parent / base, (*seen, path)), data)
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["a.b=1", ...]` -> `{"a": {"b": 1}}`; values are YAML."""
+    out: dict[str, Any] = {}
+    for text in overrides:
+        key, eq, value = text.partition("=")
+        if not eq or not key or not all(key.split(".")):
+            raise ConfigError(f"override {text!r}: expected section.field=value")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"override {text!r}: value is not valid YAML: {getattr(e, 'problem', None) or e}") from None
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        out = _merge(out, parsed)
+    return out
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk."""
+    data = _merge(read_layers(path), parse_overrides(overrides))
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        raise ConfigError(explain_error(e, Config)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, loadable again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def identity(config: Config) -> str:
+    """Hash of what must not change when a run folder is used again (the number of steps, say, may)."""
+    data = config.model_dump(mode="json")
+    data.pop("launch")
+    data["run"].pop("dir")
+    data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
+    for key in ("steps", "checkpoint_every", "keep_checkpoints"):
+        data["trainer"].pop(key)
+    data.pop("eval")
+    data.pop("parallel")  # a checkpoint loads in any layout
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

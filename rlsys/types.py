@@ -1,0 +1,189 @@
+"""The domain words. Standard library only: every process imports this file, and nothing heavy with it.
+
+A `Sample` is one response to one prompt; a `SampleGroup` is all responses to one prompt (GRPO's group).
+A sample's response may be made in several segments, by several weight versions, on several engines;
+`append` is the only way to make it longer and keeps every per-token array equally long (invariant 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """Where one sample is. Terminal: FINISHED, TRUNCATED, CENSORED."""
+
+    PARKED = "parked"  # not in an engine: fresh (no tokens yet) or interrupted (its tokens are kept)
+    IN_FLIGHT = "in_flight"  # an engine works on it
+    FINISHED = "finished"  # ended by a stop token
+    TRUNCATED = "truncated"  # ended by max_response_tokens
+    CENSORED = "censored"  # no reward can be given (reward error, refused prompt); never a reward of 0
+
+    @property
+    def terminal(self) -> bool:
+        return self in (Status.FINISHED, Status.TRUNCATED, Status.CENSORED)
+
+
+class GroupState(StrEnum):
+    """Where one group is in the ledger. Every group ever issued is in exactly one of these (invariant 3)."""
+
+    ACTIVE = "active"  # some sample is parked or in flight
+    READY = "ready"  # all samples terminal, waiting for `take`
+    TRAINED = "trained"  # taken by a train step
+    FILTERED = "filtered"  # finished, refused by the filter
+    EXPIRED = "expired"  # older than max_staleness at take
+    CENSORED = "censored"  # some sample could not be rewarded
+
+
+@dataclass(slots=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by weights `version` (a push counter, never reused)."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one engine call added to a sample.
+
+    `ids` and `mu` have one entry per new token; `spans` count from the segment's first token.
+    `finish` is None while streaming, else "stop", "length" or "abort".
+    """
+
+    ids: list[int]
+    mu: list[float]
+    spans: list[VersionSpan]
+    finish: str | None = None
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled."""
+
+    sample_id: int
+    group_id: int
+    index: int  # place in the group, 0 .. group_size-1
+    prompt_ids: list[int]
+    seed: int  # of the engine's sampler; kept over interruptions
+    response_ids: list[int] = field(default_factory=list)
+    mu: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    status: Status = Status.PARKED
+    reward: float | None = None
+    censor_reason: str | None = None
+    resumes: int = 0  # how often it went on after an interruption with tokens in hand
+    cached_tokens: int = 0  # prompt tokens served from an engine's prefix cache, over all segments
+    prefilled_tokens: int = 0  # prompt tokens sent, over all segments
+    engine: str | None = None  # url of the engine that holds its prefix
+
+    def append(self, segment: Segment) -> None:
+        """Add a segment's tokens. Raises ValueError when ids, mu and spans disagree; then nothing changed."""
+        n = len(segment.ids)
+        if len(segment.mu) != n:
+            raise ValueError(f"sample {self.sample_id}: {n} ids but {len(segment.mu)} log-probs")
+        at = 0
+        for span in segment.spans:
+            if span.start != at or span.end < span.start:
+                raise ValueError(f"sample {self.sample_id}: version spans {segment.spans} do not tile [0, {n})")
+            at = span.end
+        if at != n:
+            raise ValueError(f"sample {self.sample_id}: version spans cover {at} of {n} tokens")
+        base = len(self.response_ids)
+        self.response_ids.extend(segment.ids)
+        self.mu.extend(segment.mu)
+        for span in segment.spans:
+            if span.end == span.start:
+                continue
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.version == span.version:
+                last.end = base + span.end
+            else:
+                self.spans.append(VersionSpan(span.version, base + span.start, base + span.end))
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((s.version for s in self.spans), default=None)
+
+    def versions(self) -> list[int]:
+        """Weight version of every response token, `[len(response_ids)]`."""
+        out: list[int] = []
+        for span in self.spans:
+            out.extend([span.version] * (span.end - span.start))
+        return out
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One problem. `entry` is what the reward function needs to judge a response."""
+
+    index: int
+    text: str
+    ids: list[int]
+    entry: dict[str, Any]
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """All samples of one prompt. `prompt_index` names the prompt in its source, so the source needs no state."""
+
+    group_id: int
+    prompt_index: int
+    samples: list[Sample]
+    state: GroupState = GroupState.ACTIVE
+    train_step: int | None = None  # the step that took it
+
+    @property
+    def done(self) -> bool:
+        return all(s.status.terminal for s in self.samples)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((v for s in self.samples if (v := s.oldest_version) is not None), default=None)
+
+
+@dataclass(slots=True)
+class Taken:
+    """What `take` hands to the trainer: the groups of one train step, and what the rollout did for it."""
+
+    train_step: int
+    weight_version: int
+    groups: list[SampleGroup]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class EngineAddress:
+    """Where a trainer sends weights."""
+
+    url: str
+    tp: int
+
+
+@dataclass(slots=True)
+class PushTicket:
+    """Permission to send weights: made by begin_push, ended by end_push with the same version."""
+
+    weight_version: int
+    engines: list[EngineAddress]
+
+
+@dataclass(slots=True)
+class Canary:
+    """A fixed token sequence and the trainer's log-probs of its tokens 1.., for attestation (invariant 8)."""
+
+    ids: list[int]
+    logp: list[float]
+
+
+@dataclass(slots=True)
+class EvalResult:
+    accuracy: float
+    prompts: int
+    mean_length: float
+    truncated: int
