@@ -1,0 +1,57 @@
+"""`chain_sum_tail`: sums of one-digit numbers, most of them short and some long, so that responses have a tail.
+
+reasoning-gym's `chain_sum` twice, with two ranges of terms. A response that works line by line needs about seven
+tokens a term, so the long problems take several times the mean: what APRIL is for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from rlsys.config import Config, Section
+from rlsys.data.source import Entry, ReasoningGymSource, Task
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.plugins import parse_params
+
+Terms = Annotated[int, Field(ge=2, le=64)]
+
+
+class ChainSumParams(Section):
+    short: tuple[Terms, Terms] = (3, 6)
+    """Fewest and most terms of a short problem."""
+    long: tuple[Terms, Terms] = (12, 20)
+    """Fewest and most terms of a long problem."""
+    long_share: Annotated[float, Field(ge=0, le=1)] = 0.15
+    """Share of long problems."""
+    digits: Annotated[int, Field(ge=1, le=4)] = 1
+    """Digits of a term."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name, (low, high) in (("short", self.short), ("long", self.long)):
+            if low > high:
+                raise ValueError(f"{name} = [{low}, {high}]: the fewest terms come first")
+        return self
+
+    def tasks(self) -> list[Task]:
+        """The two reasoning-gym tasks, with their shares."""
+        parts = ((self.short, 1 - self.long_share), (self.long, self.long_share))
+        return [
+            Task("chain_sum", share, {"min_terms": low, "max_terms": high, "min_digits": self.digits, "max_digits": self.digits})
+            for (low, high), share in parts
+            if share > 0
+        ]
+
+
+def expression(entry: Entry) -> str:
+    """`4-1-7+2` of an entry: the problem without the sentence around it."""
+    return str(entry["metadata"]["expression"]).replace(" ", "")
+
+
+def chain_sum_tail(config: Config, tokenizer: Tokenizer, **params: Any) -> ReasoningGymSource:
+    """The source; parameters: ChainSumParams."""
+    p = parse_params("data.params", ChainSumParams, params)
+    seed = config.data.seed + config.run.seed
+    return ReasoningGymSource(p.tasks(), lambda e: expression(e) + "=", tokenizer, seed, config.eval.seed)

@@ -1,0 +1,223 @@
+"""Prompt sources: random access to training prompts, and a held-out set that training never meets.
+
+`train(index)` depends on (seed, index) alone, so a source keeps no state: the ledger's next group id is the
+data position, and a resumed run goes on with the very same prompts. Train and held-out are split by a hash of
+the problem's text, so they stay disjoint whatever the seeds, the number of held-out prompts or the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from rlsys.config import Config, NonNegative, Positive, Section
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.errors import UserError
+from rlsys.plugins import parse_params
+from rlsys.types import Prompt
+
+HELDOUT_ONE_IN = 8
+"""One problem in this many, by the hash of its text, belongs to the held-out side."""
+ATTEMPTS = 1000
+"""Draws for one prompt before a source is judged to have no (new) problem on the wanted side."""
+
+Entry = dict[str, Any]
+Render = Callable[[Entry], str]
+
+
+class PromptSource(Protocol):
+    def train(self, index: int) -> Prompt:
+        """The training prompt of this index, always the same one; any index >= 0."""
+        ...
+
+    def heldout(self, n: int) -> list[Prompt]:
+        """The first `n` different held-out prompts, always the same ones; a longer list starts with a shorter."""
+        ...
+
+
+def stable_hash(*parts: object, bits: int = 31) -> int:
+    """The same non-negative integer for the same parts in every process, unlike hash()."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - bits)
+
+
+def is_heldout(problem: str) -> bool:
+    """Which side of the split this problem's text is on."""
+    return stable_hash("split", problem) % HELDOUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One reasoning-gym task: its name, its arguments and its share of the prompts."""
+
+    name: str
+    share: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+    size: int = 10_000
+    """Items of one reasoning-gym dataset; prompts beyond it come from a dataset of another seed."""
+
+
+class ReasoningGymSource:
+    """Prompts from one or several reasoning-gym tasks; `render` makes the user's message of an entry."""
+
+    def __init__(self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int) -> None:
+        self._tasks, self._render, self._tokenizer = list(tasks), render, tokenizer
+        self._train_stream, self._heldout_stream = f"train {seed}", f"heldout {eval_seed}"
+        self._dataset = lru_cache(maxsize=32)(_dataset)
+        for task in self._tasks:  # a wrong name or argument is told before anything starts
+            self._dataset(task.name, json.dumps(task.args), task.size, 0)
+
+    def train(self, index: int) -> Prompt:
+        return self._prompt(index, self.entry(index))
+
+    def entry(self, index: int) -> Entry:
+        """The reasoning-gym entry behind `train(index)`."""
+        for attempt in range(ATTEMPTS):
+            entry = self._draw(self._train_stream, index, attempt)
+            if not is_heldout(entry["question"]):
+                return entry
+        raise UserError(f"data.params: {self._names()} gave no training problem in {ATTEMPTS} draws; its problems are too few")
+
+    def heldout(self, n: int) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        seen: set[str] = set()
+        index = idle = 0
+        while len(prompts) < n:
+            entry = self._draw(self._heldout_stream, index, 0)
+            index, idle = index + 1, idle + 1
+            if is_heldout(entry["question"]) and entry["question"] not in seen:
+                seen.add(entry["question"])
+                prompts.append(self._prompt(len(prompts), entry))
+                idle = 0
+            if idle > ATTEMPTS:
+                raise UserError(f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems")
+        return prompts
+
+    def _draw(self, stream: str, index: int, attempt: int) -> Entry:
+        """Entry of (stream, index, attempt): the share of each task holds in every long run of indices."""
+        pick = stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * sum(t.share for t in self._tasks)
+        for task in self._tasks:
+            pick -= task.share
+            if pick < 0:
+                break
+        block, item = divmod(index, task.size)
+        seed = stable_hash(stream, task.name, block, attempt)
+        entry: Entry = self._dataset(task.name, json.dumps(task.args), task.size, seed)[item]
+        return entry
+
+    def _prompt(self, index: int, entry: Entry) -> Prompt:
+        text = self._tokenizer.apply_chat([{"role": "user", "content": self._render(entry)}])
+        return Prompt(index=index, text=text, ids=self._tokenizer.encode(text), entry=entry)
+
+    def _names(self) -> str:
+        return ", ".join(t.name for t in self._tasks)
+
+
+def _dataset(name: str, args: str, size: int, seed: int) -> Any:
+    """A reasoning-gym dataset. Raises UserError that repeats what the task says about its arguments."""
+    import reasoning_gym  # 1.5 s to import; only where a source needs it
+
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(args))
+    except (AssertionError, TypeError, ValueError) as e:  # what a task raises on arguments it does not take
+        raise UserError(f"data.params: reasoning-gym task {name!r} with {args}: {e}") from None
+
+
+class ReasoningGymParams(Section):
+    task: str
+    """Name of a reasoning-gym task."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the task."""
+    instruction: str = "Give the final answer between <answer> and </answer>."
+    """What follows the question in the user's message."""
+    size: Positive = 10_000
+    """Items per generated dataset; lower it for tasks that prepare all their items beforehand."""
+
+
+def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
+    """Any reasoning-gym task by its name."""
+    p = parse_params("data.params", ReasoningGymParams, params)
+
+    def render(entry: Entry) -> str:
+        return "\n".join(part for part in (str(entry["question"]), p.instruction) if part)
+
+    task = Task(p.task, args=p.args, size=p.size)
+    return ReasoningGymSource([task], render, tokenizer, config.data.seed + config.run.seed, config.eval.seed)
+
+
+class JsonlParams(Section):
+    path: Path
+    """One JSON object a line: `prompt` (text) or `messages` (a chat), and what the reward needs, e.g. `answer`."""
+    heldout_path: Path | None = None
+    """The same for held-out prompts; without it one line in eight of `path`, by the hash of its prompt."""
+    shuffle_seed: NonNegative = 0
+    """Further seed of the order; data.seed and run.seed change it too."""
+
+
+class JsonlSource:
+    """Prompts of a file, in an order that is shuffled anew in each epoch."""
+
+    def __init__(self, params: JsonlParams, tokenizer: Tokenizer, seed: int) -> None:
+        rows = _read_jsonl(params.path)
+        held = [r for r in rows if is_heldout(_key(r))] if params.heldout_path is None else _read_jsonl(params.heldout_path)
+        keys = {_key(r) for r in held}
+        self._held = list({_key(r): r for r in held}.values())
+        self._train = [r for r in rows if _key(r) not in keys]
+        if not self._train:
+            raise UserError(f"data.params.path = {str(params.path)!r}: no training prompt is left beside the held-out ones")
+        self._path, self._tokenizer, self._seed = params.path, tokenizer, (seed, params.shuffle_seed)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def train(self, index: int) -> Prompt:
+        epoch, place = divmod(index, len(self._train))
+        return self._prompt(index, self._train[self._order(epoch)[place]])
+
+    def heldout(self, n: int) -> list[Prompt]:
+        if n > len(self._held):
+            raise UserError(f"eval.prompts = {n}: only {len(self._held)} different held-out prompts beside {self._path}")
+        return [self._prompt(i, row) for i, row in enumerate(self._held[:n])]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        return sorted(range(len(self._train)), key=lambda i: stable_hash(self._seed, epoch, i, bits=64))
+
+    def _prompt(self, index: int, row: Entry) -> Prompt:
+        text = self._tokenizer.apply_chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}])
+        return Prompt(index=index, text=text, ids=self._tokenizer.encode(text), entry=row)
+
+
+def _key(row: Entry) -> str:
+    return json.dumps(row.get("messages") or row["prompt"])
+
+
+def _read_jsonl(path: Path) -> list[Entry]:
+    """Rows of the file. Raises UserError naming file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"data.params: {path}: cannot read: {e}") from None
+    rows: list[Entry] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise UserError(f"{path}:{number}: not JSON: {e}") from None
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
+            raise UserError(f"{path}:{number}: expected an object with prompt (text) or messages (a list)")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no prompts in it")
+    return rows
+
+
+def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
+    """Prompts from a file of JSON lines."""
+    return JsonlSource(parse_params("data.params", JsonlParams, params), tokenizer, config.data.seed + config.run.seed)

@@ -1,0 +1,51 @@
+"""A plug-in is a plain function, named in the config by a short name or by its import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlsys.config import explain_error
+from rlsys.errors import UserError
+
+Params = TypeVar("Params", bound=BaseModel)
+
+
+def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """`name` from `known`, or the function at `package.module:function`. Raises UserError naming `field`."""
+    if name in known:
+        return known[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+        raise UserError(f"{field} = {name!r}: unknown name; {hint} (or an import path package.module:function)")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute, None)
+    except ImportError as e:
+        raise UserError(f"{field} = {name!r}: cannot import {module_name}: {e}") from None
+    if not callable(found):
+        raise UserError(f"{field} = {name!r}: {module_name} has no function {attribute!r}")
+    return found
+
+
+def call(field: str, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
+    """`function(*args, **params)`; parameters that it does not take are a UserError naming `field`."""
+    try:
+        inspect.signature(function).bind(*args, **params)
+    except TypeError as e:
+        raise UserError(f"{field}: {e}") from None
+    return function(*args, **params)
+
+
+def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:
+    """Checked parameters of a built-in plug-in. Raises UserError: one line that starts with `field`."""
+    try:
+        return model.model_validate(dict(params))
+    except ValidationError as e:
+        raise UserError(f"{field}.{explain_error(e, model)}") from None

@@ -1,0 +1,56 @@
+"""Verifiers of a final answer between <answer> and </answer>.
+
+A response that does not end with the end-of-sequence token never said that it was done: it scores 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.types import Prompt
+
+Score = Callable[[Prompt, str], float]
+
+
+def final_answer(response_text: str, eos_token: str) -> str | None:
+    """Text of the last <answer>...</answer> of a response that ended with `eos_token`, else None."""
+    if not response_text.endswith(eos_token):
+        return None
+    head, opened, tail = response_text.rpartition("<answer>")
+    answer, closed, _ = tail.partition("</answer>")
+    return answer.strip() if opened and closed else None
+
+
+def reasoning_gym(config: Config) -> Score:
+    """The task's own verifier; an entry names its task."""
+    eos_token = Tokenizer(config.model.path).eos_token
+
+    def score(prompt: Prompt, response_text: str) -> float:
+        answer = final_answer(response_text, eos_token)
+        if answer is None:
+            return 0.0
+        return float(_verifier(prompt.entry["metadata"]["source_dataset"])(answer, prompt.entry))
+
+    return score
+
+
+@lru_cache
+def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym import get_score_answer_fn  # 1.5 s to import; only where a run needs it
+
+    verifier: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
+    return verifier
+
+
+def exact_answer(config: Config) -> Score:
+    """1 when the answer is the entry's `answer`, letter by letter but for surrounding blanks."""
+    eos_token = Tokenizer(config.model.path).eos_token
+
+    def score(prompt: Prompt, response_text: str) -> float:
+        return float(final_answer(response_text, eos_token) == str(prompt.entry["answer"]).strip())
+
+    return score
