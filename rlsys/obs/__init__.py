@@ -1,0 +1,1 @@
+"""What a run tells: metrics (the truth, JSON lines), the live display, the report."""
