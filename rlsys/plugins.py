@@ -24,7 +24,9 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
     if not colon:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-        raise UserError(f"{field} = {name!r}: unknown name; {hint} (or an import path package.module:function)")
+        raise UserError(
+            f"{field} = {name!r}: unknown name; {hint} (or an import path package.module:function)"
+        )
     try:
         found = getattr(importlib.import_module(module_name), attribute, None)
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Prompt sources: `build_source(config, tokenizer)`; the tokenizer and chat template; traces for warm starts."""
+"""Prompt sources: `build_source(config, tokenizer)`; tokenizer and chat template; traces for warm starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def build_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
     Raises UserError: unknown name (with the nearest known one), parameters it does not take.
     """
     source: PromptSource = call(
-        "data.params", resolve("data.source", config.data.source, SOURCES), config, tokenizer, **config.data.params
+        "data.params",
+        resolve("data.source", config.data.source, SOURCES),
+        config,
+        tokenizer,
+        **config.data.params,
     )
     return source
 

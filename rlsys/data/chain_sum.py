@@ -1,7 +1,7 @@
-"""`chain_sum_tail`: sums of one-digit numbers, most of them short and some long, so that responses have a tail.
+"""`chain_sum_tail`: sums of one-digit numbers, most short and some long, so that responses have a tail.
 
-reasoning-gym's `chain_sum` twice, with two ranges of terms. A response that works line by line needs about seven
-tokens a term, so the long problems take several times the mean: what APRIL is for.
+reasoning-gym's `chain_sum` twice, with two ranges of terms. A response that works line by line needs about
+seven tokens a term, so the long problems take several times the mean: what APRIL is for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class ChainSumParams(Section):
         """The two reasoning-gym tasks, with their shares."""
         parts = ((self.short, 1 - self.long_share), (self.long, self.long_share))
         return [
-            Task("chain_sum", share, {"min_terms": low, "max_terms": high, "min_digits": self.digits, "max_digits": self.digits})
+            Task(
+                "chain_sum",
+                share,
+                {"min_terms": low, "max_terms": high, "min_digits": self.digits, "max_digits": self.digits},
+            )
             for (low, high), share in parts
             if share > 0
         ]

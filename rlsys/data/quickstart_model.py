@@ -1,8 +1,9 @@
-"""The quickstart's model folder before any training: `python -m rlsys.data.quickstart_model FOLDER [--seed 0]`.
+"""The quickstart's model before any training: `python -m rlsys.data.quickstart_model FOLDER [--seed 0]`.
 
-A Qwen3-MoE of 774,208 parameters (fp32, 3.1 MB) with random weights, and a tokenizer of single characters: 106
-tokens, of which the tags are plain added tokens, so that they survive engines that skip special tokens.
-`rlsys sft configs/quickstart_sft.yaml` teaches it the working of a sum (configs/models/quickstart-moe/README.md).
+A Qwen3-MoE of 774,208 parameters (fp32, 3.1 MB) with random weights, and a tokenizer of single characters:
+106 tokens, of which the tags are plain added tokens, so that they survive engines that skip special tokens.
+`rlsys sft configs/quickstart_sft.yaml` teaches it the working of a sum (README.md of
+configs/models/quickstart-moe).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import string
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +118,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT}
-    _write_json(folder / "tokenizer_config.json", {**settings, "clean_up_tokenization_spaces": False, **names})
+    _write_json(
+        folder / "tokenizer_config.json", {**settings, "clean_up_tokenization_spaces": False, **names}
+    )
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
@@ -130,7 +134,7 @@ def write_model(folder: Path, seed: int = 0) -> None:
     write_tokenizer(folder)
 
 
-def _write_json(path: Path, data: dict[str, object]) -> None:
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 

@@ -38,7 +38,7 @@ class PromptSource(Protocol):
         ...
 
     def heldout(self, n: int) -> list[Prompt]:
-        """The first `n` different held-out prompts, always the same ones; a longer list starts with a shorter."""
+        """The first `n` different held-out prompts; always the same, a longer list starts with a shorter."""
         ...
 
 
@@ -67,7 +67,9 @@ class Task:
 class ReasoningGymSource:
     """Prompts from one or several reasoning-gym tasks; `render` makes the user's message of an entry."""
 
-    def __init__(self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int
+    ) -> None:
         self._tasks, self._render, self._tokenizer = list(tasks), render, tokenizer
         self._train_stream, self._heldout_stream = f"train {seed}", f"heldout {eval_seed}"
         self._dataset = lru_cache(maxsize=32)(_dataset)
@@ -83,7 +85,9 @@ class ReasoningGymSource:
             entry = self._draw(self._train_stream, index, attempt)
             if not is_heldout(entry["question"]):
                 return entry
-        raise UserError(f"data.params: {self._names()} gave no training problem in {ATTEMPTS} draws; its problems are too few")
+        raise UserError(
+            f"data.params: {self._names()} gave no training problem in {ATTEMPTS} draws: too few problems"
+        )
 
     def heldout(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -97,12 +101,16 @@ class ReasoningGymSource:
                 prompts.append(self._prompt(len(prompts), entry))
                 idle = 0
             if idle > ATTEMPTS:
-                raise UserError(f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems")
+                raise UserError(
+                    f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems"
+                )
         return prompts
 
     def _draw(self, stream: str, index: int, attempt: int) -> Entry:
         """Entry of (stream, index, attempt): the share of each task holds in every long run of indices."""
-        pick = stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * sum(t.share for t in self._tasks)
+        pick = (
+            stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * sum(t.share for t in self._tasks)
+        )
         for task in self._tasks:
             pick -= task.share
             if pick < 0:
@@ -154,7 +162,7 @@ def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> Prompt
 
 class JsonlParams(Section):
     path: Path
-    """One JSON object a line: `prompt` (text) or `messages` (a chat), and what the reward needs, e.g. `answer`."""
+    """One JSON object a line: `prompt` (text) or `messages` (a chat), and what the reward needs."""
     heldout_path: Path | None = None
     """The same for held-out prompts; without it one line in eight of `path`, by the hash of its prompt."""
     shuffle_seed: NonNegative = 0
@@ -166,12 +174,18 @@ class JsonlSource:
 
     def __init__(self, params: JsonlParams, tokenizer: Tokenizer, seed: int) -> None:
         rows = _read_jsonl(params.path)
-        held = [r for r in rows if is_heldout(_key(r))] if params.heldout_path is None else _read_jsonl(params.heldout_path)
+        held = (
+            [r for r in rows if is_heldout(_key(r))]
+            if params.heldout_path is None
+            else _read_jsonl(params.heldout_path)
+        )
         keys = {_key(r) for r in held}
         self._held = list({_key(r): r for r in held}.values())
         self._train = [r for r in rows if _key(r) not in keys]
         if not self._train:
-            raise UserError(f"data.params.path = {str(params.path)!r}: no training prompt is left beside the held-out ones")
+            raise UserError(
+                f"data.params.path = {str(params.path)!r}: no training prompt is left beside the held-out"
+            )
         self._path, self._tokenizer, self._seed = params.path, tokenizer, (seed, params.shuffle_seed)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
@@ -181,7 +195,9 @@ class JsonlSource:
 
     def heldout(self, n: int) -> list[Prompt]:
         if n > len(self._held):
-            raise UserError(f"eval.prompts = {n}: only {len(self._held)} different held-out prompts beside {self._path}")
+            raise UserError(
+                f"eval.prompts = {n}: only {len(self._held)} different held-out prompts beside {self._path}"
+            )
         return [self._prompt(i, row) for i, row in enumerate(self._held[:n])]
 
     def _epoch_order(self, epoch: int) -> list[int]:
@@ -210,7 +226,9 @@ def _read_jsonl(path: Path) -> list[Entry]:
             row = json.loads(line)
         except ValueError as e:
             raise UserError(f"{path}:{number}: not JSON: {e}") from None
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
+        if not isinstance(row, dict) or not (
+            isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+        ):
             raise UserError(f"{path}:{number}: expected an object with prompt (text) or messages (a list)")
         rows.append(row)
     if not rows:
@@ -220,4 +238,6 @@ def _read_jsonl(path: Path) -> list[Entry]:
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
     """Prompts from a file of JSON lines."""
-    return JsonlSource(parse_params("data.params", JsonlParams, params), tokenizer, config.data.seed + config.run.seed)
+    return JsonlSource(
+        parse_params("data.params", JsonlParams, params), tokenizer, config.data.seed + config.run.seed
+    )

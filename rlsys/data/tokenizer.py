@@ -1,6 +1,6 @@
 """Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers.
 
-Token in, token out: a response is decoded for its reward only; nothing is ever encoded again from decoded text.
+Token in, token out: a response is decoded for its reward only; decoded text is never encoded again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,17 @@ class Tokenizer:
         self._fast.no_padding()
         self._fast.no_truncation()
         config = _read_json(self.path / "tokenizer_config.json")
-        self._names = {k: t for k in ("bos_token", "eos_token", "pad_token", "unk_token") if (t := _token_text(config.get(k)))}
+        self._names = {
+            k: t
+            for k in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (t := _token_text(config.get(k)))
+        }
         self.eos_token = self._names.get("eos_token", "")
         eos = self._fast.token_to_id(self.eos_token)
         if eos is None:
-            raise UserError(f"{self.path}/tokenizer_config.json: eos_token = {self.eos_token!r} is not in tokenizer.json")
+            raise UserError(
+                f"{self.path}/tokenizer_config.json: eos_token = {self.eos_token!r} is not in tokenizer.json"
+            )
         self.eos_id: int = eos
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
@@ -52,7 +58,7 @@ class Tokenizer:
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included. Ids that the tokenizer lacks (a padded vocabulary) give nothing."""
+        """Text of `ids`, special tokens included. Ids of a padded vocabulary that it lacks give nothing."""
         return self._fast.decode(list(ids), skip_special_tokens=False)
 
     def apply_chat(self, messages: Sequence[dict[str, str]], *, generate: bool = True) -> str:
@@ -63,16 +69,24 @@ class Tokenizer:
         if self._template is None:
             self._template = self._compile()
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=generate, **self._names)
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=generate, **self._names
+            )
         except jinja2.TemplateError as e:
             raise UserError(f"{self.path}: the chat template refuses the messages: {e}") from None
 
     def _compile(self) -> jinja2.Template:
         if self._template_text is None:
-            raise UserError(f"model.path = {str(self.path)!r}: no chat template (chat_template.jinja or tokenizer_config.json)")
+            raise UserError(
+                f"model.path = {str(self.path)!r}: no chat template, as a file or in tokenizer_config.json"
+            )
         # The dialect of Hugging Face chat templates: trimmed blocks, sandboxed, three extra functions.
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         env.globals["raise_exception"] = _refuse
         env.globals["strftime_now"] = lambda fmt: datetime.now(UTC).strftime(fmt)
         try:

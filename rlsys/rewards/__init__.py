@@ -1,8 +1,8 @@
 """Rewards: `build_reward(config)` gives `async reward_fn(prompt, response_text) -> float in [0, 1]`.
 
-A reward function, built in or named by import path, is made as `function(config)` and may be async or plain; a
-plain one runs in a thread, so that slow scoring never holds the event loop. It must not use signals (a thread
-cannot) and cannot be interrupted: whoever calls it has the time limit and censors the sample.
+A reward function, built in or named by import path, is made as `function(config)` and may be async or plain;
+a plain one runs in a thread, so that slow scoring never holds the event loop. It must not use signals (a
+thread cannot) and cannot be interrupted: whoever calls it has the time limit and censors the sample.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def final_answer(response_text: str, eos_token: str) -> str | None:
     """Text of the last <answer>...</answer> of a response that ended with `eos_token`, else None."""
     if not response_text.endswith(eos_token):
         return None
-    head, opened, tail = response_text.rpartition("<answer>")
+    _, opened, tail = response_text.rpartition("<answer>")
     answer, closed, _ = tail.partition("</answer>")
     return answer.strip() if opened and closed else None
 
