@@ -207,6 +207,15 @@ class LaunchConfig(Section):
     """Seconds a process has to end by itself before it is killed."""
 
 
+class SFTConfig(Section):
+    traces: str = "chain_sum"
+    """Short name of what writes the traces of `rlsys sft`, or an import path `package.module:function`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the trace writer."""
+    lr_end: Share = 0.02
+    """Learning rate of the last step as a share of trainer.lr; it falls linearly after the warm-up."""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     """Where and with which seed."""
@@ -230,6 +239,8 @@ class Config(Section):
     """How weights reach the engines."""
     launch: LaunchConfig = LaunchConfig()
     """How processes are started."""
+    sft: SFTConfig = SFTConfig()
+    """The warm start of `rlsys sft`."""
 
     @property
     def samples_per_step(self) -> int:
@@ -369,8 +380,8 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def identity(config: Config) -> str:
-    """Hash of what must not change when a run folder is used again (the number of steps, say, may)."""
+def identity_fields(config: Config) -> dict[str, Any]:
+    """What must not change when a run folder is used again (the number of steps, say, may)."""
     data = config.model_dump(mode="json")
     data.pop("launch")
     data["run"].pop("dir")
@@ -379,4 +390,9 @@ def identity(config: Config) -> str:
         data["trainer"].pop(key)
     data.pop("eval")
     data.pop("parallel")  # a checkpoint loads in any layout
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    return data
+
+
+def identity(config: Config) -> str:
+    """Hash of identity_fields."""
+    return hashlib.sha256(json.dumps(identity_fields(config), sort_keys=True).encode()).hexdigest()[:16]

@@ -134,9 +134,9 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
 class MetricsTail:
     """Follows metrics.jsonl while another process writes it; hands out whole lines only."""
 
-    def __init__(self, run_dir: Path, *, from_start: bool) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
-        self._at = 0 if from_start else _whole_lines_size(self._path)
+        self._at = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Lines that have become complete since the last call."""

@@ -29,7 +29,7 @@ def parse_error(line: str) -> tuple[str, int | None] | None:
 
 
 def run_role(body: Callable[[], object]) -> None:
-    """Run a role's main function. An RlsysError becomes that line and an exit code; a bug keeps its traceback."""
+    """Run a role's main function. An RlsysError ends as that line and its code; a bug keeps its traceback."""
     try:
         body()
     except RlsysError as e:

@@ -1,0 +1,130 @@
+"""Keeps one command and everything it starts: `python -m launch.keeper [--grace SECONDS] -- COMMAND ...`.
+
+The command runs in a session of its own, out of reach of the terminal's Ctrl-C. It is ended, with all its
+descendants, when it exits itself, on SIGTERM, and when standard input reaches its end: the supervisor holds
+the other end of that pipe, so its death, even by kill -9, ends every role. The exit code is passed on
+(128 + n for signal n).
+
+Ending: SIGTERM to the command's process group; when the command has ended, SIGTERM to what it left behind;
+`grace` seconds after the first, SIGKILL to whatever there still is. SIGQUIT skips the wait.
+Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
+adopts orphans (Linux: PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Keeper:
+    """Owns one command and its descendants from start to end."""
+
+    def __init__(self, command: list[str], grace: float) -> None:
+        self._grace = grace
+        self._exit_code: int | None = None
+        self._end = False
+        self._end_now = False
+        self._selector = selectors.DefaultSelector()
+        self._wake = self._listen()
+        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        if libc is not None:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+        def die_with_keeper() -> None:
+            if libc is not None:
+                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        self._pid = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper
+        ).pid
+
+    def _listen(self) -> int:
+        """Signals and the lifeline wake one selector: no polling, no signal lost between two looks."""
+        wake, written = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_end", True))
+        signal.signal(signal.SIGQUIT, lambda *_: setattr(self, "_end_now", True))
+        for other in (signal.SIGINT, signal.SIGCHLD):
+            signal.signal(other, lambda *_: None)  # not SIG_IGN: the command would inherit that
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        return wake
+
+    def run(self) -> int:
+        """Wait for the command's end or an order to end it; returns its exit code; nothing of it is left."""
+        while self._exit_code is None and not (self._end or self._end_now):
+            self._sleep(None)
+        deadline = time.monotonic() + self._grace
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGTERM)
+        self._wait_for_end(deadline, lambda: self._exit_code is not None)
+        self._signal_rest(signal.SIGTERM)  # what the command should have ended, and did not
+        self._wait_for_end(deadline, lambda: not self._rest())
+        while self._rest():  # a process may start another between look and kill
+            self._signal_rest(signal.SIGKILL)
+            self._sleep(0.05)
+        return self._exit_code if self._exit_code is not None else 128 + signal.SIGKILL
+
+    def _wait_for_end(self, deadline: float, ended: Callable[[], bool]) -> None:
+        while not ended() and not self._end_now and (left := deadline - time.monotonic()) > 0:
+            self._sleep(min(left, 0.1))
+
+    def _sleep(self, seconds: float | None) -> None:
+        for key, _ in self._selector.select(seconds):
+            if key.fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+            elif not os.read(key.fd, 4096):
+                self._end = True
+                self._selector.unregister(key.fd)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Collect the command and adopted orphans that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid == self._pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    self._exit_code = code if code >= 0 else 128 - code
+
+    def _rest(self) -> list[psutil.Process]:
+        self._reap()
+        return psutil.Process().children(recursive=True)
+
+    def _signal_rest(self, number: signal.Signals) -> None:
+        for process in self._rest():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command; end it and its descendants together.")
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    try:
+        return Keeper(args.command, args.grace).run()
+    except OSError as e:
+        print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The folder of a run: one owner at a time (a lock), one config for its whole life.
+
+The lock is a flock that the supervisor takes and its keepers inherit: it is free again only when every
+process of the run has ended, also after a kill -9 of the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlsys.config import Config, dump_config, identity_fields, load_config
+from rlsys.errors import UserError
+
+_LOCK = ".lock"
+_CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A locked run folder. Processes that belong to the run inherit `lock_fd`."""
+
+    path: Path
+    lock_fd: int
+    resumed: bool
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / name
+
+
+@contextlib.contextmanager
+def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]:
+    """Create or reopen the folder and write its config.
+
+    Raises UserError when it holds a run of another config, something else, or a run that is in use.
+    `say` is told when the processes of a dead supervisor are waited for.
+    """
+    path = config.run.dir
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
+    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _lock(fd, config, say)
+        resumed = _check_contents(config)
+        (path / "logs").mkdir(exist_ok=True)
+        _write_whole(path / _CONFIG, dump_config(config))
+        yield RunDir(path, fd, resumed)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, config: Config, say: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + 2 * config.launch.grace_seconds
+    said = False
+    while not _try_lock(fd):
+        owner = os.pread(fd, 32, 0).decode().strip()
+        alive = owner.isdigit() and psutil.pid_exists(int(owner))
+        if alive or time.monotonic() > deadline:
+            raise UserError(f"run.dir = {config.run.dir}: in use by process {owner or 'unknown'}")
+        if not said:
+            say("waiting for the processes of an earlier, killed run to end")
+            said = True
+        time.sleep(0.2)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_contents(config: Config) -> bool:
+    """Whether there is a run of this config to go on with."""
+    path = config.run.dir
+    if not (path / _CONFIG).exists():
+        foreign = sorted(p.name for p in path.iterdir() if p.name not in (_LOCK, "logs"))
+        if foreign:
+            raise UserError(f"run.dir = {path}: holds {foreign[0]} but no {_CONFIG}; choose another folder")
+        return False
+    if changed := differences(load_config(path / _CONFIG), config):
+        raise UserError(f"run.dir = {path}: holds a run of another config ({changed}); choose another folder")
+    return True
+
+
+def differences(there: Config, here: Config) -> str:
+    """The fields that keep `here` from going on with the run of `there`, with both values."""
+    changed = _changed(identity_fields(there), identity_fields(here), "")
+    return ", ".join(f"{name} = {old!r} there, {new!r} here" for name, old, new in changed)
+
+
+def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted(there.keys() | here.keys()):
+        old, new, name = there.get(key), here.get(key), f"{prefix}{key}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changed(old, new, f"{name}.")
+        elif old != new:
+            yield name, old, new
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace `path` in one step: a crash leaves the old text or the new."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
