@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,10 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.source import is_heldout, stable_hash
+from rlsys.data.traces import Trace, terms, trace_batches, working
 from rlsys.errors import UserError
+from rlsys.rewards import build_reward
+from rlsys.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -292,3 +297,69 @@ def test_jsonl_mistakes_name_the_line(
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         build_source(config_for(model, source="jsonl", params={"path": str(path)}), tokenizer)
+
+
+# --- traces ---
+
+
+def sft_config(model: Path, steps: int = 100, **params: Any) -> Config:
+    sections = {"model": {"path": model}, "trainer": {"steps": steps}, "sft": {"params": params}}
+    return Config.model_validate(sections)
+
+
+def texts(tokenizer: Tokenizer, batch: list[Trace]) -> list[tuple[str, str]]:
+    return [(tokenizer.decode(t.prompt_ids), tokenizer.decode(t.response_ids)) for t in batch]
+
+
+def test_working_is_line_by_line() -> None:
+    assert working("4-1-7+2") == "4-1=3\n3-7=-4\n-4+2=-2"
+    assert working("0-9+0") == "0-9=-9\n-9+0=-9"
+
+
+def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, tokenizer: Tokenizer) -> None:
+    config = sft_config(model)
+    verifier = build_reward(config)
+    batches = list(trace_batches(config, tokenizer))
+    assert len(batches) == 100
+    for prompt, text in texts(tokenizer, batches[0] + batches[99]):
+        sum_text = prompt.removeprefix("<bos><user>").removesuffix("=<assistant><think>")
+        spaced = sum_text.replace("+", " + ").replace("-", " - ")
+        question = f"State the final answer to the following arithmetic problem: {spaced} ="
+        entry = {"answer": str(sum(terms(sum_text))), "metadata": {"source_dataset": "chain_sum"}}
+        assert asyncio.run(verifier(Prompt(0, prompt, [], entry), text)) == 1
+        assert not is_heldout(question)
+
+
+def test_terms_grow_then_direct_guesses_come_on_top(model: Path, tokenizer: Tokenizer) -> None:
+    batches = [texts(tokenizer, b) for b in trace_batches(sft_config(model, worked=32), tokenizer)]
+
+    def most_terms(batch: list[tuple[str, str]]) -> int:
+        return max(len(re.findall(r"\d", prompt)) for prompt, _ in batch)
+
+    assert most_terms(batches[0]) == 7
+    assert all(most_terms(b) <= 14 for b in batches[:20])
+    assert max(most_terms(b) for b in batches[40:]) == 20
+    guesses = [sum(text.startswith("</think>") for _, text in b) for b in batches]
+    assert guesses[:90] == [0] * 90
+    assert guesses[90:] == [96] * 10
+    assert [len(b) for b in batches[88:92]] == [32, 32, 128, 128]
+
+
+def test_trace_batches_start_in_the_middle(model: Path, tokenizer: Tokenizer) -> None:
+    config = sft_config(model, steps=10, worked=4)
+    assert list(trace_batches(config, tokenizer, start=7)) == list(trace_batches(config, tokenizer))[7:]
+
+
+@pytest.mark.parametrize(
+    ("sft", "message"),
+    [
+        ({"traces": "chain_some"}, "sft.traces = 'chain_some': unknown name; did you mean chain_sum?"),
+        ({"params": {"work": 3}}, "sft.params.work: unknown key; did you mean worked?"),
+        ({"params": {"guess_share": 1}}, "sft.params.guess_share = 1: Input should be less than 1"),
+    ],
+)
+def test_trace_mistakes(model: Path, tokenizer: Tokenizer, sft: dict[str, Any], message: str) -> None:
+    config = Config.model_validate({"model": {"path": model}, "sft": sft})
+    with pytest.raises(UserError) as caught:
+        trace_batches(config, tokenizer)
+    assert message in str(caught.value)
