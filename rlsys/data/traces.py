@@ -64,7 +64,7 @@ class ChainSumTraceParams(Section):
 
 
 class ChainSumTraces:
-    """Traces on the training side of `chain_sum_tail`, whose parameters (data.params) give the ranges of terms."""
+    """Traces on the training side of `chain_sum_tail`; data.params gives the ranges of terms."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, params: ChainSumTraceParams) -> None:
         self._tokenizer, self._params, self._steps = tokenizer, params, config.trainer.steps
