@@ -14,13 +14,14 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.plugins import call, resolve
-from rlsys.rewards.answer import exact_answer, reasoning_gym
+from rlsys.rewards.answer import exact_answer, reasoning_gym, reasoning_gym_partial
 from rlsys.types import Prompt
 
 RewardFn = Callable[[Prompt, str], Awaitable[float]]
 
 REWARDS: dict[str, Callable[[Config], Callable[[Prompt, str], Any]]] = {
     "reasoning_gym": reasoning_gym,
+    "reasoning_gym_partial": reasoning_gym_partial,
     "exact_answer": exact_answer,
 }
 

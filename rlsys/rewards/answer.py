@@ -26,7 +26,17 @@ def final_answer(response_text: str, eos_token: str) -> str | None:
 
 
 def reasoning_gym(config: Config) -> Score:
-    """The task's own verifier; an entry names its task."""
+    """1 when the task's own verifier gives full marks, else 0.
+
+    Some verifiers give part marks for an answer that merely contains the right one: a policy learns to exploit
+    that. Where part marks are wanted, `reasoning_gym_partial` passes them on.
+    """
+    partial = reasoning_gym_partial(config)
+    return lambda prompt, response_text: float(partial(prompt, response_text) >= 1)
+
+
+def reasoning_gym_partial(config: Config) -> Score:
+    """What the task's own verifier gives, part marks included; an entry names its task."""
     eos_token = Tokenizer(config.model.path).eos_token
 
     def score(prompt: Prompt, response_text: str) -> float:

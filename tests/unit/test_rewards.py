@@ -54,7 +54,9 @@ def test_reasoning_gym_verifier_judges_the_answer(model: Path) -> None:
     assert reward_of(model, "reasoning_gym", prompt, f"</think><answer>{right}</answer><eos>") == 1
     assert reward_of(model, "reasoning_gym", prompt, f"</think><answer>{int(right) + 1}</answer><eos>") == 0
     assert reward_of(model, "reasoning_gym", prompt, f"</think><answer>{right}</answer>") == 0
-    assert reward_of(model, "reasoning_gym", prompt, "</think><answer>blue</answer><eos>") < 1
+    padded = f"</think><answer>x{right}</answer><eos>"  # contains the answer: part marks
+    assert reward_of(model, "reasoning_gym", prompt, padded) == 0
+    assert 0 < reward_of(model, "reasoning_gym_partial", prompt, padded) < 1
 
 
 @pytest.mark.parametrize(
