@@ -28,7 +28,7 @@ def final_answer(response_text: str, eos_token: str) -> str | None:
 def reasoning_gym(config: Config) -> Score:
     """1 when the task's own verifier gives full marks, else 0.
 
-    Some verifiers give part marks for an answer that merely contains the right one: a policy learns to exploit
+    Some give part marks for an answer that merely contains the right one: policies learn to exploit
     that. Where part marks are wanted, `reasoning_gym_partial` passes them on.
     """
     partial = reasoning_gym_partial(config)
