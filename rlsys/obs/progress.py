@@ -1,0 +1,221 @@
+"""The live display of a run; plain lines where there is no terminal.
+
+Fed by the supervisor: `phase` (what happens now), `entry` (a line of metrics.jsonl), `status` (the rollout
+process's counts, about once a second).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_RECENT = 10
+_PARTS = (
+    ("rollout", "time_rollout", "cyan"),
+    ("train", "time_train", "magenta"),
+    ("sync", "time_sync", "yellow"),
+)
+_COUNTS = ("in_flight", "parked", "ready")
+_BAR_WIDTH = 36
+
+
+class RunView:
+    """What a display shows, gathered from entries and status: no drawing here."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.phase = "starting"
+        self.step: dict[str, Any] = {}
+        self.evals: list[dict[str, Any]] = []
+        self.status: dict[str, Any] = {}
+        self._resumed: dict[int, int] = {}  # by step: a step trained again counts once
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+
+    def take_entry(self, entry: dict[str, Any]) -> None:
+        if entry["kind"] == "step":
+            self.step = entry
+            self._resumed[entry["step"]] = int(entry.get("resumed_samples") or 0)
+            if entry.get("time_step"):
+                self._seconds.append(entry["time_step"])
+        elif entry["kind"] == "eval":
+            self.evals.append(entry)
+        elif entry.get("event") == "resume":
+            self.evals = [e for e in self.evals if e["step"] <= entry["step"]]
+
+    @property
+    def done_steps(self) -> int:
+        return int(self.step.get("step", 0))
+
+    @property
+    def resumed_samples(self) -> int:
+        return sum(self._resumed.values())
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Steps left times the median of the last ones; evaluations and checkpoints are not in it."""
+        return median(self._seconds) * (self.total_steps - self.done_steps) if self._seconds else None
+
+    @property
+    def accuracy(self) -> str:
+        """First and last held-out accuracy."""
+        if not self.evals:
+            return "-"
+        first, last = self.evals[0]["accuracy"], self.evals[-1]["accuracy"]
+        return f"{first:.3f}" if len(self.evals) == 1 else f"{first:.3f} → {last:.3f}"
+
+    def number(self, key: str, spec: str = ",.0f") -> str:
+        """A value of the last step, `-` where it has none."""
+        return show(self.step.get(key), spec)
+
+
+def show(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, int | float) else "-"
+
+
+def clock(seconds: float | None) -> str:
+    """m:ss or h:mm:ss."""
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minutes}:{second:02}"
+
+
+class PlainProgress:
+    """One line a step, one a phase, one an evaluation."""
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        self._view = RunView(total_steps)
+        self._console = console
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        self._line(f"rlsys: {text}")
+
+    def status(self, status: dict[str, Any]) -> None:
+        self._view.status = status
+
+    def entry(self, entry: dict[str, Any], *, live: bool) -> None:
+        self._view.take_entry(entry)
+        if not live:
+            return
+        if entry["kind"] == "step":
+            self._line(plain_step(self._view))
+        elif entry["kind"] == "eval":
+            self._line(
+                f"eval at step {entry['step']}: held-out accuracy {entry['accuracy']:.3f} "
+                f"on {entry['prompts']} prompts, mean length {show(entry.get('mean_length'), '.1f')}"
+            )
+        elif entry["event"] == "resume":
+            self._line(f"rlsys: goes on after step {entry['step']}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_step(view: RunView) -> str:
+    number = view.number
+    counts = "/".join(show(view.status.get(k, view.step.get(k)), ",.0f") for k in _COUNTS)
+    lengths = f"{number('response_len_p50')}/{number('response_len_p99')}"
+    parts = " + ".join(f"{name} {number(key, '.1f')}" for name, key, _ in _PARTS)
+    return (
+        f"step {view.done_steps}/{view.total_steps}  reward {number('reward', '.3f')}  "
+        f"{number('tokens_per_s')} tok/s  length p50/p99 {lengths}  "
+        f"off-policy {number('off_policy_share', '.0%')}  in flight/parked/ready {counts}  "
+        f"{number('time_step', '.1f')} s = {parts}  ETA {clock(view.eta_seconds)}"
+    )
+
+
+class LiveProgress:
+    """A panel that redraws itself; phases and evaluations stay above it as lines."""
+
+    def __init__(self, total_steps: int, console: Console, title: str) -> None:
+        self._view = RunView(total_steps)
+        self._title = title
+        self._console = console
+        self._began = time.monotonic()
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def phase(self, text: str) -> None:
+        self._view.phase = text
+
+    def status(self, status: dict[str, Any]) -> None:
+        self._view.status = status
+
+    def entry(self, entry: dict[str, Any], *, live: bool) -> None:
+        self._view.take_entry(entry)
+        if live and entry["kind"] in ("step", "eval"):
+            self._view.phase = "training" if self._view.done_steps < self._view.total_steps else "finishing"
+
+    def _draw(self) -> RenderableType:
+        view = self._view
+        elapsed = clock(time.monotonic() - self._began)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            f"step {view.done_steps}/{view.total_steps}",
+            ProgressBar(total=max(1, view.total_steps), completed=view.done_steps, width=_BAR_WIDTH),
+            f"{elapsed} elapsed, ETA {clock(view.eta_seconds)}",
+        )
+        body = Group(head, Text(), _numbers(view), Text(), _time_split(view))
+        return Panel(body, title=self._title, subtitle=view.phase, title_align="left", subtitle_align="left")
+
+
+def _numbers(view: RunView) -> Table:
+    number, status = view.number, view.status
+    table = Table.grid(padding=(0, 2))
+    for style in ("dim", "bold", "dim", "bold"):
+        table.add_column(style=style, no_wrap=True)
+    table.add_row("reward", number("reward", ".3f"), "held-out accuracy", view.accuracy)
+    length = f"p50 {number('response_len_p50')}   p99 {number('response_len_p99')}"
+    table.add_row("tokens/s", number("tokens_per_s"), "response length", length)
+    stale = f"mean {number('staleness_mean', '.2f')}   max {number('staleness_max')}"
+    table.add_row("off-policy tokens", number("off_policy_share", ".1%"), "staleness", stale)
+    counts = "   ".join(f"{k.replace('_', ' ')} {show(status.get(k), ',.0f')}" for k in _COUNTS)
+    table.add_row("resumed samples", f"{view.resumed_samples:,}", "samples", counts)
+    mismatch = f"mean {number('mismatch_mean', '.1e')}   p99.9 {number('mismatch_p999', '.1e')}"
+    table.add_row("loss", number("loss", ".4f"), "|logp - mu|", mismatch)
+    return table
+
+
+def _time_split(view: RunView) -> Text:
+    """One bar of the last step's time, in the colours of its parts."""
+    seconds = {name: float(view.step.get(key) or 0.0) for name, key, _ in _PARTS}
+    total = sum(seconds.values())
+    text = Text("time of a step    ", style="dim")
+    for name, _, colour in _PARTS:
+        if total:
+            text.append("█" * round(_BAR_WIDTH * seconds[name] / total), style=colour)
+    for name, _, colour in _PARTS:
+        text.append(f"  {name} {seconds[name]:.1f} s" if total else f"  {name} -", style=colour)
+    return text
+
+
+def make_progress(total_steps: int, title: str, console: Console) -> LiveProgress | PlainProgress:
+    """Live on a terminal, plain elsewhere."""
+    if console.is_terminal:
+        return LiveProgress(total_steps, console, title)
+    return PlainProgress(total_steps, console)
