@@ -28,7 +28,11 @@ THREADS = {
 
 @dataclass(frozen=True)
 class Role:
-    """One process to start. `ready_url` answers 200 when it can work; None: nobody has to wait for it."""
+    """One process to start.
+
+    `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's gives its
+    counts as JSON.
+    """
 
     name: str
     kind: Kind
@@ -55,7 +59,6 @@ class Plan:
     """All roles in the order in which they start; they end in the reverse order."""
 
     roles: list[Role]
-    rollout_url: str
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {**base, **THREADS, **role.env}
@@ -77,10 +80,19 @@ def build_plan(config: Config, ports: Ports, engine_command: EngineCommand) -> P
     for url in engine_urls:
         rollout += ["--engine", url]
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
+    roles.append(_trainer(config, "rlsys.train", "--rollout", rollout_url))
+    return Plan(roles)
+
+
+def build_sft_plan(config: Config) -> Plan:
+    """Fine-tuning on traces: the trainer alone."""
+    return Plan([_trainer(config, "rlsys.trainer.sft")])
+
+
+def _trainer(config: Config, module: str, *args: str) -> Role:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    torchrun += ["--nproc-per-node", str(config.parallel.world_size), "-m", "rlsys.train"]
-    roles.append(Role("trainer", "trainer", [*torchrun, "--config", run_config, "--rollout", rollout_url]))
-    return Plan(roles, rollout_url)
+    torchrun += ["--nproc-per-node", str(config.parallel.world_size), "-m", module]
+    return Role("trainer", "trainer", [*torchrun, "--config", str(config.run.dir / "config.yaml"), *args])
 
 
 def describe_plan(plan: Plan) -> str:

@@ -20,7 +20,7 @@ def choose_ports(config: Config) -> Ports:
         return Ports(engines, rollout)
     last = engine.port + engine.count - 1
     if last > 65535:
-        raise UserError(f"engine.port = {engine.port}: {engine.count} engines need ports up to {last} > 65535")
+        raise UserError(f"engine.port = {engine.port}: {engine.count} engines reach port {last} > 65535")
     for port in range(engine.port, last + 1):
         _must_be_free(engine.host, port, engine.port)
     return Ports(list(range(engine.port, last + 1)), _free_ports(_LOOPBACK, 1)[0])

@@ -90,7 +90,7 @@ class Supervisor:
         self._tail = MetricsTail(run_dir.path)
 
     def run(self) -> None:
-        """Until the trainer is done; all roles end with it. Raises Stopped, or the error of a role that failed."""
+        """Until the trainer is done; all roles end with it. Raises Stopped, or a failed role's error."""
         for entry in self._tail.read():
             self._display.entry(entry, live=False)
         try:
@@ -139,9 +139,10 @@ class Supervisor:
     def _cause(self) -> RlsysError:
         """Roles fall like dominoes: give the others a moment, then blame the one that the rest depends on."""
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < deadline and not self._stop.count:
+        processes = self._processes.values()
+        while time.monotonic() < deadline and any(p.exit_code is None for p in processes):
             time.sleep(POLL_SECONDS)
-        dead = [p for p in self._processes.values() if p.exit_code not in (None, 0) or self._ended_early(p)]
+        dead = [p for p in processes if p.exit_code not in (None, 0) or self._ended_early(p)]
         first = min(dead, key=lambda p: ("engine", "rollout", "trainer").index(p.role.kind))
         again = " again, after one restart" if first.role.name in self._restarted else ""
         return first.failure(f"exited with code {first.exit_code}{again}")
@@ -166,10 +167,9 @@ class Supervisor:
         if time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + STATUS_SECONDS
-        if any(p.ready for p in self._processes.values() if p.role.kind == "rollout"):
-            body = get(f"{self._plan.rollout_url}/status")
-            if body:
-                self._display.status(json.loads(body))
+        rollout = self._processes.get("rollout")
+        if rollout and rollout.ready and rollout.role.ready_url and (body := get(rollout.role.ready_url)):
+            self._display.status(json.loads(body))
 
     def _say(self, text: str) -> None:
         self._display.phase(text)

@@ -69,7 +69,7 @@ def staleness(metrics: Metrics) -> Figure:
     axes.set_zorder(share.get_zorder() + 1)
     axes.patch.set_visible(False)
     handles = [h for a in (axes, share) for h in a.get_legend_handles_labels()[0]]
-    axes.legend(handles=handles, frameon=False, fontsize=9)
+    axes.legend(handles=handles, framealpha=0.8, edgecolor="none", fontsize=9)
     return figure
 
 
@@ -126,7 +126,7 @@ def _frame(title: str, ylabel: str, xlabel: str = "train step") -> tuple[Figure,
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(framealpha=0.8, edgecolor="none", fontsize=9)
 
 
 def _series(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

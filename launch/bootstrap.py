@@ -1,0 +1,179 @@
+"""`make setup`: creates .venv and installs what this machine can run. Standard library only, no root.
+
+    python3 launch/bootstrap.py [--dev]
+
+Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
+nothing while pyproject.toml, this file and the Python are the same; an interrupted set-up goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "rlsys-setup.json"
+LOG = VENV / "rlsys-setup.log"
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+DISK_GB = {"cpu": 6, "gpu": 15}
+# Before everything else: whatever asks for torch later finds it satisfied.
+TORCH = "torch==2.13.0"
+# Its metadata asks for CUDA kernels; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
+SGLANG = "sglang==0.5.23"
+
+CAUSES = (
+    ("No space left on device", "the disk is full"),
+    ("name resolution", "no network: the package index cannot be reached"),
+    ("Connection refused", "no network: the package index cannot be reached"),
+    ("Network is unreachable", "no network: the package index cannot be reached"),
+    ("ConnectTimeout", "no network: the package index cannot be reached"),
+    ("CERTIFICATE_VERIFY_FAILED", "the package index's certificate is not trusted; see pip's option --cert"),
+    ("No matching distribution", "the package index has no fitting version for this Python and platform"),
+)
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says what is missing."""
+
+
+def fitting_python() -> str:
+    """This Python if it fits, else one found on PATH. Raises SetupError when there is none."""
+    if sys.version_info[:2] in PYTHONS:
+        return os.path.realpath(sys.executable)
+    for major, minor in PYTHONS:
+        found = shutil.which(f"python{major}.{minor}")
+        # Asked, not believed: a version manager leaves scripts of that name for versions that it lacks.
+        if found and (path := real_python(found)):
+            return path
+    here = ".".join(map(str, sys.version_info[:3]))
+    raise SetupError(f"Python 3.11, 3.12 or 3.13 is needed; this is {here}, and no other is on PATH")
+
+
+def real_python(command: str) -> str | None:
+    ask = "import os, sys; print(os.path.realpath(sys.executable))"
+    done = subprocess.run([command, "-c", ask], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def host_kind() -> str:
+    """`gpu` where an NVIDIA driver answers, else `cpu`."""
+    smi = shutil.which("nvidia-smi")
+    works = smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+    return "gpu" if works else "cpu"
+
+
+def fingerprint(python: str) -> str:
+    """Changes when the packages, the steps, the Python or the folder (scripts hold its path) change."""
+    digest = hashlib.sha256()
+    for part in (ROOT / "pyproject.toml", Path(__file__)):
+        digest.update(part.read_bytes())
+    digest.update(f"{python} {ROOT}".encode())
+    return digest.hexdigest()
+
+
+def installed_extras(mark: str) -> list[str]:
+    """Extras that an earlier set-up with the same fingerprint installed."""
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return []
+    return list(stamp["extras"]) if stamp.get("fingerprint") == mark and PYTHON.exists() else []
+
+
+def check_disk(kind: str) -> None:
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < DISK_GB[kind]:
+        raise SetupError(f"{free:.1f} GB free on the disk of {ROOT}, {DISK_GB[kind]} GB are needed")
+
+
+def make_venv(python: str) -> None:
+    if PYTHON.exists() and os.path.realpath(PYTHON) == python:
+        return
+    if VENV.exists():
+        shutil.rmtree(VENV)
+    done = subprocess.run([python, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    if done.returncode:
+        shutil.rmtree(VENV, ignore_errors=True)
+        said = (done.stdout + done.stderr).strip()
+        if "ensurepip" in said:
+            raise SetupError(f"{python} cannot create .venv: its venv package is not installed")
+        raise SetupError(f"{python} cannot create .venv: {said.splitlines()[-1] if said else 'no message'}")
+
+
+def pip(label: str, *args: str) -> None:
+    """One pip install, with its seconds shown and its output in the log."""
+    command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--progress-bar", "off", "--retries", "2"]
+    start = time.monotonic()
+    live = sys.stdout.isatty()
+    print(f"  {label} ...", end="" if live else "\n", flush=True)
+    with LOG.open("ab") as log:
+        begin = log.tell()
+        process = subprocess.Popen([*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            time.sleep(0.2)
+            if live:
+                print(f"\r  {label} ... {time.monotonic() - start:3.0f} s", end="", flush=True)
+    took = f"{label}: {time.monotonic() - start:.0f} s"
+    print(f"\r  {took}        " if live else f"  {took}", flush=True)
+    if process.returncode:
+        said = LOG.read_bytes()[begin:].decode(errors="replace")
+        raise SetupError(f"{label}: {cause(said)} (log: {LOG})")
+
+
+def cause(output: str) -> str:
+    """A sentence for what pip said: a known cause, else its last error line."""
+    for sign, meaning in CAUSES:
+        if sign in output:
+            return meaning
+    errors = [line for line in output.splitlines() if line.startswith("ERROR")]
+    return errors[-1] if errors else "pip failed"
+
+
+def set_up(dev: bool) -> None:
+    python = fitting_python()
+    kind = host_kind()
+    extras = [kind, "dev"] if dev else [kind]
+    mark = fingerprint(python)
+    have = installed_extras(mark)
+    if set(extras) <= set(have):
+        return
+    print(f"rlsys: setting up .venv for a {kind.upper()} host with {python}", flush=True)
+    start = time.monotonic()
+    if not have:
+        check_disk(kind)
+        make_venv(python)
+        if kind == "cpu":
+            pip("torch", TORCH)
+    target = f".[{','.join(extras)}]"
+    pip(f"packages of {target}", "-e", target)
+    if kind == "cpu" and not have:
+        pip("sglang", "--no-deps", SGLANG)
+    STAMP.write_text(json.dumps({"fingerprint": mark, "extras": sorted({*have, *extras})}))
+    print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Create .venv and install what this machine can run.")
+    parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    try:
+        set_up(parser.parse_args().dev)
+    except SetupError as e:
+        print(f"rlsys: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nrlsys: set-up interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

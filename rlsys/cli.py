@@ -1,0 +1,156 @@
+"""The command `rlsys`. A mistake ends in one line `rlsys: error: ...` and exit code 2; a failed run in 1."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.plan import Plan, Ports, build_plan, build_sft_plan, describe_arithmetic, describe_plan
+from launch.ports import choose_ports
+from launch.preflight import check_model
+from launch.process import RoleFailed
+from launch.rundir import open_run_dir
+from launch.supervisor import StopSignals, Supervisor
+from rlsys.config import Config, dump_config, load_config
+from rlsys.errors import RlsysError, UserError
+from rlsys.obs.metrics import read_metrics
+from rlsys.obs.progress import make_progress
+from rlsys.obs.report import summary_table, write_report
+from rlsys.obs.summary import summarise
+
+
+def train(args: argparse.Namespace) -> int:
+    """Start or continue a run, and report it."""
+    config = load_config(args.config, args.overrides)
+    check_model(config)
+    from rlsys.engine.launch_args import engine_command
+
+    supervise(config, build_plan(config, choose_ports(config), engine_command))
+    show_report(config.run.dir)
+    return 0
+
+
+def sft(args: argparse.Namespace) -> int:
+    """Fine-tune on traces: how the quickstart's checkpoint was made."""
+    config = load_config(args.config, args.overrides)
+    check_model(config)
+    supervise(config, build_sft_plan(config))
+    return 0
+
+
+def supervise(config: Config, plan: Plan) -> None:
+    """Run the plan's processes under the live display until they are done."""
+    console = Console()
+    title = f"rlsys {config.run.dir}"
+    with (
+        StopSignals().listening() as stop,
+        open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
+        make_progress(config.trainer.steps, title, console) as display,
+    ):
+        Supervisor(config, plan, run_dir, display, stop).run()
+
+
+def show_report(run_dir: Path) -> None:
+    console = Console()
+    write_report(run_dir)
+    console.print(summary_table(run_dir, summarise(read_metrics(run_dir))))
+    console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Show what a config comes to; starts nothing."""
+    from rlsys.engine.launch_args import engine_command
+
+    config = load_config(args.config, args.overrides)
+    first = config.engine.port
+    ports = Ports([first + i if first else 0 for i in range(config.engine.count)], 0)
+    print(dump_config(config))
+    print(describe_arithmetic(config), end="\n\n")
+    print(describe_plan(build_plan(config, ports, engine_command)))
+    if not first:
+        print("(port 0: a free one is chosen at the start)")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Make the report of a run again."""
+    must_be_run(args.run)
+    if args.json:
+        print(json.dumps(summarise(read_metrics(args.run)), indent=2))
+    else:
+        show_report(args.run)
+    return 0
+
+
+def must_be_run(run: Path) -> None:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder")
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Show what this machine has and what is missing."""
+    from rlsys.obs.doctor import examine
+
+    findings = examine()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for found in findings:
+        table.add_row(found.name, found.value if found.ok else f"[red]{found.value}[/red]", found.note)
+    Console().print(table)
+    return 0 if all(found.ok for found in findings) else 1
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a mistake told in our one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(UserError.exit_code)
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="rlsys", description="RL post-training of MoE language models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: object, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run_command=run)
+        return sub
+
+    for name, run, help in (
+        ("train", train, "start a run, or go on with it"),
+        ("explain", explain, "show the resolved config, its arithmetic and the launch plan"),
+        ("sft", sft, "fine-tune a model on traces"),
+    ):
+        sub = add(name, run, help)
+        sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+        sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
+    sub = add("report", report, "make report.html and plots of a run, and print its figures")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    add("doctor", doctor, "show what this machine has and what is missing")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return int(args.run_command(args))
+    except RlsysError as e:
+        for line in e.log_lines if isinstance(e, RoleFailed) else ():
+            print(f"    {line}", file=sys.stderr)
+        print(f"rlsys: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        print("rlsys: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

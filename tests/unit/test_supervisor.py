@@ -1,0 +1,225 @@
+"""The supervisor against small stand-ins for the roles: real processes, real signals, no engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch import supervisor
+from launch.plan import Plan, Role
+from launch.process import RoleFailed
+from launch.rundir import open_run_dir
+from launch.supervisor import Stopped, StopSignals, Supervisor
+from rlsys.config import Config
+from rlsys.errors import UserError
+
+PRELUDE = """
+import http.server, os, pathlib, signal, subprocess, sys, threading, time
+here = pathlib.Path({folder!r}); name = {name!r}
+def note(text):
+    with (here / "notes").open("a") as f: f.write(text + chr(10))
+def wait_for(*texts):
+    while not all(count(t) for t in texts): time.sleep(0.01)
+def count(text):
+    return (here / "notes").read_text().count(text)
+def on_term(*_):
+    note(name + " ended"); os._exit(0)
+signal.signal(signal.SIGTERM, on_term)
+def serve():
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers()
+            self.wfile.write(b"{{}}"); note(name + " probed")
+        def log_message(self, *_): pass
+    http.server.HTTPServer.allow_reuse_address = True
+    server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+note(name + " began " + str(os.getpid()))
+"""
+SERVE_FOREVER = "serve()\nwhile True: signal.pause()"
+
+
+class Recorder:
+    """A display that remembers."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+    def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
+
+    def status(self, status: dict[str, Any]) -> None: ...
+
+
+class Stage:
+    """A run folder and the stand-ins that play in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.display = Recorder()
+        self.config = Config.model_validate(
+            {"model": {"path": "none"}, "run": {"dir": folder / "run"}, "launch": {"grace_seconds": 5}}
+        )
+        (folder / "notes").touch()
+
+    def role(self, kind: Any, body: str, *, serves: bool = False, start_timeout: float = 60) -> Role:
+        port = free_port() if serves else 0
+        name = "engine-0" if kind == "engine" else kind
+        code = PRELUDE.format(folder=str(self.folder), name=name, port=port) + body
+        url = f"http://127.0.0.1:{port}/" if serves else None
+        return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
+
+    def run(self, *roles: Role) -> None:
+        with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
+            Supervisor(self.config, Plan(list(roles)), run_dir, self.display, stop).run()
+
+    @property
+    def notes(self) -> list[str]:
+        return (self.folder / "notes").read_text().splitlines()
+
+    def pids(self) -> list[int]:
+        return [int(note.split()[-1]) for note in self.notes if " began " in note]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Only to be woken by a state, never to prove a speed: the bound is far beyond what is expected."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.02)
+    return Stage(tmp_path)
+
+
+def test_a_finished_trainer_ends_the_run_and_leaves_nothing(stage: Stage) -> None:
+    stage.run(
+        stage.role("engine", SERVE_FOREVER, serves=True),
+        stage.role("rollout", SERVE_FOREVER, serves=True),
+        stage.role("trainer", "wait_for('engine-0 probed', 'rollout probed')"),
+    )
+    assert [n for n in stage.notes if n.endswith("ended")] == ["rollout ended", "engine-0 ended"]
+    assert len(stage.pids()) == 3
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
+
+
+def test_an_engine_that_does_not_start_shows_its_last_lines(stage: Stage) -> None:
+    with pytest.raises(RoleFailed, match=r"engine-0 exited with code 3; its log: .*engine-0\.log") as failed:
+        stage.run(
+            stage.role("engine", "print('no such device'); sys.exit(3)", serves=True),
+            stage.role("trainer", "signal.pause()"),
+        )
+    assert failed.value.log_lines == ["no such device"]
+    assert failed.value.exit_code == 1
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
+
+
+def test_an_engine_that_never_answers_is_given_up(stage: Stage) -> None:
+    with pytest.raises(RoleFailed, match=r"did not answer within engine\.start_timeout = 0\.1 s"):
+        stage.run(
+            stage.role("engine", "signal.pause()", serves=True, start_timeout=0.1),
+            stage.role("trainer", "signal.pause()"),
+        )
+
+
+def test_an_engine_is_restarted_once(stage: Stage) -> None:
+    dies_once = "again = count('engine-0 began') == 2\nserve()\nif again: signal.pause()\n"
+    dies_once += "wait_for('engine-0 probed')\nos._exit(9)"
+    stage.run(
+        stage.role("engine", dies_once, serves=True),
+        stage.role("trainer", "while count('engine-0 probed') < 2: time.sleep(0.01)"),
+    )
+    assert "engine-0 died (exit code 9); restarting it once" in stage.display.phases
+    assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
+
+
+def test_an_engine_that_dies_twice_stops_the_run(stage: Stage) -> None:
+    always_dies = "before = count('engine-0 probed')\nserve()\n"
+    always_dies += "while count('engine-0 probed') == before: time.sleep(0.01)\nos._exit(9)"
+    with pytest.raises(RoleFailed, match="engine-0 exited with code 9 again, after one restart"):
+        stage.run(stage.role("engine", always_dies, serves=True), stage.role("trainer", "signal.pause()"))
+    assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
+
+
+def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
+    body = "print('noise'); print('rlsys: error: model.layers.0 is missing [exit 2]'); sys.exit(1)"
+    with pytest.raises(UserError, match=r"^model\.layers\.0 is missing$"):
+        stage.run(stage.role("trainer", body))
+
+
+def test_the_cause_is_blamed_not_its_consequence(stage: Stage) -> None:
+    trainer = "wait_for('rollout began')\nprint('rlsys: error: no answer [exit 1]'); sys.exit(1)"
+    rollout = "print('rlsys: error: rollouts.sqlite is corrupt [exit 2]'); sys.exit(2)"
+    with pytest.raises(UserError, match="sqlite is corrupt"):
+        stage.run(stage.role("rollout", rollout), stage.role("trainer", trainer))
+
+
+def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
+    interrupt = f"wait_for('engine-0 probed', 'rollout probed')\nos.kill({os.getpid()}, signal.SIGINT)\n"
+    interrupt += "signal.pause()"
+    with pytest.raises(Stopped, match="stopped by SIGINT") as stopped:
+        stage.run(
+            stage.role("engine", SERVE_FOREVER, serves=True),
+            stage.role("rollout", SERVE_FOREVER, serves=True),
+            stage.role("trainer", interrupt),
+        )
+    assert stopped.value.exit_code == 130
+    ends = [n for n in stage.notes if n.endswith("ended")]
+    assert ends == ["trainer ended", "rollout ended", "engine-0 ended"]
+
+
+def test_a_second_ctrl_c_kills_at_once(stage: Stage) -> None:
+    stage.config = stage.config.model_copy(
+        update={"launch": stage.config.launch.model_copy(update={"grace_seconds": 600.0})}
+    )
+    stubborn = (
+        f"signal.signal(signal.SIGTERM, lambda *_: os.kill({os.getpid()}, signal.SIGTERM))\n"
+        f"os.kill({os.getpid()}, signal.SIGTERM)\nwhile True: signal.pause()"
+    )
+    with pytest.raises(Stopped):
+        stage.run(stage.role("trainer", stubborn))
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
+
+
+def test_grandchildren_that_left_the_group_end_too(stage: Stage) -> None:
+    spawn = "note('grandchild began ' + str(subprocess.Popen(['sleep', '600'], start_new_session=True).pid))"
+    stage.run(stage.role("trainer", spawn))
+    assert len(stage.pids()) == 2
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
+
+
+def test_roles_of_a_killed_supervisor_end_and_free_the_folder(stage: Stage) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_supervisor as t, pathlib
+stage = t.Stage(pathlib.Path({str(stage.folder)!r}))
+trainer = "wait_for('engine-0 probed'); note('up'); signal.pause()"
+stage.run(stage.role("engine", t.SERVE_FOREVER, serves=True), stage.role("trainer", trainer))
+"""
+    killed = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: "up" in stage.notes)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    stage.run(stage.role("trainer", "pass"))  # waits for the folder, then takes over
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
