@@ -66,9 +66,9 @@ def show_report(run_dir: Path) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Show what a config comes to; starts nothing."""
+    config = load_config(args.config, args.overrides)
     from rlsys.engine.launch_args import engine_command
 
-    config = load_config(args.config, args.overrides)
     first = config.engine.port
     ports = Ports([first + i if first else 0 for i in range(config.engine.count)], 0)
     print(dump_config(config))

@@ -162,6 +162,7 @@ class LiveProgress:
 
     def phase(self, text: str) -> None:
         self._view.phase = text
+        self._live.refresh()
 
     def status(self, status: dict[str, Any]) -> None:
         self._view.status = status

@@ -1,0 +1,100 @@
+"""Who may import whom, read from the source: imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("rlsys", "launch", "megatron_patches")
+
+# A room is a sub-package or a top-level module. `errors`, `config`, `obs` and `types` import each other only.
+BASE = {"types", "errors", "config", "obs"}
+ALLOWED: dict[str, set[str]] = {
+    **dict.fromkeys(BASE, BASE),
+    "plugins": {"types", "errors", "config"},
+    "algo": {"types", "errors", "config", "plugins"},
+    "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
+    "data": {"types", "errors", "config", "plugins"},
+    "engine": BASE,
+    "router": BASE | {"engine"},
+    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
+    "convert": BASE | {"algo", "megatron_patches"},
+    "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
+    "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
+    "megatron_patches": {"errors"},
+    "launch": {"errors", "config", "obs"},
+}
+FREE = {"train", "cli"}  # these may import every room
+
+TORCH_FREE = ("types", "errors", "config", "obs", "plugins", "rewards", "router", "rollout", "launch", "cli")
+TORCH_FREE_FILES = ("rlsys/engine/client.py", "rlsys/engine/launch_args.py", "rlsys/data/source.py")
+MEGATRON_ROOMS = {"trainer", "convert", "weights", "megatron_patches"}
+HEAVY = {"torch", "megatron", "sglang", "transformers"}
+
+
+def sources() -> list[Path]:
+    return sorted(p for top in OURS for p in (ROOT / top).rglob("*.py"))
+
+
+def room_of(module: str) -> str | None:
+    """`rlsys.router.pool` -> `router`; None for what is not ours, and for the bare package."""
+    parts = module.split(".")
+    if parts[0] in OURS[1:]:
+        return parts[0]
+    return parts[1] if parts[0] == "rlsys" and len(parts) > 1 else None
+
+
+def room(path: Path) -> str | None:
+    return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            yield from (f"{module}.{a.name}" for a in node.names) if module == "rlsys" else (module,)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    here = room(path)
+    if here in FREE or here in (None, "__init__"):
+        return
+    assert here in ALLOWED, f"{path}: the room {here!r} has no arrows yet; add them here and in the docs"
+    for module in imports(path):
+        there = room_of(module)
+        assert there in (None, here) or there in ALLOWED[here], f"{here} must not import {module}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_imports_stay_in_their_rooms(path: Path) -> None:
+    here, name = room(path), str(path.relative_to(ROOT))
+    tops = {module.split(".")[0] for module in imports(path)}
+    if here in TORCH_FREE or name in TORCH_FREE_FILES:
+        assert not tops & HEAVY
+    if here not in MEGATRON_ROOMS:
+        assert "megatron" not in tops
+
+
+def test_only_tensor_files_of_algo_import_torch() -> None:
+    """The rollout process uses planners and filters: they must cost no torch."""
+    for name in ("__init__", "planners", "filters", "prompts", "config", "registry", "catalogue"):
+        path = ROOT / "rlsys/algo" / f"{name}.py"
+        assert not path.exists() or "torch" not in {m.split(".")[0] for m in imports(path)}, path
+
+
+def test_bootstrap_imports_the_standard_library_only() -> None:
+    import sys
+
+    assert {m.split(".")[0] for m in imports(ROOT / "launch/bootstrap.py")} <= set(sys.stdlib_module_names)
+
+
+def test_the_loop_is_short_enough_to_read() -> None:
+    assert len((ROOT / "rlsys/train.py").read_text(encoding="utf-8").splitlines()) < 200

@@ -1,0 +1,66 @@
+"""The command line: one line, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys import cli
+from rlsys.obs.metrics import MetricsWriter
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train", "/no/m.yaml"], "/no/m.yaml: cannot read the config: No such file or directory"),
+        (["train", QUICKSTART, "rollout.group_sise=4"], "rollout.group_sise: unknown key; did you mean"),
+        (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
+        (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
+        (["report", "/no/such"], "/no/such: no such run folder"),
+        (["report", "/"], "/: no metrics.jsonl in it"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rlsys: error: {told}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["report", "x", "--jsn"]])
+def test_a_mistaken_command_line_is_one_line_too(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlsys: error: ")
+    assert said.count("\n") == 1
+
+
+def test_report_json_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", 0, event="start")
+    writer.write("eval", 0, accuracy=0.5, prompts=4)
+    writer.close()
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_accuracy_before"] == 0.5
+
+
+def test_report_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", 0, event="start")
+    writer.close()
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
+    for name in ("python", "torch", "sglang", "megatron-core", "gpu", "transformer engine", "apex"):
+        assert name in said

@@ -1,0 +1,105 @@
+"""What a mistaken config is told: one line that names field, value and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import ConfigError, dump_config, identity, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def error(*overrides: str, path: Path = QUICKSTART) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_overrides_win_over_the_file_and_the_rest_stays() -> None:
+    config = load_config(QUICKSTART, ["trainer.steps=7", "run.dir=/x/y", "trainer.lr=1e-5"])
+    assert (config.trainer.steps, config.run.dir, config.trainer.lr) == (7, Path("/x/y"), 1e-5)
+    assert config.rollout.over_provision == load_config(QUICKSTART).rollout.over_provision
+
+
+def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["parallel.ep=2"])
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean rollout.group_size?"),
+        ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),
+        ("rollout.zzz=4", "rollout.zzz: unknown key; known keys: groups_per_step"),
+        ("rollout.group_size=eight", "rollout.group_size = 'eight': Input should be a valid integer"),
+        ("rollout.group_size=0", "rollout.group_size = 0: Input should be greater than or equal to 1"),
+        ("rollout.over_provision=0.5", "rollout.over_provision = 0.5: Input should be greater than"),
+        ("algo.advantage=gpro", "algo.advantage = 'gpro': Input should be 'grpo' or 'dr_grpo'"),
+        ("engine.port=70000", "engine.port = 70000: Input should be less than or equal to 65535"),
+        ("model.path=", "model.path = None: "),
+        ("steps", "override 'steps': expected section.field=value"),
+        ("a..b=1", "override 'a..b=1': expected section.field=value"),
+        ("trainer.steps=[1", "override 'trainer.steps=[1': value is not valid YAML"),
+    ],
+)
+def test_a_mistaken_value_is_named(override: str, told: str) -> None:
+    assert error(override).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (["rollout.max_staleness=0"], ["over_provision = 2", "max_staleness = 0"]),
+        (["trainer.token_budget=10"], ["token_budget = 10", "max_response_tokens = 256"]),
+        (["engine.max_total_tokens=100"], ["max_total_tokens = 100", "max_response_tokens = 256"]),
+        (["parallel.dp=3"], ["128 samples", "3 * 1"]),
+        (["parallel.ep=4", "parallel.dp=2"], ["tp*cp*dp = 2", "ep*etp = 4", "multiple of 4"]),
+        (["rollout.group_size=1"], ["rollout.group_size = 1", "group_size >= 2"]),
+    ],
+)
+def test_a_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str]) -> None:
+    told = error("rollout.groups_per_step=16", "rollout.group_size=8", "rollout.over_provision=2", *overrides)
+    assert all(number in told for number in numbers), told
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    assert "cannot read the config" in error(path=tmp_path / "missing.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("run: {dir: [}\n")
+    assert ":1:13: not valid YAML" in error(path=broken)
+    broken.write_text("- a\n")
+    assert "expected a mapping of sections, found list" in error(path=broken)
+    broken.write_bytes(b"\xff\xfe\x00x")
+    assert "not UTF-8 text" in error(path=broken)
+    broken.write_text("run: {}\n")
+    assert error(path=broken) == "model: missing; it has no default"
+
+
+def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "top.yaml").write_text(f"base: {QUICKSTART}\ntrainer: {{steps: 3}}\n")
+    config = load_config(tmp_path / "top.yaml")
+    assert config.trainer.steps == 3
+    assert config.model.path == load_config(QUICKSTART).model.path
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert "base files form a circle: a.yaml -> b.yaml" in error(path=tmp_path / "a.yaml")
+
+
+def test_identity_ignores_what_may_change_between_two_starts() -> None:
+    same = ["trainer.steps=999", "run.dir=/elsewhere", "parallel.ep=2", "engine.port=31000", "eval.every=3"]
+    assert identity(load_config(QUICKSTART, same)) == identity(load_config(QUICKSTART))
+    for other in ("run.seed=5", "rollout.group_size=4", "trainer.lr=1e-3", "model.path=/other"):
+        assert identity(load_config(QUICKSTART, [other])) != identity(load_config(QUICKSTART))
+
+
+def test_the_smallest_data_parallel_size_that_the_experts_allow() -> None:
+    assert load_config(QUICKSTART, ["parallel.ep=2"]).parallel.world_size == 2
+    with_tp = ["parallel.ep=2", "parallel.tp=2", "parallel.etp=1"]
+    assert load_config(QUICKSTART, with_tp).parallel.world_size == 2
