@@ -37,7 +37,7 @@ CAUSES = (
     ("Network is unreachable", "no network: the package index cannot be reached"),
     ("ConnectTimeout", "no network: the package index cannot be reached"),
     ("CERTIFICATE_VERIFY_FAILED", "the package index's certificate is not trusted; see pip's option --cert"),
-    ("(from versions: none)", "the package index offers no version of it; is the network up, the index trusted?"),
+    ("(from versions: none)", "the package index offers none of it; is there a network?"),
     ("No matching distribution", "the package index has no fitting version for this Python and platform"),
 )
 
