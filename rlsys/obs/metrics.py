@@ -175,8 +175,6 @@ class MetricsWriter:
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{kind}/{name}", value, global_step=step, walltime=now)
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        if kind == "run":
-            self._board.flush()  # its thread dies with the process
 
     def close(self) -> None:
         self._file.close()
