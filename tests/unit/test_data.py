@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer, build_source
@@ -363,3 +364,18 @@ def test_trace_mistakes(model: Path, tokenizer: Tokenizer, sft: dict[str, Any], 
     with pytest.raises(UserError) as caught:
         trace_batches(config, tokenizer)
     assert message in str(caught.value)
+
+
+# --- the shipped model ---
+
+
+def test_shipped_model_is_what_the_command_makes(model: Path) -> None:
+    shipped = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
+    assert sum(f.stat().st_size for f in shipped.iterdir()) < 4_000_000
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (shipped / name).read_text() == (model / name).read_text()
+    made, found = (load_file(folder / "model.safetensors") for folder in (model, shipped))
+    assert {k: (v.shape, v.dtype) for k, v in found.items()} == {
+        k: (v.shape, v.dtype) for k, v in made.items()
+    }
+    assert sum(v.size for v in found.values()) == 774_208
