@@ -1,0 +1,93 @@
+"""Makes megatron-core run where it does not by itself: on a CPU, and without Transformer Engine or Apex.
+
+`apply()` before the first import of megatron.core. `python -m megatron_patches` prints what was applied and why.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from megatron_patches import (
+    checkpoint_without_output,
+    cpu_import,
+    cpu_rng,
+    distributed_optimizer_step,
+    gloo_uneven,
+    moe_without_te,
+    norm_sequence_parallel,
+)
+from megatron_patches.registry import Patch, PatchError
+
+PATCHES: tuple[Patch, ...] = (
+    moe_without_te.GEMM,
+    moe_without_te.SPLITS,
+    norm_sequence_parallel.PATCH,
+    distributed_optimizer_step.PATCH,
+    checkpoint_without_output.PATCH,
+    gloo_uneven.PATCH,
+    cpu_rng.PATCH,
+)
+
+
+def active() -> list[Patch]:
+    """The patches that this machine needs."""
+    without_te = importlib.util.find_spec("transformer_engine") is None
+    on = {"no-cuda": not torch.cuda.is_available(), "no-te": without_te}
+    return [p for p in PATCHES if on[p.when]]
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module's own loader, then the patches that name it."""
+
+    def __init__(self, inner: importlib.abc.Loader, patches: list[Patch]) -> None:
+        self._inner, self._patches = inner, patches
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        for patch in self._patches:
+            patch.edit(module)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, patches: list[Patch]) -> None:
+        self._patches = patches
+        self._on_cpu = not torch.cuda.is_available()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != "megatron":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return spec
+        if self._on_cpu and cpu_import.needs_rewrite(spec.loader.path):
+            spec.loader = cpu_import.CpuLoader(spec.loader.name, spec.loader.path)
+        if mine := [p for p in self._patches if p.module == name]:
+            spec.loader = _Loader(spec.loader, mine)  # type: ignore[arg-type]
+        return spec
+
+
+def apply() -> None:
+    """Idempotent. Raises PatchError when megatron.core was imported before."""
+    if any(isinstance(f, _Finder) for f in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise PatchError("megatron_patches.apply() must come before the first import of megatron.core")
+    sys.meta_path.insert(0, _Finder(active()))
+
+
+__all__ = ["PATCHES", "Patch", "PatchError", "active", "apply"]

@@ -1,0 +1,32 @@
+"""Prints which patches this machine needs, applies them to the installed megatron-core, and says why."""
+
+import importlib
+import importlib.metadata
+
+import megatron_patches
+from megatron_patches import cpu_import
+
+
+def main() -> None:
+    megatron_patches.apply()
+    print(f"megatron-core {importlib.metadata.version('megatron-core')}")
+    for patch in megatron_patches.PATCHES:
+        state = "not needed here"
+        if patch in megatron_patches.active():
+            importlib.import_module(patch.module)
+            state = "applied"
+        print(f"\n{patch.name}: {state}\n  target    {patch.module}\n  when      {patch.when}, {patch.upstream}")
+        print(f"  symptom   {patch.symptom}")
+    importlib.import_module("megatron.core.models.gpt")
+    importlib.import_module("megatron.core.optimizer")
+    totals: dict[str, int] = {}
+    for found in cpu_import.CpuLoader.rewritten.values():
+        for kind, count in found.items():
+            totals[kind] = totals.get(kind, 0) + count
+    print(f"\ncpu_import: {len(cpu_import.CpuLoader.rewritten)} modules rewritten")
+    for kind, count in sorted(totals.items()):
+        print(f"  {count:4} x {kind}")
+
+
+if __name__ == "__main__":
+    main()

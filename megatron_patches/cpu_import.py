@@ -1,0 +1,205 @@
+"""Symptom: megatron-core names CUDA as a literal (torch.cuda, device="cuda", .cuda(), pin_memory=True) in some 390
+places, so nothing but seeding runs without it.
+
+Upstream: 0.16.1 (run), 0.17 - 0.19.2 (sources read). Never active when CUDA is available.
+How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch name
+changes. Why numbers stay equal: only where a tensor lives changes, and streams and events become no-ops, which is
+what they are on one CPU thread.
+Delete when: megatron-core takes its device from one place that can be set to "cpu".
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """CUDA's stream and event in one: on a CPU everything has already happened."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+class _CudaOnCpu(types.ModuleType):
+    """Stands for torch.cuda inside megatron; what is not overridden is the real torch.cuda."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+def _make_cuda_on_cpu() -> _CudaOnCpu:
+    shim = _CudaOnCpu("megatron_patches.cuda_on_cpu")
+    stream = _Stream()
+    nothing = lambda *a, **k: None  # noqa: E731
+    overrides: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "set_device": nothing,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *a, **k: stream,
+        "default_stream": lambda *a, **k: stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "get_rng_state": lambda *a, **k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
+        "is_current_stream_capturing": lambda: False,
+        "nvtx": types.SimpleNamespace(
+            range_push=nothing, range_pop=nothing, range=lambda *a, **k: contextlib.nullcontext()
+        ),
+    }
+    for name, value in overrides.items():
+        setattr(shim, name, value)
+    return shim
+
+
+class _MissingTriton:
+    """Stands for triton where a module imports it at its top: decorators pass through, use fails elsewhere."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class Rewrite(ast.NodeTransformer):
+    """Replaces CUDA literals of one module; `found` counts what was replaced, by kind."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._inside_try = False
+        self._no_triton = importlib.util.find_spec("triton") is None
+
+    def _count(self, kind: str) -> None:
+        self.found[kind] = self.found.get(kind, 0) + 1
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        # A guarded `import triton` handles its own absence.
+        before, self._inside_try = self._inside_try, True
+        self.generic_visit(node)
+        self._inside_try = before
+        return node
+
+    def _stub(self, node: ast.stmt, names: Sequence[str]) -> list[ast.stmt]:
+        self._count("import triton")
+        value = ast.Name("__missing_triton__", ast.Load())
+        return [ast.copy_location(ast.Assign([ast.Name(n, ast.Store())], value), node) for n in names]
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.stmt]:
+        bare = not self._inside_try and self._no_triton
+        if bare and all(a.name.split(".")[0] == "triton" for a in node.names):
+            return self._stub(node, [a.asname or "triton" for a in node.names])
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
+        bare = not self._inside_try and self._no_triton and not node.level
+        if bare and (node.module or "").split(".")[0] == "triton":
+            return self._stub(node, [a.asname or a.name for a in node.names])
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        value = node.value
+        if node.attr == "cuda" and isinstance(value, ast.Name) and value.id == "torch":
+            self._count("torch.cuda")
+            return ast.copy_location(ast.Name("__cuda_on_cpu__", ast.Load()), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = node.func
+        if not isinstance(function, ast.Attribute):
+            return node
+        if function.attr == "cuda":
+            self._count("x.cuda()")
+            method = ast.copy_location(ast.Attribute(function.value, "cpu", ast.Load()), function)
+            return ast.copy_location(ast.Call(method, [], []), node)
+        if function.attr in ("to", "device") and node.args and _is(node.args[0], "cuda"):
+            self._count("x.to('cuda')")
+            node.args[0] = ast.copy_location(ast.Constant("cpu"), node.args[0])
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        self.generic_visit(node)
+        if node.arg == "pin_memory" and _is(node.value, True):
+            self._count("pin_memory=True")
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        if node.arg in ("device", "device_type") and _is(node.value, "cuda"):
+            self._count("device='cuda'")
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        # The optimizers compare tensor types by their names.
+        text = node.value
+        if isinstance(text, str) and text.startswith("torch.cuda.") and text.endswith("Tensor"):
+            self._count("'torch.cuda.*Tensor'")
+            return ast.copy_location(ast.Constant(text.replace("torch.cuda.", "torch.")), node)
+        return node
+
+
+def _is(node: ast.AST, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value == value
+
+
+class CpuLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a rewritten module. Its bytecode is never cached: it must not be found by a run with CUDA."""
+
+    rewritten: dict[str, dict[str, int]] = {}
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        tree = ast.parse(self.get_data(self.get_filename(fullname)), self.path)
+        rewrite = Rewrite()
+        tree = ast.fix_missing_locations(rewrite.visit(tree))
+        if rewrite.found:
+            self.rewritten[fullname] = rewrite.found
+        code: types.CodeType = compile(tree, self.path, "exec", dont_inherit=True)
+        return code
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__.update(__cuda_on_cpu__=CUDA_ON_CPU, __missing_triton__=_MissingTriton())
+        super().exec_module(module)
+
+
+CUDA_ON_CPU = _make_cuda_on_cpu()
+
+
+def needs_rewrite(path: str) -> bool:
+    source = Path(path).read_bytes()
+    return b"cuda" in source or b"triton" in source

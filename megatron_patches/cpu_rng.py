@@ -1,0 +1,34 @@
+"""Random state on a CPU: the tracker's reads and writes go to torch's CPU generator.
+
+Symptom: torch.cuda.default_generators is empty. Why numbers stay equal: there is one generator per process on a
+CPU, as there is one per device with CUDA. Delete with cpu_import.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_patches.registry import Patch, expect
+
+
+def _edit(module: ModuleType) -> None:
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        expect(hasattr(module, name), "cpu_rng", f"{name} is gone")
+
+    def get(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def put(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    module._get_cuda_rng_state = get  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = put  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    "cpu_rng", "megatron.core.tensor_parallel.random", "no-cuda", "0.16.1 - 0.19.2",
+    "IndexError: torch.cuda.default_generators has no device 0", _edit,
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""DistributedOptimizer over torch's Adam, which keeps a `step` per parameter that no checkpoint holds.
+
+Symptoms: KeyError 'step' while loading; an assertion when state_dict() runs before the first step; after a load all
+parameters share ONE step tensor, so Adam counts a step once per parameter and its bias correction is silently wrong.
+Why numbers stay equal: each parameter gets the step that was saved, in a tensor of its own; a resumed run continues
+with the losses of an unbroken one (tests/integration/test_trainer.py).
+Upstream: 0.16.1 - 0.19.2 without Apex and Transformer Engine. Delete when torch Adam is tested there.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_patches.registry import Patch, expect
+
+
+def _edit(module: ModuleType) -> None:
+    cls = module.DistributedOptimizer
+    for name in ("_set_main_param_and_optimizer_states", "load_state_dict", "sharded_state_dict"):
+        expect(hasattr(cls, name), "distributed_optimizer_step", f"DistributedOptimizer.{name} is gone")
+    set_states, load, sharded = (
+        cls._set_main_param_and_optimizer_states,
+        cls.load_state_dict,
+        cls.sharded_state_dict,
+    )
+
+    def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        if "step" not in tensors:
+            present = self._get_main_param_and_optimizer_states(model_param)
+            if "step" in present:
+                tensors = {**tensors, "step": present["step"]}
+        return set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    def sharded_with_steps(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if is_loading:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if not self.optimizer.state[p]:
+                        self.optimizer.state[p] = {
+                            "step": torch.zeros(()),
+                            "exp_avg": torch.zeros_like(p),
+                            "exp_avg_sq": torch.zeros_like(p),
+                        }
+        return sharded(self, model_state, is_loading, *args, **kwargs)
+
+    cls._set_main_param_and_optimizer_states = set_states_with_step
+    cls.load_state_dict = load_with_own_steps
+    cls.sharded_state_dict = sharded_with_steps
+
+
+PATCH = Patch(
+    "distributed_optimizer_step", "megatron.core.optimizer.distrib_optimizer", "no-te", "0.16.1 - 0.19.2",
+    "KeyError 'step' at load, or one step tensor shared by all parameters after it", _edit,
+)  # fmt: skip

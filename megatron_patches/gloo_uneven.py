@@ -1,0 +1,47 @@
+"""Uneven all-gather and reduce-scatter, which gloo lacks (expert tensor parallelism with the all-to-all dispatcher).
+
+Why numbers stay equal: the gather pads to the longest part and cuts the padding off; the scatter sums everything
+and keeps its own part. More traffic, the same values. Delete when gloo takes uneven splits.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.registry import Patch, expect
+
+
+def _edit(module: ModuleType) -> None:
+    for name in ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"):
+        expect(hasattr(module, name), "gloo_uneven", f"{name} is gone")
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_uneven(x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = x.new_zeros((max(sizes), *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        parts = x.new_empty((max(sizes) * len(sizes), *x.shape[1:]))
+        torch.distributed.all_gather_into_tensor(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts.chunk(len(sizes)), sizes, strict=True)])
+
+    def scatter_uneven(x: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, input_split_sizes, use_global_buffer)
+        total = x.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return torch.split(total, [int(n) for n in input_split_sizes])[group.rank()].contiguous()
+
+    module._gather_along_first_dim = gather_uneven  # type: ignore[attr-defined]
+    module._reduce_scatter_along_first_dim = scatter_uneven  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    "gloo_uneven", "megatron.core.tensor_parallel.mappings", "no-cuda", "0.16.1 - 0.19.2",
+    "RuntimeError: gloo all_gather needs tensors of one shape", _edit,
+)  # fmt: skip

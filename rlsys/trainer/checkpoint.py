@@ -1,0 +1,94 @@
+"""Checkpoints: one folder a step, in megatron's torch_dist format, which any parallel layout can load.
+
+    checkpoints/step-000010/     whole, or not there: written as .partial, then renamed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from rlsys.errors import RunError
+
+_NAME = re.compile(r"step-(\d+)")
+
+# Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
+_OPTIMIZER = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in `folder`, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _state(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": model.sharded_state_dict()}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_OPTIMIZER)
+    return state
+
+
+def save(folder: Path, step: int, model: Any, optimizer: Any, keep: int) -> None:
+    """Collective. After it, the newest `keep` checkpoints are left."""
+    target = path_of(folder, step)
+    partial = target.with_suffix(".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = _state(model, optimizer, loading=False)
+    state["step"] = step
+    state["rng"] = torch.get_rng_state()
+    dist_checkpointing.save(state, str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _sync(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        _sync(folder)
+        for old in steps(folder)[:-keep]:
+            shutil.rmtree(path_of(folder, old))
+    dist.barrier()
+
+
+def load(folder: Path, model: Any, optimizer: Any) -> int:
+    """Load the newest checkpoint into model and optimizer; its step, or 0 when there is none. Collective."""
+    found = steps(folder)
+    if not found:
+        return 0
+    path = path_of(folder, found[-1])
+    try:
+        state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(path))
+    except (CheckpointingException, OSError, RuntimeError) as e:
+        raise RunError(f"{path}: the checkpoint cannot be loaded: {' '.join(str(e).split())[:300]}") from e
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    return int(state["step"])
+
+
+def _sync(folder: Path) -> None:
+    """Everything in `folder` is on the disk before its new name is."""
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

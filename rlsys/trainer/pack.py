@@ -1,0 +1,119 @@
+"""Samples -> packed micro-batches of bounded size, balanced over data-parallel ranks. Pure.
+
+Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is the
+log-prob of `tokens[t]` given what precedes it in its own sequence; a sequence's first token has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlsys.types import Sample
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sample with its advantage; the three lists have one entry per response token."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mu: list[float]
+    versions: list[int]
+    advantage: float
+    group_id: int = -1
+
+    @classmethod
+    def of(cls, sample: Sample, advantage: float) -> TrainSample:
+        return cls(
+            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), advantage, sample.group_id
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class MicroBatch:
+    """tokens, position_ids `[T]` int64; cu_seqlens `[S+1]` int32; the rest `[T]`. `mask` is 1 on response tokens."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    mu: Tensor
+    advantages: Tensor
+    mask: Tensor
+    versions: Tensor
+    old: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def response_tokens(self) -> int:
+        """The micro-batch's share of the denominator, fixed before anything else is masked."""
+        return int(self.mask.sum())
+
+    @property
+    def max_length(self) -> int:
+        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())
+
+
+def pack(
+    samples: Sequence[TrainSample], token_budget: int, dp_rank: int = 0, dp_size: int = 1
+) -> list[MicroBatch]:
+    """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
+
+    Longest first into the bin with the fewest tokens; the number of bins is the smallest multiple of `dp_size`
+    that fits. A sample longer than `token_budget` has a bin for itself. A rank left without samples computes a
+    masked copy of the shortest one. Depends on (samples, budget, dp_size) only, so ranks agree.
+    """
+    if not samples:
+        raise ValueError("pack needs at least one sample")
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
+    total = sum(len(s) for s in samples)
+    bins = max(1, -(-total // (token_budget * dp_size))) * dp_size
+    while (filled := _fill(samples, order, bins, token_budget)) is None:
+        bins += dp_size
+    mine = filled[dp_rank::dp_size]
+    shortest = samples[order[-1]]
+    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in mine]
+
+
+def _fill(samples: Sequence[TrainSample], order: list[int], bins: int, budget: int) -> list[list[int]] | None:
+    """Indices per bin, or None when a bin of several samples would exceed the budget."""
+    out: list[list[int]] = [[] for _ in range(bins)]
+    load = [0] * bins
+    for i in order:
+        b = min(range(bins), key=lambda j: load[j])
+        if out[b] and load[b] + len(samples[i]) > budget:
+            return None
+        out[b].append(i)
+        load[b] += len(samples[i])
+    return out
+
+
+def _build(samples: list[TrainSample]) -> MicroBatch:
+    def per_token(prompt_value: float, values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        flat: list[float] = []
+        for s, v in zip(samples, values, strict=True):
+            flat.extend([prompt_value] * len(s.prompt_ids))
+            flat.extend(v)
+        return torch.tensor(flat, dtype=dtype)
+
+    lengths = [len(s) for s in samples]
+    return MicroBatch(
+        tokens=torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        mu=per_token(0.0, [s.mu for s in samples], torch.float32),
+        advantages=per_token(0.0, [[s.advantage] * len(s.response_ids) for s in samples], torch.float32),
+        mask=per_token(0.0, [[1.0] * len(s.response_ids) for s in samples], torch.float32),
+        versions=per_token(-1, [s.versions for s in samples], torch.int64),
+    )
+
+
+def _masked(sample: TrainSample) -> MicroBatch:
+    batch = _build([sample])
+    batch.mask = torch.zeros_like(batch.mask)
+    return batch
