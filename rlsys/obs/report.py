@@ -88,4 +88,6 @@ def _value(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
+    return str(value)

@@ -151,6 +151,22 @@ def test_the_summary_adds_up(run_dir: Path) -> None:
     assert (found["sessions"], found["finished"]) == (2, True)
 
 
+def test_what_no_step_says_is_none_and_never_zero(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", 0, event="start")
+    writer.write("step", 1, tokens=5)
+    writer.close()
+    found = summarise(read_metrics(tmp_path))
+    for key in (
+        "tokens_lost",
+        "off_policy_share",
+        "resumed_samples",
+        "max_abs_logprob_diff",
+        "staleness_max",
+    ):
+        assert found[key] is None, key
+
+
 def test_a_run_that_has_just_begun_has_a_summary_and_a_report(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
