@@ -1,0 +1,59 @@
+"""Hooks into SGLang on a CPU: seeded sampling, and returned routes. Entry point group `sglang.srt.plugins`.
+
+`register` runs in every SGLang process; with CUDA it does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """murmur3-32 of (seed 64 bit, position, column), `[rows, columns]` int64; equal to SGLang's Triton kernel.
+
+    seed and positions `[rows]`, columns `[columns]`.
+    """
+
+    def rotate(x: Tensor, r: int) -> Tensor:
+        return ((x << r) | (x >> (32 - r))) & _MASK
+
+    def mix(h: Tensor, k: Tensor) -> Tensor:
+        h = rotate(h ^ ((rotate((k * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK), 13)
+        return (h * 5 + 0xE6546B64) & _MASK
+
+    seed, positions = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
+    h = mix(mix(torch.zeros_like(seed), seed & _MASK), (seed >> 32) & _MASK)
+    h = mix(mix(h, positions & _MASK), columns.to(torch.int64)[None, :] & _MASK) ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & _MASK
+    return h ^ (h >> 16)
+
+
+def register() -> None:
+    """Replace what only a CUDA runtime or a Triton kernel can do."""
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    # torch_native attends sequence by sequence, so a batch cannot change a sequence's numbers; only the Triton
+    # GEMMs that deterministic inference would switch on have to stay off.
+    for names in (
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if "torch_native" not in names:
+            names.append("torch_native")
+    for target, replacement in (
+        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", nothing),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", nothing),
+        ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
+    ):
+        HookRegistry.register(target, replacement, HookType.REPLACE)

@@ -1,0 +1,21 @@
+"""The platform that `cpu_platform.activate` names. Imported by SGLang only."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class CpuNativePlatform(SRTPlatform, CpuDeviceMixin):
+    """A CPU on which every op runs as plain torch."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
