@@ -1,0 +1,309 @@
+"""RolloutBuffer: every group that was ever issued, its state, and the weight version. The one owner of both.
+
+    ACTIVE --finish--> READY --take--> TRAINED --restore (only what a lost trainer took)--> READY, reserved
+       |                 |
+       |                 +--expire--> EXPIRED
+       +--finish--> FILTERED | CENSORED | EXPIRED
+
+Invariants, true after every method and therefore at every commit:
+- every group issued is in exactly one state, and has all its samples (3);
+- a group is in the journal (`takes`) of at most one train step; once there, only that step can take it (4);
+- a weight version is handed out once, whatever crashes.
+
+Methods write into one open transaction; `flush` commits it. Whoever tells another process about a change
+flushes first, so a crash takes back only what nobody has heard of. NOT guaranteed: tokens that the router
+appended to a sample since its last `save`; a restart samples them again, with the same seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.ledger import Ledger, count
+from rlsys.rollout.store import WriterLock, ids_to_blob, open_store, read_groups, sqlite_errors, write_sample
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup
+
+_LEGAL = {
+    GroupState.ACTIVE: {GroupState.READY, GroupState.FILTERED, GroupState.CENSORED, GroupState.EXPIRED},
+    GroupState.READY: {GroupState.TRAINED, GroupState.EXPIRED},
+    GroupState.TRAINED: {GroupState.READY},
+}
+_DEAD = (GroupState.FILTERED, GroupState.EXPIRED, GroupState.CENSORED)
+
+
+class RolloutBuffer:
+    """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
+
+    `groups` holds the live ones by id: ACTIVE, and READY that no step has taken yet. A trained group leaves
+    memory; `taken` reads it back.
+    """
+
+    def __init__(self, path: Path, identity: str, group_size: int) -> None:
+        self._path = path
+        self._group_size = group_size
+        self._lock = WriterLock(path)
+        try:
+            self._db = open_store(path, identity, group_size)
+        except UserError:
+            self._lock.release()
+            raise
+        self._broken = ""
+        self.groups: dict[int, SampleGroup] = {}
+        self.counts: Counter[GroupState] = Counter()
+        """Groups in each state."""
+        self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
+        self._policy_steps: dict[int, int] = {}
+        self._load()
+
+    def _load(self) -> None:
+        with sqlite_errors(self._path):
+            live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
+            self.groups = {g.group_id: g for g in read_groups(self._db, live)}
+            for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
+                self.counts[GroupState(name)] = groups
+            ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
+            self._ready = [row[0] for row in self._db.execute(f"{ready} ORDER BY ready_order")]
+            last = self._db.execute("SELECT coalesce(max(train_step), 0) FROM takes")
+            self._last_taken = last.fetchone()[0]
+            self._policy_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
+        self._issued, self._completed, self._version, self._pruned_to = (
+            self._meta(key) for key in ("issued", "completed", "weight_version", "pruned_to")
+        )
+
+    # Samples and groups
+
+    @property
+    def next_group_id(self) -> int:
+        """Ids count up from 0, so this is also the data position."""
+        return self._issued
+
+    def issue(self, prompt: Prompt, seeds: Sequence[int]) -> SampleGroup:
+        """A new ACTIVE group of this prompt, one sample a seed."""
+        if len(seeds) != self._group_size:
+            raise ValueError(f"{len(seeds)} seeds for a group of {self._group_size} samples")
+        group_id = self._issued
+        first = group_id * self._group_size
+        samples = [Sample(first + i, group_id, i, prompt.ids, seed) for i, seed in enumerate(seeds)]
+        group = SampleGroup(group_id, prompt.index, samples)
+        with self._writing():
+            row = (group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids))
+            self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", row)
+            for sample in samples:
+                write_sample(self._db, sample)
+            self._set_meta("issued", group_id + 1)
+        self._issued += 1
+        self.groups[group_id] = group
+        self.counts[group.state] += 1
+        return group
+
+    def save(self, samples: Iterable[Sample]) -> None:
+        """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
+        with self._writing():
+            for sample in samples:
+                group = self.groups.get(sample.group_id)
+                if group is None or group.state is not GroupState.ACTIVE:
+                    raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
+                write_sample(self._db, sample)
+
+    def finish(self, group: SampleGroup, state: GroupState) -> None:
+        """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
+        if state is GroupState.READY and not group.done:
+            raise RunError(f"group {group.group_id}: not all of its samples are done")
+        with self._writing():
+            if group.state is GroupState.ACTIVE:
+                for sample in group.samples:
+                    write_sample(self._db, sample)
+            self._move(group, state)
+            if state is GroupState.READY:
+                self._db.execute(
+                    "UPDATE groups SET ready_order = ? WHERE group_id = ?", (self._completed, group.group_id)
+                )
+                self._completed += 1
+                self._set_meta("completed", self._completed)
+                self._ready.append(group.group_id)
+            else:
+                self._drop(group)
+
+    def ready(self) -> list[SampleGroup]:
+        """READY groups that no step has taken yet, in the order of completion."""
+        return [self.groups[g] for g in self._ready]
+
+    def active(self) -> list[SampleGroup]:
+        """Oldest first."""
+        return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
+
+    # Train steps
+
+    def take(self, train_step: int, groups: Sequence[SampleGroup]) -> None:
+        """READY -> TRAINED, written to the journal. Steps take in order, each once, else RunError."""
+        if train_step != self._last_taken + 1:
+            raise RunError(f"train step {train_step} cannot take: the last that did was {self._last_taken}")
+        with self._writing():
+            ids = json.dumps([g.group_id for g in groups])
+            self._db.execute("INSERT INTO takes VALUES (?, ?, ?)", (train_step, self._version, ids))
+            for group in groups:
+                self._move(group, GroupState.TRAINED, train_step)
+                self._drop(group)
+        self._last_taken = train_step
+
+    def taken(self, train_step: int) -> tuple[int, list[SampleGroup]]:
+        """Weight version and groups, by id, of a step in the journal; those given back are trained again."""
+        query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
+        with self._writing():
+            version, ids = self._db.execute(query, (train_step,)).fetchone()
+            groups = read_groups(self._db, "train_step = ?", train_step)
+            if [g.group_id for g in groups] != sorted(json.loads(ids)):
+                raise RunError(f"train step {train_step}: journal and groups disagree: {ids}")
+            for group in groups:
+                if group.state is GroupState.READY:
+                    self._move(group, GroupState.TRAINED, train_step)
+        return version, groups
+
+    def restore(self, train_step: int) -> None:
+        """The trainer goes on from a checkpoint of this many steps: later ones take again what they took.
+
+        Raises UserError when the checkpoint and this file are not of one run.
+        """
+        if train_step > self._last_taken:
+            raise UserError(
+                f"{self._path}: knows {self._last_taken} train steps, but the checkpoint has {train_step}; "
+                "one of them is from elsewhere"
+            )
+        if train_step < self._pruned_to:
+            raise UserError(
+                f"{self._path}: the checkpoint of step {train_step} is too old; rollouts are kept from step "
+                f"{self._pruned_to + 1} on"
+            )
+        with self._writing():
+            back = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
+            given_back = self._db.execute(back, (GroupState.TRAINED, train_step)).rowcount
+        self.counts[GroupState.TRAINED] -= given_back
+        self.counts[GroupState.READY] += given_back
+
+    @property
+    def last_taken_step(self) -> int:
+        """The last step in the journal; 0 before the first. Steps up to it take what they took."""
+        return self._last_taken
+
+    def prune(self, train_step: int) -> None:
+        """Forget the arrays of groups that this step or an earlier one took: no checkpoint can want them."""
+        if train_step <= self._pruned_to:
+            return
+        with self._writing():
+            self._db.execute(
+                "DELETE FROM arrays WHERE sample_id IN "
+                "(SELECT sample_id FROM samples JOIN groups USING (group_id) "
+                "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)",
+                (self._pruned_to, train_step),
+            )
+            self._set_meta("pruned_to", train_step)
+        self._pruned_to = train_step
+
+    # Weight versions
+
+    @property
+    def weight_version(self) -> int:
+        """The version handed out last; 0 before the first push."""
+        return self._version
+
+    def new_version(self, train_step: int) -> int:
+        """The next weight version, for the weights after this many train steps."""
+        version = self._version + 1
+        with self._writing():
+            self._db.execute("INSERT INTO pushes VALUES (?, ?)", (version, train_step))
+            self._set_meta("weight_version", version)
+        self._version = version
+        self._policy_steps[version] = train_step
+        return version
+
+    def policy_step(self, version: int) -> int:
+        """Train steps behind the weights of a version. Raises RunError for one that was never handed out.
+
+        Ages are differences of these: after a restart the version counter goes on but the weights go back,
+        and pushing the same weights again makes no token older.
+        """
+        if version not in self._policy_steps:
+            raise RunError(f"an engine reported weight version {version}, which was never pushed to it")
+        return self._policy_steps[version]
+
+    def age(self, group: SampleGroup, train_step: int) -> int:
+        """`train_step` less the train step behind the group's oldest token; 0 for a group without tokens."""
+        versions = {span.version for sample in group.samples for span in sample.spans}
+        return max((train_step - self.policy_step(v) for v in versions), default=0)
+
+    # The file
+
+    def ledger(self) -> Ledger:
+        """The counts of the file, what is not flushed included. Raises RunError when memory disagrees."""
+        with sqlite_errors(self._path):
+            ledger = count(self._db)
+        if ledger.groups != {state.value: self.counts[state] for state in GroupState}:
+            raise RunError(f"ledger: {ledger.groups} in the file, {dict(self.counts)} in memory")
+        return ledger
+
+    def add_lost(self, tokens: int) -> None:
+        """Tokens that engines generated and no sample got; the file keeps the sum over all sessions."""
+        if tokens:
+            with self._writing():
+                self._set_meta("lost", self._meta("lost") + tokens)
+
+    def flush(self) -> None:
+        """Commit: on disk when this returns."""
+        with sqlite_errors(self._path):
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._db.close()
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """All of a method's writes, or none. When one fails, memory is ahead of the file: no more writes."""
+        if self._broken:
+            raise RunError(self._broken)
+        try:
+            with sqlite_errors(self._path):
+                if not self._db.in_transaction:
+                    self._db.execute("BEGIN IMMEDIATE")
+                self._db.execute("SAVEPOINT method")
+                yield
+                self._db.execute("RELEASE method")
+        except BaseException as e:
+            self._broken = f"{self._path}: closed to writes after: {e}"
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK TO method")
+            raise
+
+    def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
+        if state not in _LEGAL.get(group.state, ()):
+            raise RunError(f"group {group.group_id} cannot go from {group.state} to {state}")
+        row = (state.value, train_step, group.group_id)
+        self._db.execute("UPDATE groups SET state = ?, train_step = ? WHERE group_id = ?", row)
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        group.state, group.train_step = state, train_step
+
+    def _drop(self, group: SampleGroup) -> None:
+        """Out of memory; the arrays of a group that nobody will train leave the file too."""
+        del self.groups[group.group_id]
+        if group.group_id in self._ready:
+            self._ready.remove(group.group_id)
+        if group.state in _DEAD:
+            ids = [(s.sample_id,) for s in group.samples]
+            self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)
+
+    def _meta(self, key: str) -> int:
+        with sqlite_errors(self._path):
+            return int(self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+
+    def _set_meta(self, key: str, value: int) -> None:
+        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))

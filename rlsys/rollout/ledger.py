@@ -1,0 +1,116 @@
+"""The ledger: how many groups, samples and tokens are in each state, and whether they add up (invariant 3).
+
+Counted from the rows, and held against what is kept apart from them: the counter of issued groups, the group
+size, the journal of takes. `rlsys ledger RUN` reads the file of a running or ended run.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.errors import RunError
+from rlsys.rollout.store import FILE_NAME, open_readonly
+from rlsys.types import GroupState, Status
+
+_TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """`issued_groups` is the counter, everything else comes from rows. By state: all of them, also at 0."""
+
+    issued_groups: int
+    group_size: int
+    groups: dict[str, int]
+    samples: dict[str, int]
+    tokens: dict[str, int]
+    parked_samples: int
+    """Samples of active groups that are not terminal: in the file, in flight counts as parked."""
+    journal: dict[int, list[int]] = field(repr=False)
+    """Train step -> ids of the groups that it took."""
+    in_step: dict[int, int] = field(repr=False)
+    """Group id -> its train step, of trained groups and of those given back to their step."""
+    lost: int
+    """Tokens that engines generated and no sample got: measured by the router, never a remainder."""
+
+    @property
+    def trained_twice(self) -> int:
+        """Groups in the journal of more than one train step."""
+        return sum(n > 1 for n in Counter(g for ids in self.journal.values() for g in ids).values())
+
+    def figures(self) -> dict[str, int | dict[str, int]]:
+        """What `rlsys ledger` prints: groups, but for parked and in_flight (samples) and lost (tokens)."""
+        return {
+            "issued": self.issued_groups,
+            **self.groups,
+            "parked": self.parked_samples,
+            "in_flight": 0,
+            "lost": self.lost,
+            "trained_twice": self.trained_twice,
+            "samples": self.samples,
+            "tokens": self.tokens,
+        }
+
+
+def count(db: sqlite3.Connection) -> Ledger:
+    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'group_size', 'lost')"))
+    groups, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(3))
+    groups.update(db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+    by_state = "FROM samples JOIN groups USING (group_id) GROUP BY state"
+    for state, n, length in db.execute(f"SELECT state, count(*), sum(tokens) {by_state}"):
+        samples[state], tokens[state] = n, length
+    parked = f"WHERE state = 'active' AND status NOT IN ({_TERMINAL})"
+    journal = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
+    in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
+    return Ledger(
+        issued_groups=meta["issued"],
+        group_size=meta["group_size"],
+        groups=groups,
+        samples=samples,
+        tokens=tokens,
+        parked_samples=db.execute(
+            f"SELECT count(*) FROM samples JOIN groups USING (group_id) {parked}"
+        ).fetchone()[0],
+        journal=journal,
+        in_step=in_step,
+        lost=meta["lost"],
+    )
+
+
+def check_conservation(ledger: Ledger) -> None:
+    """Raises RunError that names the numbers when something does not add up."""
+    states = " + ".join(f"{name} {n}" for name, n in ledger.groups.items())
+    if sum(ledger.groups.values()) != ledger.issued_groups:
+        raise RunError(f"ledger: {ledger.issued_groups} groups were issued, but {states}")
+    for name, n in ledger.groups.items():
+        if ledger.samples[name] != n * ledger.group_size:
+            raise RunError(
+                f"ledger: {n} groups of {ledger.group_size} samples are {name}, but "
+                f"{ledger.samples[name]} samples"
+            )
+    if ledger.trained_twice:
+        raise RunError(f"ledger: {ledger.trained_twice} groups were trained on in more than one step")
+    journal = {g: step for step, ids in ledger.journal.items() for g in ids}
+    if journal != ledger.in_step:
+        wrong = sorted(journal.items() ^ ledger.in_step.items())
+        raise RunError(f"ledger: journal and groups disagree on the train step of groups {wrong[:4]}")
+
+
+def check(ledger: Ledger) -> None:
+    """`check_conservation`, and that no token was lost: what `rlsys ledger` demands of a run."""
+    check_conservation(ledger)
+    if ledger.lost:
+        raise RunError(f"ledger: {ledger.lost} tokens that engines generated never reached a sample")
+
+
+def read_ledger(run_dir: Path) -> Ledger:
+    """The ledger of a run folder. Raises UserError when it has none."""
+    db = open_readonly(run_dir / FILE_NAME)
+    try:
+        return count(db)
+    finally:
+        db.close()

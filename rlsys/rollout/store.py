@@ -1,0 +1,223 @@
+"""rollouts.sqlite: how it is opened, what its tables are, how rows become samples. No state of a run here.
+
+    meta     counters that only grow: issued groups, weight_version, tokens lost
+    groups   one row a group ever issued: its prompt, its state, its place in the order of completion
+    samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
+    arrays   response ids (int32) and mu (float64), little-endian; dropped when no checkpoint can want them
+    takes    the journal: which groups a train step took, at which weight version
+    pushes   the train step whose weights a weight version holds
+
+WAL with synchronous=FULL: what is committed survives kill -9 and a power cut, and a reader (`rlsys ledger`)
+never waits for the writer. A lock beside the file keeps a second writer out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlsys.errors import RunError, UserError
+from rlsys.types import GroupState, Sample, SampleGroup, Status, VersionSpan
+
+FILE_NAME = "rollouts.sqlite"
+
+_APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, state TEXT NOT NULL,
+    train_step INTEGER, ready_order INTEGER, prompt_ids BLOB NOT NULL
+);
+CREATE INDEX groups_by_state ON groups (state);
+CREATE TABLE samples (
+    sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
+    seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
+    reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    prefilled_tokens INTEGER NOT NULL, engine TEXT
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE TABLE arrays (sample_id INTEGER PRIMARY KEY, response_ids BLOB NOT NULL, mu BLOB NOT NULL);
+CREATE TABLE takes (
+    train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL
+);
+CREATE TABLE pushes (weight_version INTEGER PRIMARY KEY, train_step INTEGER NOT NULL);
+"""
+
+
+class WriterLock:
+    """Keeps a second process from writing to the same file; free again when the process ends, however."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise UserError(f"{path}: in use by process {owner}") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """A failing disk (full, read-only, gone) ends the run in one line; what was committed stays."""
+    try:
+        yield
+    except sqlite3.Error as e:
+        raise RunError(f"{path}: cannot go on writing: {e}") from None
+
+
+def open_store(path: Path, identity: str, group_size: int) -> sqlite3.Connection:
+    """Create the file or open the one of this run. In autocommit: the caller begins transactions.
+
+    Raises UserError, with nothing written, when the file is no SQLite file, damaged, not ours, of another
+    schema, or of another run (`identity`).
+    """
+    try:
+        db = sqlite3.connect(path, isolation_level=None)
+    except sqlite3.Error as e:
+        raise UserError(f"{path}: cannot open: {e}") from None
+    try:
+        if _is_new(db, path):
+            _create(db, identity, group_size)
+        else:
+            _check(db, path, identity)
+        db.execute("PRAGMA synchronous=FULL")
+    except sqlite3.Error as e:
+        db.close()
+        raise UserError(f"{path}: not a usable rollout file: {e}; move it away or restore it") from None
+    except UserError:
+        db.close()
+        raise
+    return db
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """For those who only count. Raises UserError when there is no such file or it is not ours."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file: not a run, or one that has not begun")
+    db = sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, isolation_level=None)
+    try:
+        _check_format(db, path)
+    except sqlite3.Error as e:
+        db.close()
+        raise UserError(f"{path}: not a usable rollout file: {e}") from None
+    except UserError:
+        db.close()
+        raise
+    return db
+
+
+def _is_new(db: sqlite3.Connection, path: Path) -> bool:
+    """Also a file whose creation a crash cut short: a journal mode, but no table yet."""
+    if path.stat().st_size == 0:
+        return True
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    return not _pragma(db, "application_id") and not tables
+
+
+def _create(db: sqlite3.Connection, identity: str, group_size: int) -> None:
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("BEGIN IMMEDIATE")
+    db.execute(f"PRAGMA application_id={_APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+    for statement in _SCHEMA.split(";\n"):
+        db.execute(statement)
+    meta = {"identity": identity, "group_size": group_size}
+    counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost"), 0)
+    db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
+    db.execute("COMMIT")
+
+
+def _check(db: sqlite3.Connection, path: Path, identity: str) -> None:
+    _check_format(db, path)
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")
+    there = db.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0]
+    if there != identity:
+        raise UserError(f"{path}: rollouts of another config ({there} there, {identity} here)")
+
+
+def _check_format(db: sqlite3.Connection, path: Path) -> None:
+    if _pragma(db, "application_id") != _APPLICATION_ID:
+        raise UserError(f"{path}: an SQLite file, but not one of rlsys; nothing was changed in it")
+    version = _pragma(db, "user_version")
+    if version != _SCHEMA_VERSION:
+        raise UserError(f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}")
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def ids_to_blob(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError for an id that does not fit."""
+    return np.array(ids, dtype="<i4").tobytes()
+
+
+def blob_to_ids(blob: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
+    return ids
+
+
+def write_sample(db: sqlite3.Connection, sample: Sample) -> None:
+    """Insert or replace. In flight is stored as parked: what is in the file is what would be resumed."""
+    status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
+    spans = json.dumps([[s.version, s.start, s.end] for s in sample.spans])
+    db.execute(
+        "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
+            len(sample.response_ids), spans, sample.reward, sample.censor_reason, sample.resumes,
+            sample.cached_tokens, sample.prefilled_tokens, sample.engine,
+        ),
+    )  # fmt: skip
+    if sample.response_ids:
+        mu = np.array(sample.mu, dtype="<f8").tobytes()
+        row = (sample.sample_id, ids_to_blob(sample.response_ids), mu)
+        db.execute("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?)", row)
+
+
+def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
+    """Whole groups, by id. Raises RunError when a sample's arrays are not as long as its row says."""
+    groups: dict[int, SampleGroup] = {}
+    prompts: dict[int, list[int]] = {}
+    columns = "group_id, prompt_index, state, train_step, prompt_ids"
+    for row in db.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY group_id", values):
+        groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
+        prompts[row[0]] = blob_to_ids(row[4])
+    rows = db.execute(
+        "SELECT samples.*, response_ids, mu FROM samples LEFT JOIN arrays USING (sample_id) "
+        f"WHERE group_id IN (SELECT group_id FROM groups WHERE {where}) ORDER BY sample_id",
+        values,
+    )
+    for row in rows:
+        groups[row[1]].samples.append(_sample(row, prompts[row[1]]))
+    return list(groups.values())
+
+
+def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
+    sample_id, group_id, place, seed, status, tokens, spans, *rest, ids, mu = row
+    response_ids = blob_to_ids(ids or b"")
+    logp: list[float] = np.frombuffer(mu or b"", dtype="<f8").tolist()
+    if not len(response_ids) == len(logp) == tokens:
+        raise RunError(
+            f"sample {sample_id}: {tokens} tokens in the ledger, but {len(response_ids)} ids and {len(logp)} "
+            "log-probs are kept"
+        )
+    version_spans = [VersionSpan(*s) for s in json.loads(spans)]
+    head = (sample_id, group_id, place, prompt_ids, seed, response_ids, logp, version_spans, Status(status))
+    return Sample(*head, *rest)
