@@ -19,6 +19,7 @@ from launch.process import RoleFailed
 from launch.rundir import open_run_dir
 from launch.supervisor import StopSignals, Supervisor
 from rlsys.config import Config, dump_config, load_config
+from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
@@ -30,8 +31,6 @@ def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
     config = load_config(args.config, args.overrides)
     check_model(config)
-    from rlsys.engine.launch_args import engine_command
-
     supervise(config, build_plan(config, choose_ports(config), engine_command))
     show_report(config.run.dir)
     return 0
@@ -67,8 +66,6 @@ def show_report(run_dir: Path) -> None:
 def explain(args: argparse.Namespace) -> int:
     """Show what a config comes to; starts nothing."""
     config = load_config(args.config, args.overrides)
-    from rlsys.engine.launch_args import engine_command
-
     first = config.engine.port
     ports = Ports([first + i if first else 0 for i in range(config.engine.count)], 0)
     print(dump_config(config))
@@ -87,6 +84,37 @@ def report(args: argparse.Namespace) -> int:
     else:
         show_report(args.run)
     return 0
+
+
+def ledger(args: argparse.Namespace) -> int:
+    """Print a run's ledger and check it: RunError (exit code 1) when it does not add up."""
+    from rlsys.rollout.ledger import check, read_ledger
+
+    must_be_run(args.run)
+    found = read_ledger(args.run)
+    if args.json:
+        print(json.dumps(found.figures(), indent=2))
+    else:
+        Console().print(ledger_table(found.figures()))
+    check(found)
+    return 0
+
+
+def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
+    """Figures by state: the plain ones count groups, or what their row says."""
+    samples, tokens = figures["samples"], figures["tokens"]
+    assert isinstance(samples, dict) and isinstance(tokens, dict)
+    units = {"parked": "samples", "in_flight": "samples", "lost": "tokens"}
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "groups", "samples", "tokens"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, value in figures.items():
+        if isinstance(value, int):
+            own = {units.get(name, "groups"): value}
+            own |= {"samples": samples[name], "tokens": tokens[name]} if name in samples else {}
+            cells = (f"{own[u]:,}" if u in own else "" for u in ("groups", "samples", "tokens"))
+            table.add_row(name.replace("_", " "), *cells)
+    return table
 
 
 def must_be_run(run: Path) -> None:
@@ -131,9 +159,13 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
-    sub = add("report", report, "make report.html and plots of a run, and print its figures")
-    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    for name, run, help in (
+        ("report", report, "make report.html and plots of a run, and print its figures"),
+        ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),
+    ):
+        sub = add(name, run, help)
+        sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+        sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
     add("doctor", doctor, "show what this machine has and what is missing")
     return parser
 

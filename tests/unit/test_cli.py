@@ -9,6 +9,9 @@ import pytest
 
 from rlsys import cli
 from rlsys.obs.metrics import MetricsWriter
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.types import Prompt
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 
@@ -57,6 +60,30 @@ def test_report_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "report.html" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_ledger_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
+    buffer.issue(Prompt(0, "1+1", [1, 2], {}), [7, 8])
+    buffer.flush()
+    buffer.close()
+    assert cli.main(["ledger", str(tmp_path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["issued"], figures["active"], figures["parked"], figures["lost"]) == (1, 1, 2, 0)
+    assert cli.main(["ledger", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["active", "1", "2", "0"] in rows
+    assert ["parked", "2"] in rows
+
+
+def test_a_ledger_with_losses_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
+    buffer.add_lost(5)
+    buffer.close()
+    assert cli.main(["ledger", str(tmp_path)]) == 1
+    assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
 
 
 def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
