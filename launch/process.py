@@ -14,7 +14,8 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import parse_error
 
 LAST_LINES = 15
-"""Log lines shown when a role died without saying why."""
+LINE_WIDTH = 300
+"""How much of a log is shown when a role died without saying why."""
 
 
 class RoleFailed(RunError):
@@ -76,4 +77,4 @@ class RoleProcess:
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
-        return [line for line in tail if line]
+        return [line[:LINE_WIDTH] for line in tail if line]
