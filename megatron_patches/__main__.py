@@ -15,7 +15,9 @@ def main() -> None:
         if patch in megatron_patches.active():
             importlib.import_module(patch.module)
             state = "applied"
-        print(f"\n{patch.name}: {state}\n  target    {patch.module}\n  when      {patch.when}, {patch.upstream}")
+        print(
+            f"\n{patch.name}: {state}\n  target    {patch.module}\n  when      {patch.when}, {patch.upstream}"
+        )
         print(f"  symptom   {patch.symptom}")
     importlib.import_module("megatron.core.models.gpt")
     importlib.import_module("megatron.core.optimizer")

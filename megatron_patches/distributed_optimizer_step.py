@@ -40,7 +40,9 @@ def _edit(module: ModuleType) -> None:
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    def sharded_with_steps(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def sharded_with_steps(
+        self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if is_loading:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:

@@ -20,7 +20,9 @@ def _edit(module: ModuleType) -> None:
         expect(hasattr(module, name), "gloo_uneven", f"{name} is gone")
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
-    def gather_uneven(x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather_uneven(
+        x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(x, group, output_split_sizes, use_global_buffer)
         sizes = [int(n) for n in output_split_sizes]
@@ -30,7 +32,9 @@ def _edit(module: ModuleType) -> None:
         torch.distributed.all_gather_into_tensor(parts, padded, group=group)
         return torch.cat([part[:n] for part, n in zip(parts.chunk(len(sizes)), sizes, strict=True)])
 
-    def scatter_uneven(x: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def scatter_uneven(
+        x: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return scatter(x, group, input_split_sizes, use_global_buffer)
         total = x.contiguous().clone()

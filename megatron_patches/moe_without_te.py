@@ -15,7 +15,9 @@ from megatron_patches.registry import Patch, expect
 
 
 def _gemm(module: ModuleType) -> None:
-    expect(hasattr(module, "RouterGatingLinearFunction"), "moe_without_te", "RouterGatingLinearFunction is gone")
+    expect(
+        hasattr(module, "RouterGatingLinearFunction"), "moe_without_te", "RouterGatingLinearFunction is gone"
+    )
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None  # type: ignore[attr-defined]
 

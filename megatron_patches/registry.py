@@ -30,4 +30,6 @@ class Patch:
 def expect(holds: bool, patch: str, what: str) -> None:
     """Raise PatchError unless the target still looks as expected."""
     if not holds:
-        raise PatchError(f"megatron_patches.{patch}: {what}; look at the patch before using this megatron-core")
+        raise PatchError(
+            f"megatron_patches.{patch}: {what}; look at the patch before using this megatron-core"
+        )

@@ -129,7 +129,9 @@ def write_hf(folder: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) 
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({n: t.contiguous() for n, t in tensors}, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors}, partial / "model.safetensors", metadata={"format": "pt"}
+    )
     for name in SIDE_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, partial / name)

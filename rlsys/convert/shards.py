@@ -36,7 +36,9 @@ def shard(full: Tensor, axis: tuple[int, bool] | None, layout: Layout) -> Tensor
     if group.size() == 1:
         return full
     if layout == "gate_up":
-        return torch.cat([h.chunk(group.size(), dim=axis[0])[group.rank()] for h in full.chunk(2, dim=axis[0])])
+        return torch.cat(
+            [h.chunk(group.size(), dim=axis[0])[group.rank()] for h in full.chunk(2, dim=axis[0])]
+        )
     return full.chunk(group.size(), dim=axis[0])[group.rank()]
 
 

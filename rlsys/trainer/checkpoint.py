@@ -1,6 +1,6 @@
 """Checkpoints: one folder a step, in megatron's torch_dist format, which any parallel layout can load.
 
-    checkpoints/step-000010/     whole, or not there: written as .partial, then renamed
+checkpoints/step-000010/     whole, or not there: written as .partial, then renamed
 """
 
 from __future__ import annotations

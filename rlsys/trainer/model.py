@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.hf import HFConfig, HFTensors
@@ -38,7 +37,9 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         ("etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
     ):
         if total % size:
-            raise UserError(f"parallel.{name} = {size} does not divide {what} = {total} of {config.model.path}")
+            raise UserError(
+                f"parallel.{name} = {size} does not divide {what} = {total} of {config.model.path}"
+            )
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {config.model.path} has no experts")
     if p.cp > 1:
@@ -157,7 +158,9 @@ def load_hf(model: GPTModel, folder: Path, hf: HFConfig) -> None:
         part = shard(full, shard_axis(rule, name), rule.layout)
         target = mine[local]
         if part.shape != target.shape:
-            raise UserError(f"{folder}: {sources[0]} gives {tuple(part.shape)} for {name} {tuple(target.shape)}")
+            raise UserError(
+                f"{folder}: {sources[0]} gives {tuple(part.shape)} for {name} {tuple(target.shape)}"
+            )
         with torch.no_grad():
             target.copy_(part)
         filled.add(local)
@@ -174,5 +177,3 @@ def local_name(name: str, first_expert: int, experts: int) -> str | None:
     number, rest = tail.split(".", 1)
     local = int(number) - first_expert
     return f"{head}{marker}{local}.{rest}" if 0 <= local < experts else None
-
-

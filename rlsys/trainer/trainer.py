@@ -234,7 +234,12 @@ def _init_distributed(config: Config) -> torch.device:
     cuda = torch.cuda.is_available()
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        for name, value in (
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "0"),
+        ):
             os.environ.setdefault(name, value)
         dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

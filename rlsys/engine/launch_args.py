@@ -1,0 +1,54 @@
+"""Config -> command line and environment of one SGLang server. Pure, save for asking whether CUDA is there."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from rlsys.config import Config
+
+
+def have_cuda() -> bool:
+    """Without importing torch: the supervisor and `rlsys explain` stay light."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """argv and extra environment of engine `index` on `port`."""
+    e = config.engine
+    argv = [
+        sys.executable, "-m", "sglang.launch_server",
+        "--model-path", str(config.model.path),
+        "--host", e.host,
+        "--port", str(port),
+        "--dtype", config.model.dtype,
+        "--tp", str(e.tp),
+        "--max-running-requests", str(e.max_running_requests),
+        "--max-total-tokens", str(e.max_total_tokens),
+        "--random-seed", str(config.run.seed + index),
+        "--stream-interval", str(e.stream_interval),
+        "--incremental-streaming-output",
+        "--weight-version", "0",
+        "--enable-metrics",
+        "--skip-server-warmup",
+        "--sleep-on-idle",  # an idle scheduler would burn a core
+    ]  # fmt: skip
+    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
+    if e.deterministic:
+        argv.append("--enable-deterministic-inference")
+    if have_cuda():
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * e.tp + i) for i in range(e.tp))
+    else:
+        argv += [
+            "--device", "cpu",
+            "--attention-backend", "torch_native",
+            "--sampling-backend", "pytorch",
+            "--cuda-graph-backend-decode", "disabled",
+            "--cuda-graph-backend-prefill", "disabled",
+            "--disable-overlap-schedule",
+            "--mem-fraction-static", "0.8",  # of the host's memory: max-total-tokens is what bounds the pool
+        ]  # fmt: skip
+        env["SGLANG_USE_CPU_ENGINE"] = "0"  # its CPU kernels need instructions that not every machine has
+        if e.tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(e.tp))
+    return [*argv, *e.extra_args], env

@@ -1,0 +1,47 @@
+"""Do trainer and engine agree after a push? Pure arithmetic on canary log-probs (invariant 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlsys.config import Config
+
+DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5)}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest mean and 99.9th percentile of |trainer - engine| over all canary tokens, in nats.
+
+    A quantile and not the maximum: where two experts score nearly the same, one token may legitimately differ.
+    """
+
+    mean: float
+    p999: float
+
+    @classmethod
+    def of(cls, config: Config) -> Bounds:
+        mean, p999 = DEFAULT_BOUNDS[config.model.dtype]
+        w = config.weights
+        return cls(w.canary_mean or mean, w.canary_p999 or p999)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    mean: float
+    p999: float
+
+    @classmethod
+    def of(cls, expected: list[float], seen: list[float]) -> Agreement:
+        """Raises ValueError when the lengths differ."""
+        if len(expected) != len(seen):
+            raise ValueError(f"{len(expected)} canary log-probs expected, {len(seen)} seen")
+        gaps = np.abs(np.asarray(expected, dtype=np.float64) - np.asarray(seen, dtype=np.float64))
+        if not len(gaps):
+            return cls(0.0, 0.0)
+        return cls(float(gaps.mean()), float(np.quantile(gaps, 0.999)))
+
+    def within(self, bounds: Bounds) -> bool:
+        return self.mean <= bounds.mean and self.p999 <= bounds.p999
