@@ -77,7 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if self._on_cpu and cpu_import.needs_rewrite(spec.loader.path):
             spec.loader = cpu_import.CpuLoader(spec.loader.name, spec.loader.path)
         if mine := [p for p in self._patches if p.module == name]:
-            spec.loader = _Loader(spec.loader, mine)  # type: ignore[arg-type]
+            spec.loader = _Loader(spec.loader, mine)
         return spec
 
 

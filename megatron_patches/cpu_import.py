@@ -18,7 +18,7 @@ import importlib.util
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -181,7 +181,7 @@ def _is(node: ast.AST, value: object) -> bool:
 class CpuLoader(importlib.machinery.SourceFileLoader):
     """Compiles a rewritten module. Its bytecode is never cached: it must not be found by a run with CUDA."""
 
-    rewritten: dict[str, dict[str, int]] = {}
+    rewritten: ClassVar[dict[str, dict[str, int]]] = {}
 
     def get_code(self, fullname: str) -> types.CodeType:
         tree = ast.parse(self.get_data(self.get_filename(fullname)), self.path)

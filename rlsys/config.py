@@ -29,7 +29,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class RunConfig(Section):
@@ -193,7 +195,7 @@ class WeightsConfig(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Size of one bucket in MiB."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |trainer - engine| log-prob after a push; 1e-6 for float32 and 2e-2 for bfloat16 when not given."""
+    """Largest mean |trainer - engine| log-prob after a push; by default 1e-6 for float32, 2e-2 for bfloat16."""
     canary_p999: Annotated[float, Field(gt=0)] | None = None
     """Largest 99.9th percentile of the same; 1e-4 for float32 and 0.5 for bfloat16 when not given."""
 
@@ -285,7 +287,8 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     at: Any = model
     for name in path:
         annotation = at.model_fields[name].annotation
-        at = next((a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)), at)
+        choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
+        at = next((a for a in choices if issubclass(a, BaseModel)), at)
     names = list(at.model_fields)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     dotted = ".".join([*path, key])
@@ -311,7 +314,9 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in top.items():
-        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        out[key] = (
+            _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        )
     return out
 
 
@@ -359,7 +364,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as e:
-            raise ConfigError(f"override {text!r}: value is not valid YAML: {getattr(e, 'problem', None) or e}") from None
+            problem = getattr(e, "problem", None) or e
+            raise ConfigError(f"override {text!r}: value is not valid YAML: {problem}") from None
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
         out = _merge(out, parsed)

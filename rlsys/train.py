@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from rlsys.weights.sync import WeightSync
 
 def train(config: Config, rollout: RolloutClient) -> None:
     trainer = Trainer(config)
-    sync = WeightSync(config)
+    sync = WeightSync(config, trainer.is_main)
     step, on_main = trainer.load_checkpoint(), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
 
@@ -108,16 +109,12 @@ def update(config: Config, trainer: Trainer, taken: Taken) -> dict[str, object]:
         part = [rows[i] for i in order[k :: algo.minibatches]]
         if not part:
             continue
-        tokens = sum(len(r.response_ids) for r in part)
         batch = pack(part, config.trainer.token_budget, trainer.dp_rank, trainer.dp_size)
         if algo.anchor == "old":
             for micro, old in zip(batch, trainer.logprobs(batch), strict=True):
                 micro.old = old
 
-        def loss(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return micro_loss(config, logp, micro, taken.weight_version)
-
-        result = trainer.train_step(batch, loss, denominator=tokens, lr=lr)
+        result = trainer.train_step(batch, partial(micro_loss, config, taken.weight_version), lr)
         stats.update(loss=result.loss, grad_norm=result.grad_norm, lr=lr)
         for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
@@ -126,7 +123,7 @@ def update(config: Config, trainer: Trainer, taken: Taken) -> dict[str, object]:
     return stats
 
 
-def micro_loss(config: Config, logp: Tensor, micro: MicroBatch, version: int) -> tuple[Tensor, dict[str, Tensor]]:
+def micro_loss(config: Config, version: int, logp: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch `[T]`, and sums for the metrics."""
     algo = config.algo
     anchor, weight = micro.mu, None

@@ -21,6 +21,7 @@ class EngineState:
     version: int = -1
     in_flight: set[str] = field(default_factory=set)
     received: int = 0
+    generated: int = 0
     deaths: int = 0
 
     @property
@@ -41,7 +42,21 @@ class EngineState:
             version, generated = await self.client.weight_version(), await self.client.generated_tokens()
         except (*DeadEngine, EngineError):
             return
-        self.version, self.received, self.alive = version, generated, True
+        self.version, self.received, self.generated, self.alive = version, generated, generated, True
+
+    async def count(self) -> None:
+        """Read its own counter of generated tokens; the last figure stays when it does not answer."""
+        try:
+            self.generated = await self.client.generated_tokens()
+        except (*DeadEngine, EngineError):
+            self.died()
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self.quarantined is not None:
+            return f"quarantined: {self.quarantined}"
+        return f"version {self.version}" if self.alive else "dead"
 
 
 class Pool:
@@ -61,9 +76,12 @@ class Pool:
         """Alive, but without the current weights: they serve after a push."""
         return [e for e in self.alive() if e.version != self.version]
 
-    async def lost_tokens(self) -> int:
-        """Tokens that living engines made and that never arrived. Only meaningful while nothing is in flight."""
-        lost = 0
+    async def count(self) -> None:
+        """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight."""
         for engine in self.alive():
-            lost += max(0, await engine.client.generated_tokens() - engine.received)
-        return lost
+            await engine.count()
+
+    @property
+    def lost(self) -> int:
+        """Tokens that engines made, as of the last count, and nobody received."""
+        return sum(max(0, e.generated - e.received) for e in self.engines)

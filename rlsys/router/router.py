@@ -53,11 +53,12 @@ class Router:
         self._on_park = on_park
         self._strategy = strategy
         self._open = False
-        self._waiting: list[tuple[int, int, asyncio.Future[EngineState]]] = []
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._run_id = uuid.uuid4().hex[:8]
         self._idle = asyncio.Condition()
         self._group_engine: dict[int, str] = {}
+        self._pushing: list[EngineState] = []
         self._counts = {
             "received_tokens": 0,
             "cached_tokens": 0,
@@ -188,6 +189,7 @@ class Router:
                     await self._idle.wait_for(lambda: not any(e.in_flight for e in self._pool.engines))
             except TimeoutError:
                 continue
+        await self._pool.count()
 
     async def _abort_all(self, engine: EngineState) -> None:
         try:
@@ -208,21 +210,22 @@ class Router:
             await self.interrupt()
             self._pool.version = version
         targets = self._pool.stale()
-        ready = [e for e in targets if await self._try(e, e.client.begin_weight_update())]
-        if not ready and not only_stale:
+        self._pushing = [e for e in targets if await self._try(e, e.client.begin_weight_update())]
+        if not self._pushing and not only_stale:
             raise RunError(
                 f"no engine of {len(self._pool.engines)} is there to take weight version {version}"
             )
-        return [EngineAddress(e.url, e.client.tp) for e in ready]
+        return [EngineAddress(e.url, e.client.tp) for e in self._pushing]
 
-    async def end_push(self, version: int, urls: list[str], canaries: list[Canary]) -> dict[str, float]:
-        """End the update on `urls`, empty their caches, attest them; then open the gate.
+    async def end_push(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+        """End the update that begin_push began, empty caches, attest; then open the gate.
 
         An engine that fails attestation is quarantined. Raises RunError when none is left to serve.
         """
         worst = Agreement(0.0, 0.0)
-        for engine in [e for e in self._pool.engines if e.url in urls and e.alive]:
-            if not await self._try(engine, self._finish_update(engine, version)):
+        pushing, self._pushing = self._pushing, []
+        for engine in pushing:
+            if not engine.alive or not await self._try(engine, self._finish_update(engine, version)):
                 continue
             agreement = await self._attest(engine, version, canaries)
             if agreement is not None:
@@ -282,16 +285,20 @@ class Router:
                 self._wake()
             await asyncio.sleep(PROBE_SECONDS)
 
-    async def lost_tokens(self) -> int:
-        """Tokens that the engines count and nobody received; ask while nothing is in flight."""
-        return await self._pool.lost_tokens()
+    def engine_states(self) -> dict[str, str]:
+        """URL -> state in words."""
+        return {e.url: e.state for e in self._pool.engines}
 
     def stats(self) -> dict[str, float]:
-        """Counts since the process started. `waiting` samples are parked at the gate."""
+        """Counts since the process started. `waiting` samples are parked at the gate; `engine_tokens` (the engines'
+        own count) and `lost` (what of it never arrived) are as of the last interrupt.
+        """
         return {
             **self._counts,
             "in_flight": sum(len(e.in_flight) for e in self._pool.engines),
             "waiting": sum(not w.done() for _, _, w in self._waiting),
+            "engine_tokens": sum(e.generated for e in self._pool.engines),
+            "lost": self._pool.lost,
             "engines_serving": len(self._pool.serving()),
             "engine_deaths": sum(e.deaths for e in self._pool.engines),
             "weight_version": self._pool.version,

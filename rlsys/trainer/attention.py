@@ -36,7 +36,7 @@ class PackedAttention(DotProductAttention):
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
         lengths = (packed_seq_params.cu_seqlens_q[1:] - packed_seq_params.cu_seqlens_q[:-1]).tolist()
         queries, keys, values = (torch.split(t, lengths) for t in (query, key, value))
-        out = []
+        out: list[Tensor] = []
         for at in range(0, len(lengths), SEQUENCES_AT_ONCE):
             part = slice(at, at + SEQUENCES_AT_ONCE)
             q, k, v = (

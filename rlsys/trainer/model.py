@@ -54,17 +54,17 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
     dtype = getattr(torch, config.model.dtype)
     moe: dict[str, Any] = {}
     if hf.experts:
-        moe = dict(
-            num_moe_experts=hf.experts,
-            moe_router_topk=hf.experts_per_token,
-            moe_ffn_hidden_size=hf.expert_ffn_size,
+        moe = {
+            "num_moe_experts": hf.experts,
+            "moe_router_topk": hf.experts_per_token,
+            "moe_ffn_hidden_size": hf.expert_ffn_size,
             # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
-            moe_router_pre_softmax=not hf.norm_topk,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_token_dispatcher_type="alltoall",
-            moe_router_dtype="fp32",
-        )
+            "moe_router_pre_softmax": not hf.norm_topk,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_dtype": "fp32",
+        }
     return TransformerConfig(
         num_layers=hf.layers,
         hidden_size=hf.hidden_size,
@@ -132,7 +132,7 @@ def build_model(config: Config, hf: HFConfig) -> GPTModel:
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
         rotary_percent=1.0,
-        rotary_base=hf.rope_theta,  # type: ignore[arg-type]  # annotated int, used as a float
+        rotary_base=hf.rope_theta,
     )
     load_hf(model, config.model.path, hf)
     for name, parameter in model.named_parameters():

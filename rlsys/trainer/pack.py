@@ -94,9 +94,7 @@ def _fill(samples: Sequence[TrainSample], order: list[int], bins: int, budget: i
 
 
 def _build(samples: list[TrainSample]) -> MicroBatch:
-    def per_token(
-        prompt_value: float, values: list[list[float]] | list[list[int]], dtype: torch.dtype
-    ) -> Tensor:
+    def per_token(prompt_value: float, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         flat: list[float] = []
         for s, v in zip(samples, values, strict=True):
             flat.extend([prompt_value] * len(s.prompt_ids))
