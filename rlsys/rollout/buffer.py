@@ -33,7 +33,7 @@ _LEGAL = {
     GroupState.READY: {GroupState.TRAINED, GroupState.EXPIRED},
     GroupState.TRAINED: {GroupState.READY},
 }
-_DEAD = (GroupState.FILTERED, GroupState.EXPIRED, GroupState.CENSORED)
+DEAD = (GroupState.FILTERED, GroupState.EXPIRED, GroupState.CENSORED)
 
 
 class RolloutBuffer:
@@ -71,8 +71,8 @@ class RolloutBuffer:
             last = self._db.execute("SELECT coalesce(max(train_step), 0) FROM takes")
             self._last_taken = last.fetchone()[0]
             self._policy_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
-        self._issued, self._completed, self._version, self._pruned_to = (
-            self._meta(key) for key in ("issued", "completed", "weight_version", "pruned_to")
+        self._issued, self._completed, self._version, self._pruned_to, self._lost = (
+            self._meta(key) for key in ("issued", "completed", "weight_version", "pruned_to", "lost")
         )
 
     # Samples and groups
@@ -246,11 +246,17 @@ class RolloutBuffer:
             raise RunError(f"ledger: {ledger.groups} in the file, {dict(self.counts)} in memory")
         return ledger
 
+    @property
+    def lost(self) -> int:
+        """Tokens lost so far, see `add_lost`."""
+        return self._lost
+
     def add_lost(self, tokens: int) -> None:
         """Tokens that engines generated and no sample got; the file keeps the sum over all sessions."""
         if tokens:
             with self._writing():
-                self._set_meta("lost", self._meta("lost") + tokens)
+                self._set_meta("lost", self._lost + tokens)
+            self._lost += tokens
 
     def flush(self) -> None:
         """Commit: on disk when this returns."""
@@ -297,7 +303,7 @@ class RolloutBuffer:
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)
-        if group.state in _DEAD:
+        if group.state in DEAD:
             ids = [(s.sample_id,) for s in group.samples]
             self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)
 

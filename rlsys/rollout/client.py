@@ -1,0 +1,101 @@
+"""RolloutClient: the trainer's end of the rollout process. Synchronous, standard library HTTP, no torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rlsys.errors import RunError
+from rlsys.rollout.protocol import EndPushRequest, StepRequest, decode_error, encode
+from rlsys.types import Canary, EvalResult, PushTicket, Taken
+
+POLL_SECONDS = 0.25
+PROBE_TIMEOUT = 5.0
+
+T = TypeVar("T")
+
+
+class RolloutClient:
+    """Every method raises UserError or RunError as the rollout process did, and RunError when it is gone.
+
+    Calls may take as long as a step: only `wait_ready` and `status` have a time limit. A new connection for
+    each call, because an idle one would be closed by the server while the trainer works.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._url, self._host, self._port = url, parts.hostname or "", parts.port
+
+    def wait_ready(self, timeout: float) -> None:
+        """Until the rollout process answers and all its engines do. RunError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        missing = "it does not answer"
+        while time.monotonic() < deadline:
+            try:
+                status = self.status()
+                if status["ready"]:
+                    return
+                missing = f"its engines are {status['engines']}"
+            except RunError:
+                missing = "it does not answer"
+            time.sleep(POLL_SECONDS)
+        raise RunError(f"rollout process at {self._url} not ready after {timeout:g} s: {missing}")
+
+    def restore(self, train_step: int) -> None:
+        """The trainer starts with the weights after this many steps. Call once, before the first push."""
+        self._command("restore", StepRequest(train_step), type(None))
+
+    def take(self, train_step: int) -> Taken | None:
+        """Groups of the step about to be trained (1-based), by group id; the same ones when asked again.
+
+        None: an engine needs the current weights first; push, then call again.
+        """
+        return self._command("take", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+
+    def begin_push(self) -> PushTicket:
+        """Where to send the weights, and under which version."""
+        return self._command("begin_push", None, PushTicket)
+
+    def end_push(self, ticket: PushTicket, canaries: list[Canary]) -> dict[str, float]:
+        """All buckets have been sent. Returns push_canary_mean and push_canary_p999 (nats)."""
+        return self._command("end_push", EndPushRequest(ticket, canaries), dict[str, float])
+
+    def evaluate(self) -> EvalResult:
+        return self._command("evaluate", None, EvalResult)
+
+    def commit(self, train_step: int) -> None:
+        """The checkpoint of this step is on disk."""
+        self._command("commit", StepRequest(train_step), type(None))
+
+    def status(self) -> dict[str, Any]:
+        """Counts, versions and engines, as the live display shows them."""
+        code, body = self._http("GET", "/status", None, PROBE_TIMEOUT)
+        if code != 200:
+            raise RunError(f"rollout process at {self._url}: status {code}")
+        status: dict[str, Any] = json.loads(body)
+        return status
+
+    def _command(self, name: str, request: object, result: type[T]) -> T:
+        code, body = self._http("POST", f"/{name}", encode(request), None)
+        if code == 200:
+            return msgspec.msgpack.decode(body, type=result)
+        text = body.decode(errors="replace").strip()[:200]
+        raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
+
+    def _http(self, method: str, path: str, body: bytes | None, timeout: float | None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        try:
+            connection.request(method, path, body, {"Connection": "close"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise RunError(
+                f"rollout process at {self._url} is gone ({type(e).__name__} in {path[1:]})"
+            ) from None
+        finally:
+            connection.close()

@@ -1,0 +1,266 @@
+"""RolloutManager: hands whole groups to the trainer and guides the pushes of weights.
+
+    restore -> begin_push -> end_push -> take -> (train) -> begin_push -> end_push -> take -> ...
+
+Commands run one at a time, under a lock; what the trainer is told has been flushed before. When it repeats
+steps after a restart, their groups come from the journal and nothing is generated until it has caught up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from rlsys.config import Config
+from rlsys.data import PromptSource
+from rlsys.errors import RunError
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.ledger import check_conservation
+from rlsys.rollout.runner import SampleRunner, is_settled
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.step_metrics import step_metrics
+from rlsys.router.router import Router
+from rlsys.types import Canary, EvalResult, GroupState, PushTicket, SampleGroup, Status, Taken
+
+LOOK_SECONDS = 0.5
+"""How often a waiting command looks for stale engines, failures and progress."""
+
+T = TypeVar("T")
+
+
+class RolloutManager:
+    """Owns where the trainer is. Groups are the buffer's, running samples the runner's, engines the router's."""
+
+    def __init__(
+        self, config: Config, buffer: RolloutBuffer, router: Router, source: PromptSource, scorer: Scorer
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._router = router
+        self._source = source
+        self._scorer = scorer
+        self._runner = SampleRunner(config, buffer, router, source, scorer)
+        self._colocated = config.launch.placement == "colocated"
+        self._command = asyncio.Lock()
+        self._done_steps = 0
+        """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
+        self._policy_step: int | None = None
+        """Train steps behind the engines' weights; None before the first push."""
+        self._push_due = True
+        self._lost_seen = 0
+
+    # Commands of the trainer
+
+    async def restore(self, train_step: int) -> None:
+        """The trainer holds the weights after this many steps. Everything running stops; a push must follow."""
+        async with self._command:
+            await self._rest()
+            await self._runner.reset()
+            self._buffer.restore(train_step)
+            self._runner.flush()
+            check_conservation(self._buffer.ledger())
+            self._done_steps, self._policy_step, self._push_due = train_step, None, True
+
+    async def take(self, train_step: int) -> Taken | None:
+        """The groups of this step, the same ones however often it is asked for; waits until there are enough.
+
+        None when an engine came back without the current weights: push, then ask again.
+        """
+        async with self._command:
+            next_step = self._done_steps + (not self._push_due)
+            if self._policy_step is None or train_step not in (self._done_steps, next_step):
+                raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
+            if train_step > self._buffer.last_taken_step:
+                wanted = self._config.rollout.groups_per_step
+                ready = await self._watched(
+                    self._enough_ready(wanted), f"the {wanted} groups of a train step"
+                )
+                if ready is None:
+                    return None
+                self._buffer.take(train_step, ready)
+            counts = self.counts()
+            version, groups = self._buffer.taken(train_step)
+            if self._colocated:
+                await self._rest()
+            self._runner.flush()
+            check_conservation(self._buffer.ledger())
+            self._done_steps, self._push_due = train_step, True
+            self._go()
+            at = self._buffer.policy_step(version)
+            metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
+            return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
+
+    async def begin_push(self) -> PushTicket:
+        """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only."""
+        async with self._command:
+            self._runner.raise_failure()
+            if self._push_due:
+                if not self._colocated:  # else take has done it
+                    await self._rest()
+                self._buffer.new_version(self._done_steps)
+                await self._expire()
+                self._runner.flush()
+            version = self._buffer.weight_version
+            engines = await self._router.begin_push(version, only_stale=not self._push_due)
+            return PushTicket(version, engines)
+
+    async def end_push(self, ticket: PushTicket, canaries: list[Canary]) -> dict[str, float]:
+        """Attest the engines of the ticket, then go on generating. Returns the push's metrics."""
+        async with self._command:
+            version = self._buffer.weight_version
+            if ticket.weight_version != version:
+                raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
+            metrics = await self._router.end_push(version, canaries)
+            self._policy_step, self._push_due = self._done_steps, False
+            self._go()
+            return metrics
+
+    async def evaluate(self) -> EvalResult:
+        """Greedy on the held-out prompts; right is a reward of 1. What cannot be judged is not among `prompts`."""
+        async with self._command:
+            prompts = self._source.heldout(self._config.eval.prompts)
+            budget = self._config.rollout.max_response_tokens
+            segments = await self._watched(
+                asyncio.gather(*(self._router.greedy(p.ids, budget) for p in prompts)), "evaluation"
+            )
+            verdicts = await asyncio.gather(
+                *(self._scorer.score(p, s.ids) for p, s in zip(prompts, segments, strict=True))
+            )
+            judged = [v.reward for v in verdicts if v.reward is not None]
+            if not judged:
+                raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
+            return EvalResult(
+                accuracy=sum(reward >= 1 for reward in judged) / len(judged),
+                prompts=len(judged),
+                mean_length=sum(len(s.ids) for s in segments) / len(segments),
+                truncated=sum(s.finish == "length" for s in segments),
+            )
+
+    async def commit(self, train_step: int) -> None:
+        """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten."""
+        async with self._command:
+            t = self._config.trainer
+            self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
+            self._buffer.flush()
+
+    async def close(self) -> None:
+        """Park what is in flight, durably, and end every task."""
+        try:
+            await self._rest()
+        finally:
+            await self._runner.reset()
+            self._runner.flush()
+
+    # Figures
+
+    def counts(self) -> dict[str, float]:
+        """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
+        statuses = Counter(s.status for g in self._buffer.active() for s in g.samples)
+        return {
+            "in_flight": statuses[Status.IN_FLIGHT],
+            "parked": statuses[Status.PARKED],
+            "issued": self._buffer.next_group_id,
+            **{state.value: self._buffer.counts[state] for state in GroupState},
+        }
+
+    def status(self) -> dict[str, object]:
+        """For the live display."""
+        return {
+            **self.counts(),
+            **self._totals(),
+            "weight_version": self._buffer.weight_version,
+            "train_step": self._done_steps,
+            "engines": self._router.engine_states(),
+        }
+
+    def _totals(self) -> dict[str, float]:
+        stats = self._router.stats()
+        prefilled = stats["prefilled_tokens"]
+        return {
+            "lost": self._buffer.lost,
+            "cache_share": stats["cached_tokens"] / prefilled if prefilled else 0.0,
+            "resumes_total": stats["resumes"],
+            **{k: stats[k] for k in ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")},
+        }
+
+    # Waiting
+
+    async def _enough_ready(self, wanted: int) -> list[SampleGroup] | None:
+        """The first groups to be READY, once there are so many; None when an engine is stale."""
+        while True:
+            ready = self._buffer.ready()
+            if len(ready) >= wanted:
+                return ready[:wanted]
+            if self._router.stale_engines:
+                return None
+            self._runner.wake.clear()
+            with contextlib.suppress(TimeoutError):  # a stale engine wakes nobody
+                await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
+
+    async def _watched(self, work: Awaitable[T], what: str) -> T:
+        """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout
+        without a token or a score."""
+        task = asyncio.ensure_future(work)
+        loop, limit = asyncio.get_running_loop(), self._config.rollout.stall_timeout
+        seen, since = self._progress(), loop.time()
+        try:
+            while not task.done():
+                self._runner.raise_failure()
+                await asyncio.wait({task}, timeout=min(LOOK_SECONDS, limit / 4))
+                if (now := self._progress()) != seen:
+                    seen, since = now, loop.time()
+                elif not task.done() and loop.time() - since > limit:
+                    raise RunError(
+                        f"no token and no score for rollout.stall_timeout = {limit:g} s; waiting for {what}: "
+                        f"{self._missing()}"
+                    )
+            self._runner.raise_failure()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _progress(self) -> tuple[float, int]:
+        return self._router.stats()["received_tokens"], self._runner.settled
+
+    def _missing(self) -> str:
+        """Who is waited for: the oldest unfinished groups, and the engines."""
+        waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
+        shown = "; ".join(
+            f"group {g.group_id}: "
+            + ", ".join(
+                f"sample {s.sample_id} {s.status} with {len(s.response_ids)} tokens" for s in rest[:3]
+            )
+            for g, rest in waiting[:3]
+        )
+        engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
+        return (
+            f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
+            f"engines: {engines}"
+        )
+
+    # Order of operations
+
+    def _go(self) -> None:
+        """Generate, unless the trainer repeats steps whose groups are there already."""
+        if self._policy_step is not None and self._done_steps >= self._buffer.last_taken_step:
+            self._runner.go(self._policy_step)
+
+    async def _rest(self) -> None:
+        """Nothing is in flight when this returns, what samples got so far is in the buffer, lost is counted."""
+        try:
+            await self._router.interrupt()
+        finally:
+            self._runner.save_running()
+        lost = int(self._router.stats()["lost"])
+        self._buffer.add_lost(max(0, lost - self._lost_seen))
+        self._lost_seen = lost
+
+    async def _expire(self) -> None:
+        """Drop what is too old for every step to come (invariant 7); it makes room for new groups."""
+        limit = self._config.rollout.max_staleness
+        live = self._buffer.groups.values()
+        old = [g for g in live if self._buffer.age(g, self._done_steps) > limit]
+        await self._runner.drop(old, GroupState.EXPIRED)

@@ -1,0 +1,60 @@
+"""What trainer rank 0 and the rollout process say to each other: msgpack of dataclasses over loopback HTTP.
+
+A command is `POST /<name>` with its request as body; the answer is 200 with the result, or an error status with
+an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.types import Canary, EvalResult, PushTicket, Taken
+
+RUN_ERROR_STATUS = 500
+USER_ERROR_STATUS = 409
+
+Result = Taken | PushTicket | EvalResult | dict[str, float] | None
+
+
+@dataclass
+class StepRequest:
+    """Of `restore`, `take` and `commit`."""
+
+    train_step: int
+
+
+@dataclass
+class EndPushRequest:
+    ticket: PushTicket
+    canaries: list[Canary]
+
+
+@dataclass
+class ErrorAnswer:
+    error: str
+    """UserError or RunError."""
+    message: str
+
+
+def encode(message: object) -> bytes:
+    """msgpack; floats keep all their 64 bits."""
+    return msgspec.msgpack.encode(message)
+
+
+def encode_error(error: RlsysError) -> tuple[int, bytes]:
+    """HTTP status and body."""
+    user = isinstance(error, UserError)
+    name = "UserError" if user else "RunError"
+    return (USER_ERROR_STATUS if user else RUN_ERROR_STATUS), encode(ErrorAnswer(name, str(error)))
+
+
+def decode_error(body: bytes) -> RlsysError | None:
+    """The error that the other side raised; None when the body is something else (a bug's plain text)."""
+    try:
+        answer = msgspec.msgpack.decode(body, type=ErrorAnswer)
+    except msgspec.DecodeError:
+        return None
+    return UserError(answer.message) if answer.error == "UserError" else RunError(answer.message)

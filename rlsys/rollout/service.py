@@ -1,0 +1,183 @@
+"""The rollout process: `python -m rlsys.rollout.service --config RUN/config.yaml --port P --engine URL ...`.
+
+One asyncio loop: HTTP commands of the trainer (loopback only), the router, the tasks of samples, the buffer.
+SIGTERM: what is in flight is aborted, parked durably, and the process ends with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from rlsys.config import Config, identity, load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.errors import RlsysError, UserError
+from rlsys.obs.role import run_role
+from rlsys.rewards import build_reward
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.protocol import EndPushRequest, Result, StepRequest, encode, encode_error
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+
+HOST = "127.0.0.1"  # commands carry no token: nobody else's machine may send them
+LARGEST_REQUEST = 2**30
+PROBE_SECONDS = 0.5
+
+R = TypeVar("R")
+
+log = logging.getLogger("rlsys.rollout")
+
+
+def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Application:
+    """The HTTP side of a manager. `ready`: whether every engine has answered."""
+
+    async def end_push(request: EndPushRequest) -> dict[str, float]:
+        return await manager.end_push(request.ticket, request.canaries)
+
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response({**manager.status(), "ready": ready()})
+
+    app = web.Application(client_max_size=LARGEST_REQUEST)
+    app.add_routes(
+        [
+            web.get("/status", status),
+            web.post("/restore", _command(StepRequest, lambda r: manager.restore(r.train_step))),
+            web.post("/take", _command(StepRequest, lambda r: manager.take(r.train_step))),
+            web.post("/begin_push", _command(type(None), lambda _: manager.begin_push())),
+            web.post("/end_push", _command(EndPushRequest, end_push)),
+            web.post("/evaluate", _command(type(None), lambda _: manager.evaluate())),
+            web.post("/commit", _command(StepRequest, lambda r: manager.commit(r.train_step))),
+        ]
+    )
+    return app
+
+
+def _command(
+    kind: type[R], run: Callable[[R], Awaitable[Result]]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A handler: body of `kind` -> result, or what was raised on purpose. Bugs are aiohttp's: log and a bare 500."""
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            message = msgspec.msgpack.decode(await request.read(), type=kind)
+        except msgspec.DecodeError as e:
+            return web.Response(status=400, text=f"not a request of {request.path}: {e}")
+        try:
+            return web.Response(body=encode(await run(message)))
+        except RlsysError as e:
+            log.error("%s: %s", request.path, e)
+            code, body = encode_error(e)
+            return web.Response(status=code, body=body)
+
+    return handle
+
+
+def read_model_limits(path: Path) -> tuple[int, int]:
+    """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
+    file = path / "config.json"
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+        return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(
+            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__} {e}"
+        ) from None
+
+
+class EngineWatch:
+    """Waits for every engine's first answer, then lets the router look after those that die and come back."""
+
+    def __init__(self, engines: list[EngineClient], router: Router) -> None:
+        self._engines = engines
+        self._router = router
+        self.ready = False
+
+    async def run(self) -> None:
+        while not all(await asyncio.gather(*(e.healthy() for e in self._engines))):
+            await asyncio.sleep(PROBE_SECONDS)
+        self.ready = True
+        await self._router.watch()
+
+
+async def serve(config: Config, port: int, urls: list[str]) -> None:
+    """Until SIGTERM or SIGINT. Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tokenizer = Tokenizer(config.model.path)
+    vocab_size, context_length = read_model_limits(config.model.path)
+    source = build_source(config, tokenizer)
+    scorer = Scorer(build_reward(config), tokenizer.decode, config.rollout.reward_timeout)
+    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), config.rollout.group_size)
+    try:
+        async with make_session() as session:
+            engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
+            router = Router(
+                engines, vocab_size=vocab_size, context_length=context_length, bounds=Bounds.of(config)
+            )
+            manager = RolloutManager(config, buffer, router, source, scorer)
+            watch = EngineWatch(engines, router)
+            await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
+            log.info("stopping: parking what is in flight")
+            try:
+                async with asyncio.timeout(config.launch.grace_seconds / 2):
+                    await manager.close()
+            except TimeoutError:
+                log.warning("an engine does not answer; what it streamed so far is kept")
+    finally:
+        buffer.close()
+    if scorer.hung:  # their threads cannot be ended, and Python would wait for them
+        logging.shutdown()
+        os._exit(0)
+
+
+async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, watch: Awaitable[None]) -> None:
+    """Serve until `stop`; `watch` runs beside, and what breaks it breaks the service."""
+    # A trainer that is gone must not leave a take behind that waits for it.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
+    await runner.setup()
+    tasks = [asyncio.ensure_future(watch), asyncio.ensure_future(stop.wait())]
+    try:
+        try:
+            await web.TCPSite(runner, HOST, port).start()
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise UserError(f"--port {port}: in use on {HOST}") from None
+            raise
+        log.info("listening on %s:%d", HOST, port)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await runner.cleanup()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The rollout process of a run; started by rlsys train.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
+    parser.add_argument("--port", type=int, required=True, help="port of the commands, on loopback")
+    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_role(lambda: asyncio.run(serve(load_config(args.config), args.port, args.engine)))
+
+
+if __name__ == "__main__":
+    main()
