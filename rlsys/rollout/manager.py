@@ -191,6 +191,7 @@ class RolloutManager:
     async def _enough_ready(self, wanted: int) -> list[SampleGroup] | None:
         """The first groups to be READY, once there are so many; None when an engine is stale."""
         while True:
+            self._runner.raise_failure()
             ready = self._buffer.ready()
             if len(ready) >= wanted:
                 return ready[:wanted]

@@ -1,0 +1,118 @@
+"""A router without engines: tests say how long each response is and when tokens come. Speaks rlsys' Router API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlsys.router.router import RefusedPrompt
+from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, VersionSpan
+
+URL = "http://engine:1"
+
+
+@dataclass
+class Busy:
+    sample: Sample
+    limit: int
+    done: asyncio.Event
+
+
+class ScriptedRouter:
+    """Every response is `length(sample)` tokens long, cut at the budget; token i of it is i, its mu -i/7.
+
+    Tokens only come when a test calls `tick`. So time is the test's, and a run the same each time.
+    """
+
+    def __init__(self, length: Callable[[Sample], int]) -> None:
+        self._length = length
+        self._busy: dict[int, Busy] = {}
+        self._gate = asyncio.Event()
+        self.version = 0
+        self.calls: list[str] = []
+        self.stale_engines: list[str] = []
+        self.refuse: Callable[[Sample], bool] = lambda sample: False
+        self.most_in_flight = 0
+        self.lost = 0
+        self.received = self.resumes = 0
+
+    def tick(self, tokens: int = 1) -> None:
+        """Every sample in flight gets up to so many tokens, the oldest first."""
+        for busy in sorted(self._busy.values(), key=lambda b: b.sample.sample_id):
+            self.give(busy.sample.sample_id, tokens)
+
+    def give(self, sample_id: int, tokens: int) -> None:
+        busy = self._busy[sample_id]
+        sample, first = busy.sample, len(busy.sample.response_ids)
+        end = min(self._length(sample), busy.limit)
+        n = min(tokens, end - first)
+        ids = list(range(first, first + n))
+        sample.append(Segment(ids, [-i / 7 for i in ids], [VersionSpan(self.version, 0, n)]))
+        self.received += n
+        if first + n == end:
+            sample.status = Status.FINISHED if end == self._length(sample) else Status.TRUNCATED
+            self._end(sample_id)
+
+    def _end(self, sample_id: int) -> None:
+        self._busy.pop(sample_id).done.set()
+
+    @property
+    def in_flight(self) -> list[int]:
+        return sorted(self._busy)
+
+    # What the manager calls
+
+    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+        if self.refuse(sample):
+            raise RefusedPrompt("the prompt has 900 tokens, the context 512")
+        while not sample.status.terminal:
+            await self._gate.wait()
+            self.resumes += bool(sample.response_ids)
+            sample.resumes += bool(sample.response_ids)
+            sample.status, sample.engine = Status.IN_FLIGHT, URL
+            busy = self._busy[sample.sample_id] = Busy(sample, max_response_tokens, asyncio.Event())
+            self.most_in_flight = max(self.most_in_flight, len(self._busy))
+            try:
+                await busy.done.wait()
+            finally:
+                self._busy.pop(sample.sample_id, None)
+                if not sample.status.terminal:
+                    sample.status = Status.PARKED
+        return sample
+
+    async def interrupt(self) -> None:
+        self.calls.append("interrupt")
+        self._gate.clear()
+        for sample_id in self.in_flight:
+            self._busy[sample_id].sample.status = Status.PARKED
+            self._end(sample_id)
+        await asyncio.sleep(0)
+
+    async def begin_push(self, version: int, *, only_stale: bool = False) -> list[EngineAddress]:
+        self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
+        if not only_stale:
+            await self.interrupt()
+        self._next = version
+        return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
+
+    async def end_push(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+        self.calls.append(f"end {version}")
+        self.version = version
+        self.stale_engines = []
+        self._gate.set()
+        return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7}
+
+    async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
+        n = len(prompt_ids)
+        return Segment(list(range(n)), [0.0] * n, [VersionSpan(self.version, 0, n)], "stop")
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "in_flight": len(self._busy), "received_tokens": self.received, "resumes": self.resumes,
+            "cached_tokens": 30, "prefilled_tokens": 40, "engine_tokens": self.received + self.lost,
+            "lost": self.lost, "engines_serving": 1, "engine_deaths": 0,
+        }  # fmt: skip
+
+    def engine_states(self) -> dict[str, str]:
+        return {URL: f"version {self.version}"}
