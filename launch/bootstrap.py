@@ -28,7 +28,8 @@ DISK_GB = {"cpu": 6, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
 # Its metadata asks for CUDA kernels; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
-SGLANG = "sglang==0.5.23"
+# SGLang imports torchvision at start; both say that they need CUDA packages, and serve on a CPU without them.
+SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
 
 CAUSES = (
     ("No space left on device", "the disk is full"),
@@ -157,7 +158,7 @@ def set_up(dev: bool) -> None:
     target = f".[{','.join(extras)}]"
     pip(f"packages of {target}", "-e", target)
     if kind == "cpu" and not have:
-        pip("sglang", "--no-deps", SGLANG)
+        pip("sglang", "--no-deps", *SGLANG)
     STAMP.write_text(json.dumps({"fingerprint": mark, "extras": sorted({*have, *extras})}))
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 

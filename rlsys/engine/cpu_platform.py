@@ -7,6 +7,8 @@ processes. Every op then takes its plain torch path (forward_native), so no comp
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -20,12 +22,21 @@ def activate() -> str | None:
 
 
 def declare_torchvision_ops() -> None:
-    """The registry's torchvision is linked against CUDA: its compiled ops do not load beside a CPU torch, and then
-    its own import fails on the two ops that it describes to the compiler. A declaration is all that is missing;
-    nobody calls them here.
+    """Make torchvision importable beside a CPU torch; SGLang imports it at start, for models we do not serve.
+
+    The registry's torchvision is linked against CUDA: its compiled ops do not load here, and then its own import
+    fails on the two ops that it describes to the compiler. A declaration is all that is missing; nobody calls
+    them. Where its ops do load (a CPU build), nothing is declared.
     """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(library)
+            return
     for op in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # declared before, or by a torchvision that did load
+        with contextlib.suppress(RuntimeError):  # declared before
             torch.library.define(
                 f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
