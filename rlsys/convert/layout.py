@@ -6,6 +6,10 @@ linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -25,6 +29,7 @@ def to_megatron(rule: Rule, parts: list[Tensor], config: HFConfig) -> Tensor:
 
 
 def to_hf(rule: Rule, tensor: Tensor, config: HFConfig) -> list[Tensor]:
+    """The inverse of to_megatron, bit for bit. Parts may be views of `tensor`."""
     if rule.layout == "qkv":
         g, d, queries = config.kv_heads, config.head_dim, config.heads // config.kv_heads
         grouped = tensor.reshape(g, queries + 2, d, *tensor.shape[1:])
@@ -37,26 +42,38 @@ def to_hf(rule: Rule, tensor: Tensor, config: HFConfig) -> list[Tensor]:
     return [tensor]
 
 
-def names(config: HFConfig) -> list[tuple[Rule, str, tuple[str, ...]]]:
-    """Every (rule, Megatron name, HF names) of a whole model, layer by layer, in a fixed order."""
-    out = []
-    for rule in config.family.rules:
-        if rule.megatron == "output_layer.weight" and config.tied:
-            continue
-        layers = range(config.layers) if "{l}" in rule.megatron else [0]
-        for layer in layers:
-            for expert in range(config.experts) if "{e}" in rule.megatron else [0]:
-                keys = {"l": layer, "e": expert}
-                out.append((rule, rule.megatron.format(**keys), tuple(n.format(**keys) for n in rule.hf)))
-    return out
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a whole model: its name there, and the HF tensors (name -> shape) that make it up.
+
+    `megatron` has a place `{e}` for the expert's number, because each expert-parallel rank counts its own.
+    """
+
+    rule: Rule
+    megatron: str
+    hf: dict[str, tuple[int, ...]]
+    expert: int | None = None
+
+
+def entries(config: HFConfig) -> Iterator[Entry]:
+    """Every parameter of a whole model, once: embedding, layer by layer, head. The order never changes."""
+    for per_layer, rules in groupby(config.family.rules, key=lambda rule: rule.per_layer):
+        kept = [r for r in rules if not (config.tied and r.megatron == "output_layer.weight")]
+        for layer in range(config.layers) if per_layer else [0]:
+            for rule in kept:
+                for expert in range(config.experts) if rule.per_expert else [None]:
+                    shapes = {
+                        name.format(l=layer, e=expert): config.shape(dims) for name, dims in rule.hf.items()
+                    }
+                    yield Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, expert)
 
 
 def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
     """Every tensor accounted for. Raises UserError that names the first missing or unknown tensor."""
-    expected = {n for _, _, hf in names(config) for n in hf}
+    expected = {name for entry in entries(config) for name in entry.hf}
     if config.tied:
         present = present - {"lm_head.weight"}
     if missing := sorted(expected - present):
-        raise UserError(f"{where}: {len(missing)} tensors are missing, first: {missing[0]}")
+        raise UserError(f"{where}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
     if extra := sorted(present - expected):
-        raise UserError(f"{where}: {len(extra)} tensors have no place in the model, first: {extra[0]}")
+        raise UserError(f"{where}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")

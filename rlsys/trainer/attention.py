@@ -1,23 +1,102 @@
 """Core attention over packed sequences where there is no Transformer Engine.
 
-Shapes: T packed tokens, n heads, g key-value groups, d head size. query `[T, n, d]`, key and value `[T, g, d]`
-(megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence.
+Shapes: T packed tokens, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key and
+value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 
-SEQUENCES_AT_ONCE = 16
+
+@dataclass(frozen=True)
+class Padding:
+    """Where packed tokens stand once neighbouring sequences of similar length are padded into rectangles.
+
+    `to_padded` `[P]` names the packed token of each padded place (padding repeats its sequence's first token),
+    `to_packed` `[T]` the padded place of each packed token; `rectangles` are (sequences, longest length).
+    """
+
+    to_padded: Tensor
+    to_packed: Tensor
+    rectangles: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Padding:
+        """A rectangle ends where a sequence is longer than its first or shorter than three quarters of it."""
+        rectangles: list[tuple[int, int]] = []
+        for n in lengths:
+            if rectangles and 3 * rectangles[-1][1] <= 4 * n <= 4 * rectangles[-1][1]:
+                rectangles[-1] = (rectangles[-1][0] + 1, rectangles[-1][1])
+            else:
+                rectangles.append((1, n))
+        widths = torch.tensor([longest for rows, longest in rectangles for _ in range(rows)])
+        size = torch.tensor(lengths)
+        start = size.cumsum(0) - size
+        padded_start = widths.cumsum(0) - widths
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), widths)
+        place = torch.arange(int(widths.sum())) - padded_start[sequence]
+        to_padded = start[sequence] + torch.where(place < size[sequence], place, 0)
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), size)
+        to_packed = padded_start[owner] + torch.arange(int(size.sum())) - start[owner]
+        return cls(to_padded.to(device), to_packed.to(device), rectangles)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, with the padding worked out once for all layers."""
+
+    padding: Padding | None = None
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        on_device, longest = cu_seqlens.to(device), max(lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            padding=Padding.of(lengths, device),
+        )
+
+
+class _Pad(torch.autograd.Function):
+    """`[T, ...] -> [P, ...]`. Padding gets no gradient: no real query sees it, and its own output is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+        ctx.padding = padding
+        return x.index_select(0, padding.to_padded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.padding.to_packed), None
+
+
+class _Unpad(torch.autograd.Function):
+    """`[P, ...] -> [T, ...]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+        ctx.padding, ctx.shape = padding, x.shape
+        return x.index_select(0, padding.to_packed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, ctx.padding.to_packed, grads[0]), None
 
 
 class PackedAttention(DotProductAttention):
-    """Causal attention, several neighbouring sequences padded into one call; `pack` puts equal lengths side by side.
+    """Causal attention, one call for a rectangle of sequences; `pack` puts similar lengths side by side.
 
     Padding stands behind the real keys, so the causal mask alone hides it.
     """
@@ -30,20 +109,19 @@ class PackedAttention(DotProductAttention):
         attention_mask: Tensor | None,
         attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        if packed_seq_params is None:
-            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
-        lengths = (packed_seq_params.cu_seqlens_q[1:] - packed_seq_params.cu_seqlens_q[:-1]).tolist()
-        queries, keys, values = (torch.split(t, lengths) for t in (query, key, value))
-        out: list[Tensor] = []
-        for at in range(0, len(lengths), SEQUENCES_AT_ONCE):
-            part = slice(at, at + SEQUENCES_AT_ONCE)
-            q, k, v = (
-                pad_sequence(list(t[part]), batch_first=True).transpose(1, 2) for t in (queries, keys, values)
-            )
+        if packed_seq_params is None or packed_seq_params.padding is None:
+            raise ValueError("PackedAttention needs packed_seq_params=PackedSequences.of(...)")
+        padding = packed_seq_params.padding
+        sizes = [rows * longest for rows, longest in padding.rectangles]
+        queries, keys, values = (_Pad.apply(t, padding).split(sizes) for t in (query, key, value))
+        out = []
+        for (rows, longest), *qkv in zip(padding.rectangles, queries, keys, values, strict=True):
+            q, k, v = (t.view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in qkv)
             attended = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-            ).transpose(1, 2)
-            out.extend(attended[i, :n] for i, n in enumerate(lengths[part]))
-        return torch.cat(out).flatten(1)
+            )
+            out.append(attended.transpose(1, 2).reshape(rows * longest, -1))
+        unpadded: Tensor = _Unpad.apply(torch.cat(out), padding)
+        return unpadded

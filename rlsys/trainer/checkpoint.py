@@ -5,7 +5,6 @@ checkpoints/step-000010/     whole, or not there: written as .partial, then rena
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
+from rlsys.convert.hf import sync_to_disk
 from rlsys.errors import RunError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -59,10 +59,9 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, keep: int) -> None
     dist_checkpointing.save(state, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        _sync(partial)
+        sync_to_disk(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        _sync(folder)
         for old in steps(folder)[:-keep]:
             shutil.rmtree(path_of(folder, old))
     dist.barrier()
@@ -82,13 +81,3 @@ def load(folder: Path, model: Any, optimizer: Any) -> int:
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
     return int(state["step"])
-
-
-def _sync(folder: Path) -> None:
-    """Everything in `folder` is on the disk before its new name is."""
-    for path in [folder, *folder.rglob("*")]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

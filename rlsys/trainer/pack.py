@@ -1,13 +1,13 @@
 """Samples -> packed micro-batches of bounded size, balanced over data-parallel ranks. Pure.
 
-Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is the
-log-prob of `tokens[t]` given what precedes it in its own sequence; a sequence's first token has none.
+Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is
+the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequence's first token has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from rlsys.types import Sample
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample with its advantage; the three lists have one entry per response token."""
+    """One sample with its advantage; mu and versions have one entry per response token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -25,6 +25,14 @@ class TrainSample:
     versions: list[int]
     advantage: float
     group_id: int = -1
+
+    def __post_init__(self) -> None:
+        n = len(self.response_ids)
+        if not self.prompt_ids or not n or len(self.mu) != n or len(self.versions) != n:
+            raise ValueError(
+                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {len(self.mu)} mu, "
+                f"{len(self.versions)} versions: prompt and response must not be empty, the last three equal"
+            )
 
     @classmethod
     def of(cls, sample: Sample, advantage: float) -> TrainSample:
@@ -38,7 +46,10 @@ class TrainSample:
 
 @dataclass
 class MicroBatch:
-    """tokens, position_ids `[T]` int64; cu_seqlens `[S+1]` int32; the rest `[T]`. `mask` is 1 on response tokens."""
+    """tokens, position_ids, versions `[T]` int64; cu_seqlens `[S+1]` int32; the rest `[T]` float32.
+
+    `mask` is 1 on response tokens, `versions` is -1 on prompt tokens. `old` is empty until somebody scores it.
+    """
 
     tokens: Tensor
     position_ids: Tensor
@@ -49,14 +60,27 @@ class MicroBatch:
     versions: Tensor
     old: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    @property
-    def response_tokens(self) -> int:
-        """The micro-batch's share of the denominator, fixed before anything else is masked."""
-        return int(self.mask.sum())
+    @classmethod
+    def of_tokens(cls, tokens: Tensor) -> MicroBatch:
+        """One sequence `[T]` to be scored, all of it prompt."""
+        n, zeros = len(tokens), torch.zeros(len(tokens))
+        cu_seqlens = torch.tensor([0, n], dtype=torch.int32)
+        return cls(tokens, torch.arange(n), cu_seqlens, zeros, zeros, zeros, torch.full((n,), -1))
 
-    @property
-    def max_length(self) -> int:
-        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def padded(self, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, position_ids, cu_seqlens with T made divisible by `multiple`: a sequence of zeros follows."""
+        missing = -len(self.tokens) % multiple
+        if not missing:
+            return self.tokens, self.position_ids, self.cu_seqlens
+        end = self.cu_seqlens[-1:] + missing
+        return (
+            torch.cat([self.tokens, self.tokens.new_zeros(missing)]),
+            torch.cat([self.position_ids, torch.arange(missing, device=self.tokens.device)]),
+            torch.cat([self.cu_seqlens, end]),
+        )
 
 
 def pack(
@@ -65,8 +89,8 @@ def pack(
     """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
 
     Longest first into the bin with the fewest tokens; the number of bins is the smallest multiple of `dp_size`
-    that fits. A sample longer than `token_budget` has a bin for itself. A rank left without samples computes a
-    masked copy of the shortest one. Depends on (samples, budget, dp_size) only, so ranks agree.
+    that fits. A sample longer than `token_budget` has a bin for itself. A rank left without samples computes
+    a masked copy of the shortest one. Depends on (samples, budget, dp_size) only, so ranks agree.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
@@ -75,9 +99,8 @@ def pack(
     bins = max(1, -(-total // (token_budget * dp_size))) * dp_size
     while (filled := _fill(samples, order, bins, token_budget)) is None:
         bins += dp_size
-    mine = filled[dp_rank::dp_size]
     shortest = samples[order[-1]]
-    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in mine]
+    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in filled[dp_rank::dp_size]]
 
 
 def _fill(samples: Sequence[TrainSample], order: list[int], bins: int, budget: int) -> list[list[int]] | None:
@@ -94,10 +117,10 @@ def _fill(samples: Sequence[TrainSample], order: list[int], bins: int, budget: i
 
 
 def _build(samples: list[TrainSample]) -> MicroBatch:
-    def per_token(prompt_value: float, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    def per_token(on_prompt: float, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         flat: list[float] = []
         for s, v in zip(samples, values, strict=True):
-            flat.extend([prompt_value] * len(s.prompt_ids))
+            flat.extend([on_prompt] * len(s.prompt_ids))
             flat.extend(v)
         return torch.tensor(flat, dtype=dtype)
 

@@ -1,0 +1,75 @@
+"""Process groups, seeds and the optimizer's settings of one trainer rank. Import it before megatron.core."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from rlsys.config import Config
+from rlsys.errors import UserError
+
+megatron_patches.apply()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+# What torchrun sets; these stand for one process started by hand.
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def init_distributed(config: Config) -> torch.device:
+    """Process groups of `config.parallel` (NCCL, or gloo without CUDA), then seeds; returns this rank's device.
+
+    Raises UserError when the layout needs another number of ranks than were started.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # results must not depend on the number of cores
+    if not dist.is_initialized():
+        for name, value in _ALONE.items():
+            os.environ.setdefault(name, value)
+        dist.init_process_group("nccl" if cuda else "gloo")
+    p = config.parallel
+    if dist.get_world_size() != p.world_size:
+        raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=p.expert_tp,
+    )
+    torch.manual_seed(config.run.seed)
+    model_parallel_cuda_manual_seed(config.run.seed)
+    return device
+
+
+def leave_distributed() -> None:
+    """Undo init_distributed, so that the same processes can take another layout."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """AdamW with gradient clipping. The learning rate is set step by step."""
+    t = config.trainer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=t.lr,
+        min_lr=t.lr,
+        weight_decay=t.weight_decay,
+        adam_beta1=t.betas[0],
+        adam_beta2=t.betas[1],
+        adam_eps=1e-8,
+        clip_grad=t.grad_clip,
+        bf16=config.model.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.model.dtype),
+        use_distributed_optimizer=True,
+    )
