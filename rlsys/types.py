@@ -154,7 +154,7 @@ class Taken:
     train_step: int
     weight_version: int
     groups: list[SampleGroup]
-    metrics: dict[str, float]
+    metrics: dict[str, int | float]
 
 
 @dataclass(slots=True)

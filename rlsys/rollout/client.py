@@ -84,7 +84,7 @@ class RolloutClient:
         code, body = self._http("POST", f"/{name}", encode(request), None)
         if code == 200:
             return msgspec.msgpack.decode(body, type=result)
-        text = body.decode(errors="replace").strip()[:200]
+        text = " ".join(body.decode(errors="replace").split())[:200]
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
 
     def _http(self, method: str, path: str, body: bytes | None, timeout: float | None) -> tuple[int, bytes]:

@@ -222,7 +222,7 @@ def test_the_first_to_finish_are_taken_and_the_rest_is_parked_and_resumed(tmp_pa
             resumed = group.samples[0]
             assert resumed.response_ids == list(range(8))
             assert resumed.response_ids[:3] == kept
-            assert resumed.resumes == len(resumed.spans) - 1 > 0
+            assert resumed.resumes >= len(resumed.spans) - 1 > 0
             assert taken.metrics["resumed_samples"] == 2
             assert taken.metrics["staleness_max"] == step - 1
             old = sum(span.end - span.start for span in resumed.spans if span.version < step)

@@ -1,0 +1,217 @@
+"""Service and client: every command over HTTP, errors as they were raised, and how the process starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import pytest
+from aiohttp import web
+from test_manager import APRIL, Rig, ids, make_config, rig, settle, slow_group_zero
+
+from rlsys.config import Config, dump_config, load_config
+from rlsys.data.quickstart_model import write_model
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.client import RolloutClient
+from rlsys.rollout.service import make_app, read_model_limits, serve
+from rlsys.types import Canary
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncIterator[RolloutClient]:
+    runner = web.AppRunner(make_app(r.manager, ready), handler_cancellation=True, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+
+
+async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:
+    """A blocking call in a thread, while the scripted engine works."""
+    task = asyncio.create_task(asyncio.to_thread(call, *args))
+    while not task.done():
+        r.router.tick()
+        await asyncio.sleep(0.001)
+    return task.result()
+
+
+def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
+    async def test() -> None:
+        config = make_config(tmp_path, **APRIL, eval={"prompts": 4})
+        async with rig(config, slow_group_zero) as r, served(r) as client:
+            await ticking(r, client.wait_ready, 5.0)
+            await ticking(r, client.restore, 0)
+            ticket = await ticking(r, client.begin_push)
+            assert (ticket.weight_version, ticket.engines[0].url) == (1, "http://engine:1")
+            metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])])
+            assert metrics["push_canary_mean"] == 1e-8
+            taken = await ticking(r, client.take, 1)
+            assert taken is not None
+            assert taken.groups == (await r.manager.take(1)).groups  # every bit of mu
+            assert isinstance(taken.metrics["tokens"], int)
+            assert taken.groups[0].samples[0].mu[1] == -1 / 7
+            await ticking(r, client.end_push, await ticking(r, client.begin_push), [])
+            assert (await ticking(r, client.evaluate)).prompts == 4
+            await ticking(r, client.commit, 1)
+            r.router.stale_engines = ["http://engine:2"]
+            if (again := await ticking(r, client.take, 2)) is not None:
+                assert ids(again.groups) == ids(r.buffer.taken(2)[1])
+            status = await ticking(r, client.status)
+            assert status["ready"] is True
+            assert status["issued"] == r.buffer.next_group_id
+            assert status["engines"] == {"http://engine:1": "version 2"}
+
+    asyncio.run(test())
+
+
+def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(make_config(tmp_path)) as r, served(r) as client:
+            with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 9"):
+                await ticking(r, client.restore, 9)
+            with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
+                await ticking(r, client.take, 1)
+
+    asyncio.run(test())
+
+
+def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(make_config(tmp_path)) as r, served(r) as client:
+            r.manager.commit = None  # type: ignore[method-assign, assignment]
+            with pytest.raises(RunError, match=r"rollout: commit failed with 500 .*see its log"):
+                await ticking(r, client.commit, 1)
+
+    asyncio.run(test())
+
+
+def test_a_dead_service_is_told_at_once(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        client = RolloutClient(f"http://127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in take\)"):
+            client.take(1)
+        with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
+            client.wait_ready(0.01)
+
+
+def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(make_config(tmp_path)) as r, served(r, lambda: False) as client:
+            with pytest.raises(RunError, match=r"its engines are .*engine:1"):
+                await ticking(r, client.wait_ready, 0.01)
+
+    asyncio.run(test())
+
+
+def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(make_config(tmp_path)) as r, served(r) as client:
+            await r.start()
+            port = int(client._url.rsplit(":", 1)[1])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b"\x81\xaatrain_step\x01"
+            writer.write(
+                b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            await writer.drain()
+            while not r.manager._command.locked():
+                await asyncio.sleep(0.001)
+            writer.close()
+            while r.manager._command.locked():
+                await asyncio.sleep(0.001)
+            await settle()
+            assert r.buffer.last_taken_step == 0
+            await r.start()
+            taken = await ticking(r, client.take, 1)
+            assert taken is not None
+            assert ids(taken.groups) == [0, 1]
+
+    asyncio.run(test())
+
+
+def test_model_limits_come_from_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 512}))
+    assert read_model_limits(tmp_path) == (128, 512)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config.json: cannot read vocab_size .*KeyError 'vocab_size'"):
+        read_model_limits(tmp_path)
+
+
+# The process
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """As much of an engine as a service without work asks for."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/metrics":
+            self.wfile.write(b"sglang:generation_tokens_total 0.0\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def healthy_engine() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder / "model")
+    config = Config.model_validate({"run": {"dir": folder}, "model": {"path": folder / "model"}})
+    (folder / "config.yaml").write_text(dump_config(config))
+    return folder / "config.yaml"
+
+
+def service(config: Path, port: int, engine: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(config), "--port", str(port)]
+    return subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
+    port = free_port()
+    with healthy_engine() as engine, service(run_config, port, engine) as process:
+        client = RolloutClient(f"http://127.0.0.1:{port}")
+        client.wait_ready(60)
+        client.restore(0)
+        assert client.status()["issued"] == 0
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0, log
+        assert "Traceback" not in log
+    assert (load_config(run_config).run.dir / "rollouts.sqlite").exists()
+
+
+def test_a_taken_port_is_the_users_mistake(run_config: Path) -> None:
+    with healthy_engine() as engine:
+        port = int(engine.rsplit(":", 1)[1])
+        with pytest.raises(UserError, match=f"--port {port}: in use on 127"):
+            asyncio.run(serve(load_config(run_config), port, [engine]))
