@@ -27,8 +27,8 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 DISK_GB = {"cpu": 6, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
-# Its metadata asks for CUDA kernels; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
-# SGLang imports torchvision at start; both say that they need CUDA packages, and serve on a CPU without them.
+# Without what their metadata asks for, which is CUDA; what SGLang needs on a CPU stands in pyproject.toml's extra
+# `cpu`, and torchvision it only imports at start.
 SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
 
 CAUSES = (

@@ -5,8 +5,9 @@ descendants, when it exits itself, on SIGTERM, and when standard input reaches i
 the other end of that pipe, so its death, even by kill -9, ends every role. The exit code is passed on
 (128 + n for signal n).
 
-Ending: SIGTERM to the command's process group; when the command has ended, SIGTERM to what it left behind;
-`grace` seconds after the first, SIGKILL to whatever there still is. SIGQUIT skips the wait.
+Ending: SIGTERM to the command alone, because servers end their own helpers in order and take a helper's
+sudden death for a crash; when it has ended, SIGTERM to what it left behind; `grace` seconds after the first,
+SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
 adopts orphans (Linux: PR_SET_CHILD_SUBREAPER).
 """
@@ -71,8 +72,8 @@ class Keeper:
         while self._exit_code is None and not (self._end or self._end_now):
             self._sleep(None)
         deadline = time.monotonic() + self._grace
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGTERM)
+        if self._exit_code is None:
+            os.kill(self._pid, signal.SIGTERM)
         self._wait_for_end(deadline, lambda: self._exit_code is not None)
         self._signal_rest(signal.SIGTERM)  # what the command should have ended, and did not
         self._wait_for_end(deadline, lambda: not self._rest())

@@ -77,4 +77,11 @@ class RoleProcess:
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
-        return [line[:LINE_WIDTH] for line in tail if line]
+        lines = [line[:LINE_WIDTH] for line in tail if line]
+        return lines[: _torchrun_report(lines)]
+
+
+def _torchrun_report(lines: list[str]) -> int:
+    """Where torchrun begins to tell of a rank's death, past its one useful line; else the end of the lines."""
+    signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
+    return next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))

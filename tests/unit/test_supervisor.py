@@ -162,6 +162,14 @@ def test_an_engine_that_dies_twice_stops_the_run(stage: Stage) -> None:
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
 
 
+def test_the_last_lines_of_a_trainer_are_its_own(stage: Stage) -> None:
+    told = "E1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: -9) local_rank: 0"
+    body = f"print('AssertionError'); print({told!r}); print('Root Cause'); sys.exit(1)"
+    with pytest.raises(RoleFailed) as failed:
+        stage.run(stage.role("trainer", body))
+    assert failed.value.log_lines == ["AssertionError", told]
+
+
 def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
     body = "print('noise'); print('rlsys: error: model.layers.0 is missing [exit 2]'); sys.exit(1)"
     with pytest.raises(UserError, match=r"^model\.layers\.0 is missing$"):
