@@ -119,7 +119,11 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
     kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     for field, value, expected in (
         ("rope type", kind, "default"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), 1.0),
+        (
+            "partial_rotary_factor",
+            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)),
+            1.0,
+        ),
         ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
         ("use_sliding_window", raw.get("use_sliding_window") or False, False),
         ("attention_bias", raw.get("attention_bias") or False, family.qkv_bias),
@@ -198,7 +202,9 @@ class HFTensors:
             raise UserError(f"{self._folder}: tensor {name} is missing")
         tensor = self._places[name].read()
         if tensor.shape != shape:
-            raise UserError(f"{self._folder}: {name} has shape {tuple(tensor.shape)}; config.json says {shape}")
+            raise UserError(
+                f"{self._folder}: {name} has shape {tuple(tensor.shape)}; config.json says {shape}"
+            )
         return tensor
 
 

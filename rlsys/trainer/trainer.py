@@ -108,14 +108,16 @@ class Trainer:
         return out
 
     def train_step(
-        self, batch: list[MicroBatch], loss_fn: LossFn, *, denominator: float, lr: float
+        self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
     ) -> StepResult:
         """One optimizer update on this rank's micro-batches; their number must be the same on all ranks.
 
-        The loss is the sum over all ranks divided by `denominator`, which every rank must give alike and which
-        no mask applied later may change. Raises RunError, with the weights unchanged, when a gradient is not
-        finite.
+        The loss is the sum over all ranks divided by `denominator`, alike on every rank; when none is given, by
+        the response tokens of all ranks, counted before the loss masks anything. Raises RunError, with the
+        weights unchanged, when a gradient is not finite.
         """
+        if denominator is None:
+            denominator = float(self._sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._transformer.finalize_model_grads_func = partial(_finalize, denominator=denominator)
@@ -164,13 +166,16 @@ class Trainer:
 
     def _reduce(self, stored: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Sums over micro-batches and data-parallel ranks, in float64."""
-        out = {}
-        for name in stored[0]:
-            total = torch.stack([s[name].detach().double() for s in stored]).sum(0)
-            if self.dp_size > 1:
-                dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-            out[name] = total.cpu()
-        return out
+        return {
+            name: self._sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0))
+            for name in stored[0]
+        }
+
+    def _sum_over_dp(self, value: Tensor) -> Tensor:
+        total = value.to(self._device)
+        if self.dp_size > 1:
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.cpu()
 
     # -- weights --------------------------------------------------------------------------------------------
 
@@ -192,7 +197,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(20)
         lengths = [min(n, self.hf.context_length - 1) for n in CANARY_LENGTHS]
         batch = [
-            MicroBatch.of_tokens(torch.randint(self.hf.vocab_size, (n,), generator=generator)) for n in lengths
+            MicroBatch.of_tokens(torch.randint(self.hf.vocab_size, (n,), generator=generator))
+            for n in lengths
         ]
         logps = self.logprobs(batch, temperature=1.0)
         return [Canary(m.tokens.tolist(), lp[1:].tolist()) for m, lp in zip(batch, logps, strict=True)]
