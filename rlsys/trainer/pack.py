@@ -67,6 +67,11 @@ class MicroBatch:
         cu_seqlens = torch.tensor([0, n], dtype=torch.int32)
         return cls(tokens, torch.arange(n), cu_seqlens, zeros, zeros, zeros, torch.full((n,), -1))
 
+    @property
+    def response_tokens(self) -> int:
+        """The micro-batch's share of the denominator, fixed before anything else is masked."""
+        return int(self.mask.sum())
+
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
