@@ -40,7 +40,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         start = time.monotonic()
         ticket = on_main(rollout.begin_push)
         sync.push(trainer.named_hf_tensors(), ticket)
-        canaries = trainer.canaries()
+        canaries = trainer.canaries(ticket.canaries)
         on_main(lambda: rollout.end_push(ticket, canaries))
         return time.monotonic() - start
 

@@ -167,15 +167,20 @@ class EngineAddress:
 
 @dataclass(slots=True)
 class PushTicket:
-    """Permission to send weights: made by begin_push, ended by end_push with the same version."""
+    """Permission to send weights: made by begin_push, ended by end_push with the same version.
+
+    `canaries`: token sequences that trainer and engines are compared on; real prompts and responses, because on
+    random tokens log-probs are so large that rounding alone exceeds a useful bound.
+    """
 
     weight_version: int
     engines: list[EngineAddress]
+    canaries: list[list[int]]
 
 
 @dataclass(slots=True)
 class Canary:
-    """A fixed token sequence and the trainer's log-probs of its tokens 1.., for attestation (invariant 8)."""
+    """A token sequence and the trainer's log-probs of its tokens 1.., for attestation (invariant 8)."""
 
     ids: list[int]
     logp: list[float]

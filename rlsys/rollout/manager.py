@@ -30,6 +30,9 @@ LOOK_SECONDS = 0.5
 
 T = TypeVar("T")
 
+_CANARIES = 4
+"""How many prompts, and how many responses."""
+
 
 class RolloutManager:
     """Owns where the trainer is. Groups are the buffer's, running samples the runner's, engines the router's."""
@@ -105,7 +108,7 @@ class RolloutManager:
                 self._runner.flush()
             version = self._buffer.weight_version
             engines = await self._router.begin_push(version, only_stale=not self._push_due)
-            return PushTicket(version, engines)
+            return PushTicket(version, engines, self._canaries())
 
     async def end_push(self, ticket: PushTicket, canaries: list[Canary]) -> dict[str, float]:
         """Attest the engines of the ticket, then go on generating. Returns the push's metrics."""
@@ -153,6 +156,15 @@ class RolloutManager:
         finally:
             await self._runner.reset()
             self._runner.flush()
+
+    def _canaries(self) -> list[list[int]]:
+        """Some prompts, and the longest responses of the last step with theirs."""
+        prompts = [p.ids for p in self._source.heldout(min(_CANARIES, self._config.eval.prompts))]
+        if self._buffer.last_taken_step == 0:
+            return prompts
+        samples = [s for g in self._buffer.taken(self._buffer.last_taken_step)[1] for s in g.samples]
+        samples.sort(key=lambda s: (-len(s.response_ids), s.sample_id))
+        return prompts + [s.prompt_ids + s.response_ids for s in samples[:_CANARIES]]
 
     # Figures
 

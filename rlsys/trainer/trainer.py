@@ -43,8 +43,6 @@ T = TypeVar("T")
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(logp `[T]` with gradient, its micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
 
-CANARY_LENGTHS = (16, 48, 96, 160)
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -192,16 +190,11 @@ class Trainer:
                 pass
         dist.barrier()
 
-    def canaries(self) -> list[Canary]:
-        """Fixed random sequences with this model's log-probs of their tokens 1.. at temperature 1."""
-        generator = torch.Generator().manual_seed(20)
-        lengths = [min(n, self.hf.context_length - 1) for n in CANARY_LENGTHS]
-        batch = [
-            MicroBatch.of_tokens(torch.randint(self.hf.vocab_size, (n,), generator=generator))
-            for n in lengths
-        ]
+    def canaries(self, sequences: list[list[int]]) -> list[Canary]:
+        """The sequences with this model's log-probs of their tokens 1.. at temperature 1."""
+        batch = [MicroBatch.of_tokens(torch.tensor(ids)) for ids in sequences]
         logps = self.logprobs(batch, temperature=1.0)
-        return [Canary(m.tokens.tolist(), lp[1:].tolist()) for m, lp in zip(batch, logps, strict=True)]
+        return [Canary(ids, lp[1:].tolist()) for ids, lp in zip(sequences, logps, strict=True)]
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
