@@ -243,9 +243,7 @@ def write_hf(
     flush()
     _name_files(partial, files, total)
     _write_side_files(partial, source, dtypes)
-    sync_to_disk(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    publish(partial, folder)
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
@@ -273,11 +271,18 @@ def _write_side_files(folder: Path, source: Path, dtypes: set[torch.dtype]) -> N
             shutil.copyfile(source / name, folder / name)
 
 
-def sync_to_disk(folder: Path) -> None:
-    """Everything in `folder` is on the disk before it gets its final name."""
-    for path in [folder, *folder.rglob("*")]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def publish(partial: Path, folder: Path) -> None:
+    """Give `partial` its final name, once everything in it is on the disk."""
+    for path in [partial, *partial.rglob("*")]:
+        _sync(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from rlsys.convert.hf import sync_to_disk
+from rlsys.convert.hf import publish
 from rlsys.errors import RunError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -50,7 +50,8 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, keep: int) -> None
     target = path_of(folder, step)
     partial = target.with_suffix(".partial")
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_by_a_crash in folder.glob("*.partial"):
+            shutil.rmtree(left_by_a_crash)
         partial.mkdir(parents=True)
     dist.barrier()
     state = _state(model, optimizer, loading=False)
@@ -59,9 +60,7 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, keep: int) -> None
     dist_checkpointing.save(state, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        sync_to_disk(partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        publish(partial, target)
         for old in steps(folder)[:-keep]:
             shutil.rmtree(path_of(folder, old))
     dist.barrier()
