@@ -13,7 +13,7 @@ DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5)}
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest mean and 99.9th percentile of |trainer - engine| over all canary tokens, in nats.
+    """Largest mean and 99.9th percentile of the gap between trainer and engine over all canary tokens.
 
     A quantile and not the maximum: where two experts score nearly the same, one token may legitimately differ.
     """
@@ -30,6 +30,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Agreement:
+    """Gaps are relative where |log-prob| exceeds 1: rounding grows with the logits, and a prompt's tokens, which
+    nobody trained, can have log-probs of -20.
+    """
+
     mean: float
     p999: float
 
@@ -38,9 +42,10 @@ class Agreement:
         """Raises ValueError when the lengths differ."""
         if len(expected) != len(seen):
             raise ValueError(f"{len(expected)} canary log-probs expected, {len(seen)} seen")
-        gaps = np.abs(np.asarray(expected, dtype=np.float64) - np.asarray(seen, dtype=np.float64))
-        if not len(gaps):
+        a, b = np.asarray(expected, dtype=np.float64), np.asarray(seen, dtype=np.float64)
+        if not len(a):
             return cls(0.0, 0.0)
+        gaps = np.abs(a - b) / np.maximum(1.0, np.abs(a))
         return cls(float(gaps.mean()), float(np.quantile(gaps, 0.999)))
 
     def within(self, bounds: Bounds) -> bool:
