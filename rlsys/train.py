@@ -69,7 +69,6 @@ def train(config: Config, rollout: RolloutClient) -> None:
     push()
     if step == 0:
         evaluate()
-        save()
     while step < config.trainer.steps:
         step += 1
         start = time.monotonic()
