@@ -1,6 +1,7 @@
 """Makes megatron-core run where it does not by itself: on a CPU, and without Transformer Engine or Apex.
 
-`apply()` before the first import of megatron.core. `python -m megatron_patches` prints what was applied and why.
+`apply()` before the first import of megatron.core. `python -m megatron_patches` prints what was applied, and why.
+Each patch makes sure that its target still looks as expected, and raises PatchError where it does not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -20,14 +22,15 @@ from megatron_patches import (
     cpu_rng,
     distributed_optimizer_step,
     gloo_uneven,
-    moe_without_te,
+    moe_gemm,
+    moe_splits,
     norm_sequence_parallel,
 )
 from megatron_patches.registry import Patch, PatchError
 
 PATCHES: tuple[Patch, ...] = (
-    moe_without_te.GEMM,
-    moe_without_te.SPLITS,
+    moe_gemm.PATCH,
+    moe_splits.PATCH,
     norm_sequence_parallel.PATCH,
     distributed_optimizer_step.PATCH,
     checkpoint_without_output.PATCH,
@@ -36,11 +39,15 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine can run here: it is installed, and there is CUDA."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
 def active() -> list[Patch]:
     """The patches that this machine needs."""
-    without_te = importlib.util.find_spec("transformer_engine") is None
-    on = {"no-cuda": not torch.cuda.is_available(), "no-te": without_te}
-    return [p for p in PATCHES if on[p.when]]
+    needed = {"no-cuda": not torch.cuda.is_available(), "no-te": not have_transformer_engine()}
+    return [p for p in PATCHES if needed[p.when]]
 
 
 class _Loader(importlib.abc.Loader):
@@ -87,7 +94,9 @@ def apply() -> None:
         return
     if "megatron.core" in sys.modules:
         raise PatchError("megatron_patches.apply() must come before the first import of megatron.core")
+    # Ten warnings a process; `rlsys doctor` says it once.
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*not installed")
     sys.meta_path.insert(0, _Finder(active()))
 
 
-__all__ = ["PATCHES", "Patch", "PatchError", "active", "apply"]
+__all__ = ["PATCHES", "Patch", "PatchError", "active", "apply", "have_transformer_engine"]

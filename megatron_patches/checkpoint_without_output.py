@@ -1,7 +1,8 @@
 """Activation recompute of single modules without Transformer Engine.
 
-Why numbers stay equal: `fp8` only chooses TE's recompute context; without TE there is no fp8. Delete when
-CheckpointWithoutOutput guards FP8GlobalStateManager itself.
+Symptom: NameError: FP8GlobalStateManager. Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: `fp8` only chooses TE's recompute context; without TE there is no fp8.
+Delete when: CheckpointWithoutOutput guards FP8GlobalStateManager itself.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from megatron_patches.registry import Patch, expect
+from megatron_patches.registry import Patch, target
 
 
 def _edit(module: ModuleType) -> None:
-    expect(hasattr(module, "CheckpointWithoutOutput"), "checkpoint_without_output", "the class is gone")
+    cls = target("checkpoint_without_output", module, "CheckpointWithoutOutput", "self.fp8 = fp8 is not None")
     if hasattr(module, "FP8GlobalStateManager"):
         return
-    upstream = module.CheckpointWithoutOutput.__init__
+    upstream = cls.__init__
 
-    def init(self: Any, fp8: Any = False) -> None:
-        upstream(self, None)  # its test is `fp8 is not None`
+    def init(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
+        upstream(self, None, *args, **kwargs)
 
-    module.CheckpointWithoutOutput.__init__ = init
+    cls.__init__ = init
 
 
 PATCH = Patch(
-    "checkpoint_without_output", "megatron.core.tensor_parallel.random", "no-te", "0.16.1",
+    "checkpoint_without_output", "megatron.core.tensor_parallel.random", "no-te", "0.16.1 - 0.19.2",
     "NameError: FP8GlobalStateManager when layernorm or moe_act is recomputed", _edit,
 )  # fmt: skip

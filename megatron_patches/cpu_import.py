@@ -1,10 +1,10 @@
-"""Symptom: megatron-core names CUDA as a literal (torch.cuda, device="cuda", .cuda(), pin_memory=True) in some 390
-places, so nothing but seeding runs without it.
+"""megatron-core's CUDA literals, rewritten while its modules are imported on a machine without CUDA.
 
-Upstream: 0.16.1 (run), 0.17 - 0.19.2 (sources read). Never active when CUDA is available.
-How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch name
-changes. Why numbers stay equal: only where a tensor lives changes, and streams and events become no-ops, which is
-what they are on one CPU thread.
+Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that nothing but seeding
+runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
+How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch
+name changes. Why numbers stay equal: only where a tensor lives changes, and streams and events do nothing, which
+is right where everything happens in order.
 Delete when: megatron-core takes its device from one place that can be set to "cpu".
 """
 
@@ -87,7 +87,7 @@ def _make_cuda_on_cpu() -> _CudaOnCpu:
 
 
 class _MissingTriton:
-    """Stands for triton where a module imports it at its top: decorators pass through, use fails elsewhere."""
+    """Stands for triton where a module imports it at its top; decorators pass through."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self

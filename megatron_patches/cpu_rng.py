@@ -1,7 +1,8 @@
 """Random state on a CPU: the tracker's reads and writes go to torch's CPU generator.
 
-Symptom: torch.cuda.default_generators is empty. Why numbers stay equal: there is one generator per process on a
-CPU, as there is one per device with CUDA. Delete with cpu_import.
+Symptom: IndexError, because torch.cuda.default_generators is empty. Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: there is one generator per process on a CPU, as there is one per device with CUDA.
+Delete with: cpu_import.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, expect
+from megatron_patches.registry import Patch, target
 
 
 def _edit(module: ModuleType) -> None:
     for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
-        expect(hasattr(module, name), "cpu_rng", f"{name} is gone")
+        target("cpu_rng", module, name, "torch.cuda.default_generators")
 
     def get(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()

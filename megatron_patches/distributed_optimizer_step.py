@@ -1,10 +1,12 @@
 """DistributedOptimizer over torch's Adam, which keeps a `step` per parameter that no checkpoint holds.
 
-Symptoms: KeyError 'step' while loading; an assertion when state_dict() runs before the first step; after a load all
-parameters share ONE step tensor, so Adam counts a step once per parameter and its bias correction is silently wrong.
-Why numbers stay equal: each parameter gets the step that was saved, in a tensor of its own; a resumed run continues
-with the losses of an unbroken one (tests/integration/test_trainer.py).
-Upstream: 0.16.1 - 0.19.2 without Apex and Transformer Engine. Delete when torch Adam is tested there.
+Symptoms: KeyError 'step' while loading; an assertion when state_dict() runs before the first step; after a load
+all parameters share ONE step tensor, so Adam counts a step once per parameter and its bias correction is
+silently wrong.
+Upstream: 0.16.1 - 0.19.2 without Apex and Transformer Engine.
+Why numbers stay equal: each parameter gets the step that was saved, in a tensor of its own; a resumed run goes
+on with the numbers of an unbroken one (tests/integration/test_trainer.py).
+Delete when: upstream gives each parameter its own step.
 """
 
 from __future__ import annotations
@@ -14,18 +16,16 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, expect
+from megatron_patches.registry import Patch, target
+
+_NAME = "distributed_optimizer_step"
 
 
 def _edit(module: ModuleType) -> None:
-    cls = module.DistributedOptimizer
-    for name in ("_set_main_param_and_optimizer_states", "load_state_dict", "sharded_state_dict"):
-        expect(hasattr(cls, name), "distributed_optimizer_step", f"DistributedOptimizer.{name} is gone")
-    set_states, load, sharded = (
-        cls._set_main_param_and_optimizer_states,
-        cls.load_state_dict,
-        cls.sharded_state_dict,
-    )
+    cls = target(_NAME, module, "DistributedOptimizer")
+    set_states = target(_NAME, cls, "_set_main_param_and_optimizer_states", "(self, model_param, tensors)")
+    load = target(_NAME, cls, "load_state_dict", "(self, state_dict)", 's["step"] = step')
+    sharded = target(_NAME, cls, "sharded_state_dict", "is_loading: bool = False")
 
     def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
         if "step" not in tensors:
@@ -44,14 +44,7 @@ def _edit(module: ModuleType) -> None:
         self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if is_loading:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if not self.optimizer.state[p]:
-                        self.optimizer.state[p] = {
-                            "step": torch.zeros(()),
-                            "exp_avg": torch.zeros_like(p),
-                            "exp_avg_sq": torch.zeros_like(p),
-                        }
+            _begin_states(self.optimizer)
         return sharded(self, model_state, is_loading, *args, **kwargs)
 
     cls._set_main_param_and_optimizer_states = set_states_with_step
@@ -59,7 +52,19 @@ def _edit(module: ModuleType) -> None:
     cls.sharded_state_dict = sharded_with_steps
 
 
+def _begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """What Adam makes at its first step, made now, so that a load has places to fill."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                optimizer.state[p] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+
+
 PATCH = Patch(
-    "distributed_optimizer_step", "megatron.core.optimizer.distrib_optimizer", "no-te", "0.16.1 - 0.19.2",
+    _NAME, "megatron.core.optimizer.distrib_optimizer", "no-te", "0.16.1 - 0.19.2",
     "KeyError 'step' at load, or one step tensor shared by all parameters after it", _edit,
 )  # fmt: skip

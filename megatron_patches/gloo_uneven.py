@@ -1,7 +1,9 @@
-"""Uneven all-gather and reduce-scatter, which gloo lacks (expert tensor parallelism with the all-to-all dispatcher).
+"""Uneven all-gather and reduce-scatter, which gloo lacks (experts cut by tensor parallelism, all-to-all).
 
-Why numbers stay equal: the gather pads to the longest part and cuts the padding off; the scatter sums everything
-and keeps its own part. More traffic, the same values. Delete when gloo takes uneven splits.
+Symptom: RuntimeError: gloo all_gather needs tensors of one shape. Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: the gather pads to the longest part and cuts the padding off; the scatter sums
+everything and keeps its own part. More traffic, the same values.
+Delete when: gloo takes uneven splits.
 """
 
 from __future__ import annotations
@@ -12,13 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.registry import Patch, expect
+from megatron_patches.registry import Patch, target
 
 
 def _edit(module: ModuleType) -> None:
-    for name in ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"):
-        expect(hasattr(module, name), "gloo_uneven", f"{name} is gone")
-    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+    gather = target(
+        "gloo_uneven",
+        module,
+        "_gather_along_first_dim",
+        "(input_, group, output_split_sizes=None, use_global_buffer",
+    )
+    scatter = target(
+        "gloo_uneven",
+        module,
+        "_reduce_scatter_along_first_dim",
+        "(input_, group, input_split_sizes=None, use_global",
+    )
 
     def gather_uneven(
         x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False

@@ -1,14 +1,15 @@
-"""What a patch is, and which are there. A patch edits one freshly imported module of megatron.core in memory."""
+"""What a patch is, and how it makes sure of its target. A patch edits a freshly imported module in memory."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 When = Literal["no-cuda", "no-te"]
-"""no-cuda: only where CUDA is missing (never active with it). no-te: wherever Transformer Engine is missing."""
+"""no-cuda: only where CUDA is missing, never beside it. no-te: wherever Transformer Engine is missing."""
 
 
 class PatchError(RuntimeError):
@@ -27,9 +28,16 @@ class Patch:
     edit: Callable[[ModuleType], None]
 
 
-def expect(holds: bool, patch: str, what: str) -> None:
-    """Raise PatchError unless the target still looks as expected."""
-    if not holds:
-        raise PatchError(
-            f"megatron_patches.{patch}: {what}; look at the patch before using this megatron-core"
-        )
+def target(patch: str, owner: Any, name: str, *fragments: str) -> Any:
+    """`owner.name`, whose source must contain each of `fragments`. Raises PatchError otherwise."""
+    where = f"{getattr(owner, '__name__', owner)}.{name}"
+    found = getattr(owner, name, None)
+    if found is None:
+        raise PatchError(f"megatron_patches.{patch}: {where} is gone; look at the patch before going on")
+    source = inspect.getsource(found)
+    for fragment in fragments:
+        if fragment not in source:
+            raise PatchError(
+                f"megatron_patches.{patch}: {where} no longer says {fragment!r}; look at the patch before going on"
+            )
+    return found

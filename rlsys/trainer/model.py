@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
+from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.convert.hf import HFConfig
 from rlsys.errors import UserError
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.weights import load_hf
-
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def check_layout(config: Config, hf: HFConfig) -> None:
@@ -103,7 +101,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
 def layer_spec(transformer: TransformerConfig) -> ModuleSpec:
     """Transformer Engine's layers where they can run, else megatron's own with our packed attention."""
     experts, qk_norm = transformer.num_moe_experts, transformer.qk_layernorm
-    if HAVE_TE and torch.cuda.is_available():
+    if have_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=qk_norm)
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention

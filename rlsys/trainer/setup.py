@@ -46,8 +46,8 @@ def init_distributed(config: Config) -> torch.device:
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.expert_tp,
     )
-    torch.manual_seed(config.run.seed)
     model_parallel_cuda_manual_seed(config.run.seed)
+    torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
     return device
 
 
