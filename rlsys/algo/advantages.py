@@ -1,37 +1,139 @@
-"""Advantage estimators: rewards `[S]` of complete groups -> one advantage per sample `[S]`.
+"""Advantage estimators over groups: rewards of complete groups -> one advantage per sample.
 
-Shapes: S samples; `group_ids` `[S]` says which samples share a prompt (any integers, any order).
+Shapes: N samples, R rewards each, G groups, T tokens. `group_ids` `[N]` says which samples share a prompt (any
+integers, any order). The pure functions are the formulas; the classes below them are the plug-ins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.plugin import Plugin
+from rlsys.algo.reduction import Reduce
+from rlsys.algo.segments import group_index, group_mean, group_std
 
-def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean of `values` `[S]` within each sample's group, `[S]`."""
-    _, inverse, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=values.dtype).index_add_(0, inverse, values)
-    return (sums / counts)[inverse]
+Eps = Annotated[float, Field(ge=0)]
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     """(R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1). 0 where all rewards agree."""
-    centred = dr_grpo(rewards, group_ids)
-    _, inverse, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    squares = torch.zeros(len(counts), dtype=rewards.dtype).index_add_(0, inverse, centred**2)
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()[inverse]
-    return centred / (std + eps)
+    return dr_grpo(rewards, group_ids) / (group_std(rewards, group_ids) + eps)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean_g, no division by the deviation (Dr. GRPO, section 3)."""
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]"
+        )
     return rewards - group_mean(rewards, group_ids)
 
 
+def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R_i - mean of the *other* rewards of its group = n / (n - 1) (R_i - mean_g); 0 in a group of one."""
+    index, sizes = group_index(group_ids)
+    n = sizes[index].to(rewards.dtype)
+    return dr_grpo(rewards, group_ids) * n / (n - 1).clamp(min=1)
+
+
+def gdpo(
+    rewards: Tensor, group_ids: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Rewards `[N, R]` normalised one by one within groups, added, then whitened over all samples; `[N]`.
+
+    a = sum_k w_k (r_k - mean_g) / (std_g + eps); (a - mean) / (std + eps). One reward: GRPO, without whitening.
+    """
+    if rewards.dim() == 1:
+        rewards = rewards[:, None]
+    kinds = rewards.shape[1]
+    weights = [1.0] * kinds if weights is None else list(weights)
+    if len(weights) != kinds:
+        raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
+    total = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)]).sum(0)
+    return total if kinds == 1 else whiten(total, eps)
+
+
+def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
+    """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; a single value gives 0."""
+    std = values.std() if len(values) > 1 else torch.zeros((), dtype=values.dtype, device=values.device)
+    return (values - values.mean()) / (std + eps)
+
+
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+
+
+class Advantage(Plugin):
+    """Rewards of complete groups -> an advantage per sample, spread over its tokens."""
+
+    group_local: ClassVar[bool] = True
+    """Whether a group's advantages depend on that group alone."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """`[N]`."""
+        raise NotImplementedError
+
+    def per_token(
+        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
+    ) -> list[Tensor]:
+        """`[T]` for each packed batch of this rank: by default each token gets its sample's advantage."""
+        return [part.masked(part.expand(advantages)) for part in parts]
+
+    @classmethod
+    def changes_tokens(cls) -> bool:
+        """Whether a sample of advantage 0 can still have tokens of another one."""
+        return cls.per_token is not Advantage.per_token
+
+
+class Grpo(Advantage):
+    """(R - mean) / (std + eps) within the group. 0 for groups of one reward."""
+
+    paper: ClassVar[str] = "DeepSeekMath (GRPO), section 4.1"
+    eps: Eps = 1e-6
+    """Added to the standard deviation."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return grpo(samples.reward, samples.group_ids, self.eps)
+
+
+class DrGrpo(Advantage):
+    """R - mean within the group: hard and easy prompts are not blown up by a small deviation.
+
+    Dr. GRPO also divides the loss by a constant instead of the lengths: `reducer: constant`.
+    """
+
+    paper: ClassVar[str] = "Understanding R1-Zero-like training (Dr. GRPO), section 3"
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return dr_grpo(samples.reward, samples.group_ids)
+
+
+class Rloo(Advantage):
+    """R minus the mean reward of the other samples of its group."""
+
+    paper: ClassVar[str] = "Back to basics: REINFORCE leave-one-out (Ahmadian et al. 2024)"
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return rloo(samples.reward, samples.group_ids)
+
+
+class Gdpo(Advantage):
+    """Each of several rewards normalised in its group, added, then whitened over the step.
+
+    With one reward it is GRPO. Whitening runs over samples (some implementations: over tokens).
+    """
+
+    paper: ClassVar[str] = "GDPO: group reward-decoupled normalisation"
+    group_local: ClassVar[bool] = False
+    eps: Eps = 1e-6
+    """Added to each standard deviation."""
+    weights: list[float] | None = None
+    """One weight per reward; 1 when not given."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)

@@ -1,14 +1,102 @@
-"""Policy losses on packed tokens. Pure functions: tensors in, the sum of the token losses and sums of metrics out.
+"""Policy losses on packed tokens. Pure functions: tensors in, token losses and sums of metrics out.
 
-Shapes: T tokens of several samples behind each other. `logp` carries the gradient; `anchor` is what the clipped
-ratio is taken against (`mu` of the engine, or `old` of the trainer); `advantages`, `mask` and `weight` are `[T]`.
-A sum, never a mean: the caller divides by a token count fixed over all ranks before anything was masked.
+Shapes: T tokens of several samples behind each other. `logp` carries the gradient; the anchor is what the clipped
+ratio is taken against. A sum, never a mean: the caller divides by a denominator that was fixed over all ranks
+before anything was masked. Log-ratios are clamped to +-20: a token beyond has no gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.plugin import Plugin
+from rlsys.algo.reduction import Reduce
+
+Sums = dict[str, Tensor]
+"""Sums over tokens, for metrics: they are added over micro-batches and ranks."""
+
+Width = Annotated[float, Field(ge=0, lt=1)]
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass
+class View:
+    """One packed micro-batch under the current policy. `log_ratio` = logp - anchor, 0 where masked; all `[T]`."""
+
+    batch: Batch
+    logp: Tensor
+    anchor: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def keep(self) -> Tensor:
+        return self.batch.keep
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.batch.signal("advantages")
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        return self.batch.masked(self.logp - self.anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    @cached_property
+    def log_behaviour_ratio(self) -> Tensor:
+        """anchor - mu, detached: how far the anchor is from the policy that sampled. 0 where masked."""
+        gap = self.batch.masked(self.anchor - self.batch.mu).detach()
+        return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @cached_property
+    def log_total_ratio(self) -> Tensor:
+        """logp - mu, detached; 0 where masked."""
+        gap = self.batch.masked(self.logp - self.batch.mu).detach()
+        return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+class Loss(Plugin):
+    """One term of the objective."""
+
+    policy: ClassVar[bool] = True
+    """Whether corrections apply to it: they belong to the policy's term only."""
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """Before the backward of an optimizer update: whatever needs all its tokens. Handed to each call."""
+        return None
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        """Token losses `[T]` (masked tokens are ignored) and sums for metrics."""
+        raise NotImplementedError
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> Tensor:
+    """-min(r A, clip(r, low, high) A), and at most `dual` |A| where A < 0; token by token."""
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    if dual is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    return loss
+
+
+def lost_gradient(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> Tensor:
+    """Where `clipped_surrogate` has no gradient, bool."""
+    lost = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    return lost if dual is None else lost | ((advantages < 0) & (ratio > dual))
 
 
 def clipped_policy_loss(
@@ -20,7 +108,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     weight: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Sums]:
     """-sum over tokens of weight * min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logp - anchor).
 
     PPO (Schulman 2017, eq. 7) with DAPO's split clip widths (section 3.1). Returns the loss sum (scalar) and
@@ -31,14 +119,14 @@ def clipped_policy_loss(
         if value.shape != logp.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, logp {tuple(logp.shape)}")
     keep = mask > 0
-    ratio = torch.where(keep, logp - anchor, torch.zeros_like(logp)).exp()
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    token_loss = -torch.minimum(plain, clipped)
+    gap = torch.where(keep, logp - anchor, torch.zeros_like(logp))
+    ratio = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    token_loss = clipped_surrogate(ratio, advantages, 1 - clip_low, 1 + clip_high)
     if weight is not None:
         token_loss = token_loss * weight
     loss = torch.where(keep, token_loss * mask, torch.zeros_like(token_loss)).sum()
-    return loss, {"clipped": ((plain > clipped) & keep).sum().detach()}
+    lost = lost_gradient(ratio, advantages, 1 - clip_low, 1 + clip_high) & keep
+    return loss, {"clipped": lost.sum().detach()}
 
 
 def truncated_importance_weight(old: Tensor, mu: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -47,3 +135,173 @@ def truncated_importance_weight(old: Tensor, mu: Tensor, mask: Tensor, cap: floa
         return torch.ones_like(old)
     gap = torch.where(mask > 0, old - mu, torch.zeros_like(old))
     return gap.exp().clamp(max=cap).detach()
+
+
+class Clip(Loss):
+    """PPO's clipped ratio: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with DAPO's split widths.
+
+    `dual` caps the loss of tokens with A < 0 at dual |A| (dual clip).
+    """
+
+    paper: ClassVar[str] = "PPO (Schulman et al. 2017), eq. 7; DAPO, section 3.1"
+    clip_low: Width = 0.2
+    """Lower width."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Upper width; above clip_low it lets unlikely good tokens grow (clip-higher)."""
+    dual: Annotated[float, Field(gt=1)] | None = None
+    """Cap of the ratio where the advantage is negative."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
+        loss = clipped_surrogate(view.ratio, view.advantages, *bounds)
+        return loss, {
+            "clipped": (lost_gradient(view.ratio.detach(), view.advantages, *bounds) & view.keep).sum()
+        }
+
+
+class DualClip(Clip):
+    """PPO's clip, and for A < 0 a loss of at most dual |A|: one bad token cannot dominate.
+
+    loss = min(-min(r A, clip(r) A), -dual A) where A < 0.
+    """
+
+    paper: ClassVar[str] = "Mastering complex control in MOBA games (Ye et al. 2020), section 4"
+    dual: Annotated[float, Field(gt=1)] | None = 3.0
+    """Cap of the ratio where the advantage is negative (10 in agent recipes)."""
+
+
+class Gspo(Loss):
+    """One ratio per sequence, the geometric mean of its tokens' ratios, clipped very tightly.
+
+    s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
+    with `reducer: sequence_mean`. The default widths are the paper's, from memory.
+    """
+
+    paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
+    clip_low: Width = 3e-4
+    """Lower width of the sequence ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+    """Upper width."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        batch = view.batch
+        mean = (batch.per_sequence(view.log_ratio) / batch.lengths).detach()
+        ratio = mean.exp()[batch.ids] * batch.masked(view.logp - view.logp.detach()).exp()
+        bounds = (1 - self.clip_low, 1 + self.clip_high)
+        lost = lost_gradient(ratio.detach(), view.advantages, *bounds) & view.keep
+        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost.sum()}
+
+
+class Cispo(Loss):
+    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient."""
+
+    paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The weight is at most 1 + clip_high."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        ratio = view.ratio.detach()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -weight * view.advantages * view.logp, {"clipped": ((weight != ratio) & view.keep).sum()}
+
+
+class Sapo(Loss):
+    """A smooth gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
+
+    tau is larger, so the gate narrower, for A <= 0. At r = 1 the gradient is that of -r A.
+    """
+
+    paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"
+    tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the gate where A > 0."""
+    tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """Temperature elsewhere."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)
+        return -(4 / tau) * torch.sigmoid(tau * (view.ratio - 1)) * view.advantages, {}
+
+
+class Reinforce(Loss):
+    """-A logp, without ratio or clip: corrections alone decide what stale tokens count."""
+
+    paper: ClassVar[str] = "REINFORCE (Williams 1992)"
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        return -view.advantages * view.logp, {}
+
+
+def kl_estimate(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
+    """k1 = logp - ref; k2 = (logp - ref)^2 / 2; k3 = exp(ref - logp) - 1 - (ref - logp). Unbiased (k2: nearly) for
+    KL(policy || ref) on the policy's own samples; Schulman, "Approximating KL divergence"."""
+    gap = (logp - ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if kind == "k1":
+        return gap
+    return gap**2 / 2 if kind == "k2" else (-gap).exp() - 1 + gap
+
+
+class Kl(Loss):
+    """beta times an estimate of KL(policy || reference).
+
+    k1 has the wrong gradient as a loss (zero on average) and is here for completeness; k2's is right on the
+    policy's own samples, k3 is GRPO's.
+    """
+
+    paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4"
+    policy: ClassVar[bool] = False
+    beta: Annotated[float, Field(ge=0)] = 1e-3
+    """Weight."""
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"ref"})
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        batch = view.batch
+        kl = kl_estimate(batch.masked(view.logp), batch.masked(batch.signal("ref")), self.kind)
+        return self.beta * kl, {"kl": batch.masked(kl).sum().detach()}
+
+
+class EntropyBonus(Loss):
+    """-coefficient times the policy's entropy at each token."""
+
+    paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
+    policy: ClassVar[bool] = False
+    coefficient: float = 1e-3
+    """Weight; negative lowers the entropy."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        if view.entropy is None:
+            raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
+        return -self.coefficient * view.entropy, {}
+
+
+class ValueLoss(Loss):
+    """The critic's squared error to its returns, clipped around its earlier prediction.
+
+    coefficient / 2 * max((V - G)^2, (clip(V, V_old +- clip) - G)^2); G is set by `advantage: gae`.
+    """
+
+    paper: ClassVar[str] = "PPO (Schulman et al. 2017), eq. 9, with the value clip of its implementations"
+    policy: ClassVar[bool] = False
+    coefficient: Annotated[float, Field(ge=0)] = 0.5
+    """Weight."""
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """How far a prediction may move within one step."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values"})
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        if view.values is None:
+            raise ValueError("the loss was called without values, which the term 'value' needs")
+        old, target = view.batch.signal("values").detach(), view.batch.signal("returns")
+        near = old + (view.values - old).clamp(-self.clip, self.clip)
+        error = torch.maximum((view.values - target) ** 2, (near - target) ** 2) / 2
+        return self.coefficient * error, {"value_error": view.batch.masked(error).sum().detach()}

@@ -1,0 +1,158 @@
+"""The tensors that plug-ins see: a table of all samples of a step, and packed tokens of this rank's sequences.
+
+Shapes: N samples of the step, R rewards per sample, S sequences in one packed batch, T tokens in it. A token's
+log-prob is that of this token given what precedes it; `mask` is 1 on the response tokens that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.segments import sequence_ids, sum_by
+from rlsys.types import SampleGroup, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """One row per sample, the same table on every rank. Optional columns are there when a plug-in needs them."""
+
+    rewards: Tensor  # [N], or [N, R] named rewards
+    group_ids: Tensor  # [N] integers, any order
+    lengths: Tensor  # [N] trained response tokens, before any selection
+    step: int = 0  # train steps done before this one, for schedules
+    prompt_index: Tensor | None = None  # [N]
+    truncated: Tensor | None = None  # [N] bool
+    answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
+    log_likelihood: Tensor | None = None  # [N] mean mu over the response
+    tool_errors: Tensor | None = None  # [N] in [0, 1]
+    transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
+    log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
+    kl: Tensor | None = None  # [N] sum over tokens of (old - ref)
+
+    def __post_init__(self) -> None:
+        n = len(self.rewards)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.shape[:1] != (n,):
+                raise ValueError(
+                    f"{field.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def reward(self) -> Tensor:
+        """One number per sample, `[N]`: the sum of its named rewards."""
+        return self.rewards if self.rewards.dim() == 1 else self.rewards.sum(1)
+
+    def column(self, name: str) -> Tensor:
+        """A column that must be there. Raises ValueError naming it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the sample table has no column {name!r}, which this plug-in needs")
+        assert isinstance(value, Tensor)
+        return value
+
+    def take(self, keep: Tensor) -> Samples:
+        """The rows where `keep` `[N]` is true."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {k: v[keep] for k, v in columns.items() if isinstance(v, Tensor)}
+        return replace(self, **taken)
+
+    @classmethod
+    def of(cls, groups: Sequence[SampleGroup], step: int = 0) -> Samples:
+        """The table of complete groups. Raises ValueError for a sample without a reward."""
+        samples = [s for group in groups for s in group.samples]
+        if missing := [s.sample_id for s in samples if s.reward is None]:
+            raise ValueError(f"samples {missing[:5]} have no reward")
+        lengths = [len(s.response_ids) for s in samples]
+        return cls(
+            rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            group_ids=torch.tensor([s.group_id for s in samples]),
+            lengths=torch.tensor(lengths),
+            step=step,
+            prompt_index=torch.tensor([g.prompt_index for g in groups for _ in g.samples]),
+            truncated=torch.tensor([s.status is Status.TRUNCATED for s in samples]),
+            log_likelihood=torch.tensor(
+                [sum(s.mu) / max(n, 1) for s, n in zip(samples, lengths, strict=True)]
+            ),
+        )
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Packed sequences of one rank. The optional fields are filled by log-prob passes and by the objective."""
+
+    tokens: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [S+1]
+    rows: Tensor  # [S] row of each sequence in the sample table
+    mask: Tensor  # [T]
+    mu: Tensor  # [T]
+    versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
+    version: int = 0  # of the weights that start this step
+    old: Tensor | None = None
+    now: Tensor | None = None
+    behaviour: Tensor | None = None  # NaN where it was not stored
+    ewma: Tensor | None = None
+    ref: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None  # [T], set by Objective.finish
+    returns: Tensor | None = None  # [T], targets of a critic
+    weight: Tensor | None = None  # [T], selection and reduction, set by Objective.finish
+    shift: Tensor | None = None  # [T], added to the anchor
+
+    def __post_init__(self) -> None:
+        for name in ("mask", "mu", "versions"):
+            if getattr(self, name).shape != self.tokens.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(getattr(self, name).shape)}, tokens {tuple(self.tokens.shape)}"
+                )
+        if len(self.rows) != self.sequences:
+            raise ValueError(f"{len(self.rows)} rows for {self.sequences} sequences")
+
+    @property
+    def sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Sequence of each token, `[T]`."""
+        return sequence_ids(self.cu_seqlens)
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """Which tokens are trained, `[T]` bool."""
+        return self.mask > 0
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Trained tokens per sequence, `[S]`, at least 1 so that it can divide."""
+        return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences).clamp(min=1)
+
+    def signal(self, name: str) -> Tensor:
+        """A per-token field that must be there. Raises ValueError naming it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the batch has no {name!r}, which a plug-in needs")
+        assert isinstance(value, Tensor)
+        return value
+
+    def masked(self, values: Tensor) -> Tensor:
+        """`values` `[T]` with exactly 0 on tokens that are not trained, also where these are not finite."""
+        return torch.where(self.keep, values, torch.zeros_like(values))
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Sum over each sequence's trained tokens, `[S]`."""
+        return sum_by(self.masked(values), self.ids, self.sequences)
+
+    def expand(self, table: Tensor) -> Tensor:
+        """A column `[N]` of the sample table, at each token `[T]`."""
+        return table.to(self.mu)[self.rows.to(self.mu.device)][self.ids]

@@ -1,0 +1,58 @@
+"""The config section `algo`: which plug-ins make the objective. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlsys.config import Positive, Section
+
+Anchor = Literal["mu", "old", "behaviour", "interpolated", "ewma"]
+
+
+class Spec(Section):
+    """One plug-in: `name`, or `{name: ..., parameter: value, ...}`."""
+
+    name: str
+    """Short name or import path `package.module:attribute`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its parameters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        """`clip` and `{name: clip, clip_low: 0.1}` are how a person writes it; the dump has `params` apart."""
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and "name" in value and not set(value) <= {"name", "params"}:
+            return {"name": value["name"], "params": {k: v for k, v in value.items() if k != "name"}}
+        return value
+
+
+class AlgoSection(Section):
+    advantage: Spec = Spec(name="grpo")
+    """Rewards of groups -> advantages."""
+    loss: list[Spec] = Field([Spec(name="clip")], min_length=1)
+    """Terms of the objective; they are added."""
+    reducer: Spec = Spec(name="token_mean")
+    """What each token counts in the mean."""
+    anchor: Anchor = "mu"
+    """What ratios are taken against: mu (engine), old (trainer at the start of the step), behaviour (trainer at the
+    version that sampled the token), interpolated (between mu and current, by version), ewma (averaged weights)."""
+    corrections: list[Spec] = Field(default_factory=list)
+    """Weights and rejections for tokens that another policy sampled; all are applied."""
+    shaping: list[Spec] = Field(default_factory=list)
+    """Changes of the rewards before the advantages, in this order."""
+    selectors: list[Spec] = Field(default_factory=list)
+    """Which samples and tokens are trained, in this order."""
+    hooks: list[Spec] = Field(default_factory=list)
+    """What happens around an optimizer update."""
+    prompt: Spec = Spec(name="in_order")
+    """Which prompt a new group gets, and how it is put."""
+    planners: list[Spec] = Field(default_factory=list)
+    """How many samples a group gets, and whether it is kept; the first that does not accept decides."""
+    group_reward: Spec | None = None
+    """Rewards that are computed from all samples of a group."""
+    minibatches: Positive = 1
+    """Optimizer updates per train step."""

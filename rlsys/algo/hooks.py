@@ -1,0 +1,106 @@
+"""What happens around an optimizer update: factors of the learning rate, averages of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.plugin import Plugin
+
+
+class Hook(Plugin):
+    """Around an optimizer update."""
+
+    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
+        """Factor of the learning rate of an update on these rows of the table."""
+        return 1.0
+
+    def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+        """After the update. `active_share`: of the policy's tokens that neither clip nor rejection took out."""
+
+
+def effective_share(log_weight: Tensor) -> float:
+    """ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space: long sequences overflow otherwise."""
+    if len(log_weight) == 0:
+        return 1.0
+    first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)
+    return float((2 * first - second).exp() / len(log_weight))
+
+
+class EssScaling(Hook):
+    """Smaller steps on staler data: lr times sqrt(min(1, rho / rho0)), rho = ESS / n of the sequence weights.
+
+    w_i = exp(sum_t old - mu), ESS = (sum w)^2 / sum w^2 over the update's samples.
+    """
+
+    paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
+    rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share at and above which the step is full."""
+    shape: Literal["sqrt", "linear"] = "sqrt"
+    """How the factor falls below it."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old"})
+
+    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
+        share = effective_share(samples.column("log_weight")[list(rows)])
+        ratio = min(1.0, share / self.rho0)
+        return math.sqrt(ratio) if self.shape == "sqrt" else ratio
+
+
+class BatchScaling(Hook):
+    """lr0 sqrt(B / B0) for updates on B samples instead of B0: many samples per prompt make a larger batch."""
+
+    paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
+    evidence: ClassVar[str] = "P"
+    samples: Annotated[int, Field(gt=0)] = 128
+    """B0, the samples per update that trainer.lr was chosen for."""
+
+    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
+        return math.sqrt(len(rows) / self.samples)
+
+
+class EwmaAnchor(Hook):
+    """A bias-corrected exponential average of the weights, as the anchor of stale data (`anchor: ewma`).
+
+    theta_avg(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k); beta near W / (W + 2) for a staleness window of W
+    versions. It restarts from the current weights when the share of active tokens falls below `reset_below`.
+    """
+
+    paper: ClassVar[str] = "Missing old logits: revised PPO-EWMA"
+    evidence: ClassVar[str] = "P"
+    window: Annotated[int, Field(gt=0)] = 4
+    """Staleness window W in versions."""
+    reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Restart when fewer tokens than this share have a gradient."""
+    _total: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _mass: float = PrivateAttr(default=0.0)
+
+    @property
+    def beta(self) -> float:
+        return self.window / (self.window + 2)
+
+    def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+        keep = self.beta if active_share >= self.reset_below else 0.0
+        self._mass = keep * self._mass + 1.0
+        for name, parameter in parameters:
+            before = self._total.get(name)
+            now = parameter.detach().to(torch.float32)
+            self._total[name] = now.clone() if before is None else before.mul_(keep).add_(now)
+
+    def average(self) -> dict[str, Tensor]:
+        """The averaged weights by name; empty before the first update."""
+        return {name: total / self._mass for name, total in self._total.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages are tensors: the checkpoint keeps them beside the model."""
+        return {"mass": self._mass, "total": self._total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mass, self._total = float(state["mass"]), dict(state["total"])

@@ -1,0 +1,43 @@
+"""How far the trainer's log-probs are from the engine's, by the age of the token. Sums, to be added over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Sums
+
+AGES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
+"""Classes of token age in weight versions, both ends included."""
+
+
+def mismatch_sums(logp: Tensor, batch: Batch) -> Sums:
+    """Per age class `[5]`: tokens, |d|, k3, w, w^2, with d = logp - mu and w = exp(d); float64."""
+    gap = batch.masked(logp.detach() - batch.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    age = batch.version - batch.versions
+    classes = torch.stack([batch.keep & (age >= low) & (age <= high) for low, high in AGES]).double()
+    weight = gap.exp()
+    fields = {
+        "tokens": torch.ones_like(gap),
+        "abs": gap.abs(),
+        "k3": weight - 1 - gap,
+        "w": weight,
+        "w2": weight**2,
+    }
+    return {f"mismatch_{name}": classes @ value for name, value in fields.items()}
+
+
+def mismatch_metrics(sums: Sums) -> dict[str, float]:
+    """mean |d|, k3 and the effective share of tokens, over all and per age class that has tokens."""
+    out: dict[str, float] = {}
+    tokens = sums["mismatch_tokens"]
+    picks = [("", slice(None)), *((f"_age{low}", slice(i, i + 1)) for i, (low, _) in enumerate(AGES))]
+    for name, pick in picks:
+        n = float(tokens[pick].sum())
+        if n:
+            w, w2 = float(sums["mismatch_w"][pick].sum()), float(sums["mismatch_w2"][pick].sum())
+            out[f"drift_mean{name}"] = float(sums["mismatch_abs"][pick].sum()) / n
+            out[f"drift_k3{name}"] = float(sums["mismatch_k3"][pick].sum()) / n
+            out[f"drift_ess{name}"] = w * w / w2 / n
+    return out

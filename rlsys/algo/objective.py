@@ -1,0 +1,303 @@
+"""The algorithm of a run: its plug-ins, in the one order in which they act.
+
+    plan      shaping -> `before` selectors -> advantages -> selectors -> what each token counts     (sample table)
+    (pack the planned rows; run the log-prob passes that `passes` names, over the whole step)
+    finish    table columns from the passes -> late advantages -> advantages and weights of tokens   (all parts)
+    prepare   bounds and normalisers from all tokens of one optimizer update                         (its parts)
+    __call__  corrections x loss terms of one packed micro-batch -> loss sum, sums for metrics
+    (train_step divides by `plan.denominator / minibatches`; `lr_factor` scales its learning rate)
+
+Sequences stay whole; how they are cut into micro-batches and spread over ranks does not change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.config import AlgoSection, Anchor
+from rlsys.algo.corrections import CorrectionPlugin
+from rlsys.algo.hooks import Hook
+from rlsys.algo.losses import Loss, Sums, View
+from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
+from rlsys.algo.plugin import Plugin
+from rlsys.algo.reducers import Constant, Reducer, Reduction
+from rlsys.algo.reduction import Reduce, alone, table_sum
+from rlsys.algo.registry import make_all
+from rlsys.algo.selectors import Selector
+from rlsys.algo.shaping import Shaping
+
+PASSES = frozenset({"old", "now", "behaviour", "ewma", "ref", "entropy", "values"})
+"""Needs that forward passes of the trainer serve, as fields of Batch."""
+
+ANCHOR_NEEDS: dict[str, frozenset[str]] = {
+    "mu": frozenset(),
+    "old": frozenset({"old"}),
+    "behaviour": frozenset({"behaviour", "old"}),
+    "interpolated": frozenset(),
+    "ewma": frozenset({"ewma"}),
+}
+
+
+@dataclass
+class Plan:
+    """What is trained in one step. Rows are rows of `samples`; the optional fields are set by Objective.finish."""
+
+    samples: Samples
+    counted: Tensor  # [N] bool: not dropped by a `before` selector
+    weight: Tensor  # [N]
+    rows: list[int]  # to be packed
+    deferred: list[int]  # put off by a selector that defers
+    advantages: Tensor | None = None  # [N]
+    reduction: Reduction | None = None
+
+    @property
+    def denominator(self) -> float:
+        """What the step's loss sum is divided by. Raises ValueError before it is known."""
+        if self.reduction is None:
+            raise ValueError("the denominator is known after Objective.finish")
+        return self.reduction.denominator
+
+
+class Objective:
+    """Owns the plug-ins of the trainer and, between prepare and the end of an update, what they prepared."""
+
+    def __init__(self, section: AlgoSection) -> None:
+        made = make_all(section)
+        self.shaping: list[Shaping] = made["shaping"]
+        self.advantage: Advantage = made["advantage"][0]
+        self.selectors: list[Selector] = made["selectors"]
+        self.corrections: list[CorrectionPlugin] = made["corrections"]
+        self.losses: list[Loss] = made["loss"]
+        self.reducer: Reducer = made["reducer"][0]
+        self.hooks: list[Hook] = made["hooks"]
+        self.anchor: Anchor = section.anchor
+        self._prepared: dict[int, Any] = {}
+
+    # -- what it asks for ---------------------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> list[Plugin]:
+        before = [*self.shaping, self.advantage, *self.selectors]
+        return [*before, *self.corrections, *self.losses, self.reducer, *self.hooks]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return ANCHOR_NEEDS[self.anchor].union(*(p.needs() for p in self.plugins))
+
+    @property
+    def passes(self) -> frozenset[str]:
+        """Fields of Batch that must be filled before `finish` ("now": before `prepare`)."""
+        return self.needs & PASSES
+
+    @property
+    def late(self) -> bool:
+        """Advantages wait for a log-prob pass."""
+        return any(p.needs() & PASSES for p in (*self.shaping, self.advantage))
+
+    @property
+    def skips_zero(self) -> bool:
+        """Samples of advantage 0 have no gradient, so they need not be packed."""
+        return (
+            not self.late and not self.advantage.changes_tokens() and all(term.policy for term in self.losses)
+        )
+
+    @property
+    def early_backward(self) -> bool:
+        """A finished group may go backward before the others are done: nothing needs the whole step."""
+        whole = any(type(p).prepare is not base.prepare for base, ps in self._preparing() for p in ps)
+        return (
+            not (self.late or whole or self.passes or self.selectors or self.hooks)
+            and self.advantage.group_local
+            and not self.advantage.changes_tokens()
+            and isinstance(self.reducer, Constant)
+            and self.reducer.over == "all"
+        )
+
+    def _preparing(self) -> tuple[tuple[type[Any], Sequence[Any]], ...]:
+        return (Loss, self.losses), (CorrectionPlugin, self.corrections)
+
+    # -- one train step -----------------------------------------------------------------------------------------
+
+    def plan(self, samples: Samples) -> Plan:
+        """Choose what is packed. Equal on every rank, because the table is."""
+        counted = torch.ones(len(samples), dtype=torch.bool, device=samples.rewards.device)
+        for selector in (s for s in self.selectors if s.before):
+            counted &= selector(samples, None) > 0
+        plan = Plan(samples, counted, counted.float(), [], [])
+        if not self.late:
+            self._score(plan)
+        trained = plan.weight != 0
+        if plan.advantages is not None and self.skips_zero:
+            trained = trained & (plan.advantages != 0)
+        plan.rows = trained.nonzero().flatten().tolist()
+        return plan
+
+    def _score(self, plan: Plan) -> None:
+        """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
+        samples = plan.samples
+        for shape in self.shaping:
+            samples = replace(samples, rewards=shape(samples))
+        advantages = torch.zeros(len(samples), device=samples.rewards.device, dtype=samples.reward.dtype)
+        advantages[plan.counted] = self.advantage(samples.take(plan.counted))
+        active = plan.counted & (advantages != 0) if self.skips_zero else plan.counted
+        factor, denominator = self.reducer(samples.lengths[plan.counted], active[plan.counted])
+        factors = torch.zeros(len(samples), device=factor.device).masked_scatter(
+            plan.counted.to(factor.device), factor
+        )
+        plan.advantages, plan.reduction = advantages, Reduction(factors, denominator)
+        for selector in (s for s in self.selectors if not s.before):
+            weight = selector(samples, advantages)
+            if selector.defers:
+                put_off = (plan.weight != 0) & (weight == 0) & (advantages != 0)
+                plan.deferred += put_off.nonzero().flatten().tolist()
+            plan.weight = plan.weight * weight
+
+    def finish(self, plan: Plan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
+        """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
+
+        `parts` are this rank's packed sequences, each of the planned rows on exactly one rank.
+        """
+        plan.samples = self._with_columns(plan.samples, parts, reduce)
+        if self.late:
+            self._score(plan)
+        assert plan.advantages is not None and plan.reduction is not None
+        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
+        for part, advantages in zip(parts, tokens, strict=True):
+            part.advantages = advantages
+            part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
+            shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
+            part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
+        for selector in self.selectors:
+            weights = selector.per_token(parts, plan.samples, reduce)
+            for part, weight in zip(parts, weights or [], strict=weights is not None):
+                part.weight = part.signal("weight") * weight
+
+    def _with_columns(self, samples: Samples, parts: Sequence[Batch], reduce: Reduce) -> Samples:
+        """The table with what only the trainer's log-probs can tell."""
+        rows = [part.rows for part in parts]
+        columns: dict[str, Any] = {}
+        for name, other in (("log_weight", "mu"), ("kl", "ref")):
+            if "old" in self.needs and (other == "mu" or other in self.needs):
+                sums = [part.per_sequence(part.signal("old") - part.signal(other)) for part in parts]
+                columns[name] = table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
+        return replace(samples, **columns)
+
+    def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
+        """Before each optimizer update, with all its parts."""
+        anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
+        self._prepared = {
+            id(plugin): plugin.prepare(parts, anchors, reduce)
+            for _, plugins in self._preparing()
+            for plugin in plugins
+        }
+
+    def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
+        """What ratios are taken against, `[T]`, detached; any number where masked."""
+        anchor = self._plain_anchor(batch, logp.detach())
+        return anchor if batch.shift is None else anchor + batch.shift
+
+    def _plain_anchor(self, batch: Batch, logp: Tensor) -> Tensor:
+        if self.anchor == "old":
+            return batch.signal("old")
+        if self.anchor == "ewma":
+            return batch.signal("ewma")
+        if self.anchor == "behaviour":
+            stored = batch.signal("behaviour")
+            return torch.where(stored.isnan(), batch.signal("old"), stored)
+        if self.anchor == "interpolated":
+            age = (batch.version - batch.versions).clamp(min=0).to(batch.mu.dtype)
+            return batch.mu + age / (age + 1) * (logp - batch.mu)
+        return batch.mu
+
+    def __call__(
+        self, logp: Tensor, batch: Batch, entropy: Tensor | None = None, values: Tensor | None = None
+    ) -> tuple[Tensor, Sums]:
+        """Loss sum of one micro-batch and sums for metrics. logp, entropy, values `[T]` with gradient."""
+        if logp.shape != batch.mask.shape:
+            raise ValueError(
+                f"logp has shape {tuple(logp.shape)}, the batch's tokens {tuple(batch.mask.shape)}"
+            )
+        view = View(batch, batch.masked(logp), batch.masked(self.anchor_of(batch, logp)), entropy, values)
+        weight, keep, sums = self._corrected(view)
+        total = logp.new_zeros(())
+        for term in self.losses:
+            loss, term_sums = term(view, self._prepared.get(id(term)))
+            scale = batch.signal("weight") * (weight * keep if term.policy else 1.0)
+            total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
+            sums |= term_sums
+        sums["tokens"] = batch.keep.sum()
+        sums["entropy"] = batch.masked(entropy.detach()).sum() if entropy is not None else logp.new_zeros(())
+        if self.anchor == "behaviour":
+            stale = batch.keep & batch.signal("behaviour").isnan() & (batch.versions != batch.version)
+            sums["anchor_missing"] = stale.sum()
+        return total, {name: value.detach() for name, value in {**sums, **mismatch_sums(logp, batch)}.items()}
+
+    def _corrected(self, view: View) -> tuple[Tensor, Tensor, Sums]:
+        """Product of weights, intersection of what is kept."""
+        weight, keep = torch.ones_like(view.anchor), view.keep
+        for correction in self.corrections:
+            factor, kept = correction(view, self._prepared.get(id(correction)))
+            weight, keep = weight * factor.detach(), keep & kept
+        return (
+            weight,
+            keep,
+            {"rejected": (view.keep & ~keep).sum(), "weight": view.batch.masked(weight).sum()},
+        )
+
+    # -- around the optimizer -----------------------------------------------------------------------------------
+
+    def lr_factor(self, plan: Plan, rows: Sequence[int]) -> float:
+        """Factor of the learning rate of an update on these rows."""
+        factor = 1.0
+        for hook in self.hooks:
+            factor *= hook.lr_factor(plan.samples, rows)
+        return factor
+
+    def after_step(self, parameters: Iterable[tuple[str, Tensor]], metrics: dict[str, float]) -> None:
+        """After each optimizer update, with this rank's parameters and `metrics(sums)` of the update."""
+        named = list(parameters)
+        for hook in self.hooks:
+            hook.after_step(named, metrics["active_share"])
+        for plugin in self.plugins:
+            plugin.observe(metrics)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Sums over micro-batches, ranks and updates -> a step's metrics."""
+        tokens = max(float(sums["tokens"]), 1.0)
+        clipped, rejected = float(sums.get("clipped", torch.zeros(()))), float(sums["rejected"])
+        out = {
+            "clip_share": clipped / tokens,
+            "rejected_share": rejected / tokens,
+            "active_share": max(0.0, 1 - (clipped + rejected) / tokens),
+            "weight_mean": float(sums["weight"]) / tokens,
+            **mismatch_metrics(sums),
+        }
+        out |= {
+            name: float(sums[name]) / tokens
+            for name in ("kl", "value_error", "anchor_missing")
+            if name in sums
+        }
+        if "entropy" in self.needs:
+            out["entropy"] = float(sums["entropy"]) / tokens
+        return out | ({"policy_kl": out["drift_k3"]} if "drift_k3" in out else {})
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every plug-in that has one, by its place; the checkpoint keeps it."""
+        return {key: state for key, plugin in self._named() if (state := plugin.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, plugin in self._named():
+            if key in state:
+                plugin.load_state_dict(state[key])
+
+    def _named(self) -> list[tuple[str, Plugin]]:
+        return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]

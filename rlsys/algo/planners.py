@@ -1,0 +1,330 @@
+"""How many samples a group gets, and whether it is kept. For the rollout process: no torch.
+
+A planner sees a group when all its samples are terminal and rewarded. Samples without a reward (censored) do not
+count. Several planners in a row: the first that does not accept decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, stdev
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PrivateAttr
+
+from rlsys.algo.plugin import Plugin
+from rlsys.types import SampleGroup
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Accept:
+    """The group goes to the trainer."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The group is filtered, for a reason that is counted; another one is started in its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class More:
+    """The group gets `samples` more, from `prompt_ids` instead of its own prompt when given."""
+
+    samples: int
+    prompt_ids: tuple[int, ...] | None = None
+
+
+Decision = Accept | Drop | More
+
+
+class Planner(Plugin):
+    """Size of a group, and what becomes of it."""
+
+    def size(self, group_size: int) -> int:
+        """Samples that a new group starts with."""
+        return group_size
+
+    def decide(self, group: SampleGroup) -> Decision:
+        """What happens to a group whose samples are all done."""
+        return Accept()
+
+
+def decide(planners: Sequence[Planner], group: SampleGroup) -> Decision:
+    """The first decision that is not Accept."""
+    for planner in planners:
+        if not isinstance(decision := planner.decide(group), Accept):
+            return decision
+    return Accept()
+
+
+def start_size(planners: Sequence[Planner], group_size: int) -> int:
+    """Samples of a new group, after all planners in turn."""
+    for planner in planners:
+        group_size = planner.size(group_size)
+    return group_size
+
+
+def rewards_of(group: SampleGroup) -> list[float]:
+    return [s.reward for s in group.samples if s.reward is not None]
+
+
+def success_rate(group: SampleGroup, correct: float = 0.5) -> float:
+    """Share of rewarded samples with a reward above `correct`; 0 when none is rewarded."""
+    rewards = rewards_of(group)
+    return sum(r > correct for r in rewards) / len(rewards) if rewards else 0.0
+
+
+class Fixed(Planner):
+    """Every group has rollout.group_size samples and is accepted."""
+
+    evidence: ClassVar[str] = "own"
+
+
+class Dapo(Planner):
+    """Dynamic sampling: a group of equal rewards teaches nothing; drop it and start another.
+
+    Filters on the plain reward, before any shaping. After `rounds` drops in a row groups are accepted as they come,
+    so that a step always ends.
+    """
+
+    paper: ClassVar[str] = "DAPO, section 3.2"
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """A group is kept when its rewards' standard deviation is above this."""
+    drops: PositiveInt = 160
+    """Drops in a row after which a group is accepted all the same."""
+    _row: int = PrivateAttr(default=0)
+
+    def decide(self, group: SampleGroup) -> Decision:
+        rewards = rewards_of(group)
+        if (len(rewards) > 1 and stdev(rewards) > self.spread) or self._row >= self.drops:
+            self._row = 0
+            return Accept()
+        self._row += 1
+        return Drop("equal rewards")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self._row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._row = int(state["row"])
+
+
+class OneMore(Planner):
+    """One sample more than rollout.group_size, and one again if that is even: the median needs an odd group."""
+
+    paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+
+    def size(self, group_size: int) -> int:
+        return group_size + 1 + group_size % 2
+
+
+class Oversample(Planner):
+    """Twice the samples, for the selector grpo_roc to choose among."""
+
+    paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
+    factor: Annotated[float, Field(ge=1)] = 2.0
+    """Multiple of rollout.group_size."""
+
+    def size(self, group_size: int) -> int:
+        return round(self.factor * group_size)
+
+
+class Broad(Planner):
+    """Many samples per prompt: rollout.group_size times `factor`. Lower rollout.groups_per_step to pay for it."""
+
+    paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
+    evidence: ClassVar[str] = "P"
+    factor: Annotated[float, Field(ge=1)] = 4.0
+    """Multiple of rollout.group_size."""
+
+    def size(self, group_size: int) -> int:
+        return round(self.factor * group_size)
+
+
+class Votes(Planner):
+    """Test-time RL votes with more samples than it trains: `factor` times rollout.group_size."""
+
+    paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    factor: Annotated[float, Field(ge=1)] = 2.0
+    """Votes per trained sample (64 votes, 32 trained)."""
+
+    def size(self, group_size: int) -> int:
+        return round(self.factor * group_size)
+
+
+class Dars(Planner):
+    """More samples for hard prompts, by the accuracy of a first stage.
+
+    p = share of successes among n (0 counts as 0.5 / n). Nothing more at p >= 1/2. With S = 2 p (1 - p) and peak n/2
+    ("plain" advantages), or S = 2 sqrt(p (1 - p)) and peak n ("std"): equal = ceil((peak - n S) / S); hardness =
+    ceil((2 (1 - p) peak - n S) / S); at most `largest` samples in all. Combine with `dapo` to drop 0 and 1.
+    """
+
+    paper: ClassVar[str] = "DARS: difficulty adaptive rollout sampling"
+    schedule: Literal["hardness", "equal"] = "hardness"
+    """Hard prompts more than equal treatment asks for, or just equal."""
+    signal: Literal["std", "plain"] = "std"
+    """Whether the advantage divides by the standard deviation."""
+    largest: PositiveInt = 32
+    """Most samples of a group."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    _stage: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def extra(self, p: float, n: int) -> int:
+        """Further samples for accuracy `p` of `n`."""
+        p = p or 0.5 / n
+        if p >= 0.5:
+            return 0
+        if self.signal == "plain":
+            signal, peak = 2 * p * (1 - p), n / 2
+        else:
+            signal, peak = 2 * math.sqrt(p * (1 - p)), float(n)
+        wanted = peak if self.schedule == "equal" else 2 * (1 - p) * peak
+        return max(0, min(math.ceil((wanted - n * signal) / signal - 1e-9), self.largest - n))
+
+    def decide(self, group: SampleGroup) -> Decision:
+        key = str(group.group_id)
+        if self._stage.pop(key, 0):
+            return Accept()
+        more = self.extra(success_rate(group, self.correct), len(group.samples))
+        if not more:
+            return Accept()
+        self._stage[key] = 1
+        return More(more)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self._stage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stage = {k: int(v) for k, v in state["stage"].items()}
+
+
+def student_quantile(p: float, freedom: int) -> float:
+    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3."""
+    if freedom == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if freedom == 2:
+        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
+    z, f = NormalDist().inv_cdf(p), float(freedom)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / f + second / f**2 + third / f**3
+
+
+class Xrpo(Planner):
+    """More samples where they shrink the uncertainty of the mean reward most, in rounds.
+
+    h = t(1 - alpha/2, n - 1) s / sqrt(n), half the confidence interval of the group's mean reward. The score of
+    `round` more samples is h's expected drop plus an exploration bonus c sqrt(ln(groups seen) / n). A group gets a
+    round when its score is among the top `share` of recent ones. The bonus, the sizes and the threshold against
+    recent groups (the paper allots in a closed round) are our reading.
+    """
+
+    paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
+    evidence: ClassVar[str] = "P"
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """1 minus the confidence of the interval."""
+    round: PositiveInt = 4
+    """Samples of one round."""
+    largest: PositiveInt = 32
+    """Most samples of a group."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Share of groups that get a further round."""
+    bonus: Annotated[float, Field(ge=0)] = 0.05
+    """Weight c of the exploration bonus."""
+    recent: PositiveInt = 128
+    """Scores that the share is taken of."""
+    _scores: list[float] = PrivateAttr(default_factory=list)
+    _seen: int = PrivateAttr(default=0)
+
+    def half_width(self, spread: float, n: int) -> float:
+        return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
+
+    def score(self, rewards: Sequence[float]) -> float:
+        """Expected drop of the half-width from a further round, plus the bonus."""
+        n = len(rewards)
+        if n < 2:
+            return math.inf
+        spread = stdev(rewards)
+        drop = self.half_width(spread, n) - self.half_width(spread, n + self.round)
+        return drop + self.bonus * math.sqrt(math.log(max(self._seen, 2)) / n)
+
+    def decide(self, group: SampleGroup) -> Decision:
+        score = self.score(rewards_of(group))
+        self._seen += 1
+        earlier = sorted(self._scores)
+        self._scores = [*self._scores, score][-self.recent :]
+        room = min(self.round, self.largest - len(group.samples))
+        if room <= 0 or not earlier:
+            return Accept()
+        bar = earlier[min(len(earlier) - 1, math.floor((1 - self.share) * len(earlier)))]
+        return More(room) if score > bar else Accept()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scores": self._scores, "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scores, self._seen = [float(s) for s in state["scores"]], int(state["seen"])
+
+
+def purified(
+    prompt_ids: Sequence[int], scores: Sequence[float], share: float, protect: Sequence[bool]
+) -> tuple[int, ...]:
+    """The prompt without the ceil(share n) tokens of the largest score, never a protected one."""
+    if not len(prompt_ids) == len(scores) == len(protect):
+        raise ValueError(f"{len(prompt_ids)} prompt tokens, {len(scores)} scores, {len(protect)} protections")
+    free = [i for i, kept in enumerate(protect) if not kept]
+    worst = set(sorted(free, key=lambda i: (-scores[i], i))[: math.ceil(share * len(prompt_ids))])
+    return tuple(t for i, t in enumerate(prompt_ids) if i not in worst)
+
+
+class Lens(Planner):
+    """Hard prompts get further samples from a cleaned prompt, without the tokens that disturb the policy most.
+
+    For a group below `below` successes: score each prompt token by |log policy - log reference|, delete the top
+    `share`, sample as many again. The correction `lens` then trains them on the original prompt. Scores come from
+    `scores_of`, set by the rollout manager that has a reference engine; special tokens are protected.
+    """
+
+    paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
+    evidence: ClassVar[str] = "P"
+    below: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Success rate under which a prompt is cleaned."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of prompt tokens deleted (1 to 5 %)."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    _scores: dict[int, tuple[list[float], list[bool]]] = PrivateAttr(default_factory=dict)
+    _cleaned: set[int] = PrivateAttr(default_factory=set)
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"prompt_scores"})
+
+    def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
+        """Disagreement of policy and reference on each prompt token of a group, told before `decide`."""
+        self._scores[group_id] = (list(scores), list(protect))
+
+    def decide(self, group: SampleGroup) -> Decision:
+        told = self._scores.pop(group.group_id, None)
+        if group.group_id in self._cleaned:
+            self._cleaned.discard(group.group_id)
+            return Accept()
+        if told is None or success_rate(group, self.correct) >= self.below:
+            return Accept()
+        self._cleaned.add(group.group_id)
+        own = group.samples[0].prompt_ids
+        return More(len(group.samples), purified(own, told[0], self.share, told[1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cleaned": sorted(self._cleaned)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cleaned = set(state["cleaned"])

@@ -1,0 +1,51 @@
+"""What every plug-in has: typed parameters, what it needs, its state. No torch.
+
+A plug-in is a class whose fields are its parameters, and which is called. It may keep state in private attributes;
+`state_dict` then gives it as plain JSON values for the checkpoint, and `observe` tells it a step's metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rlsys.config import Section
+
+NEEDS: dict[str, str] = {
+    "old": "the trainer's log-probs at the start of the step (one forward pass)",
+    "now": "the trainer's log-probs at the start of the optimizer update (a forward pass from the second update on)",
+    "behaviour": "the trainer's log-probs under the weights that sampled the token (stored at each interrupt)",
+    "ewma": "log-probs of the averaged weights (one forward pass with swapped weights)",
+    "ref": "log-probs of a frozen reference model (one forward pass of it)",
+    "entropy": "the entropy of the trainer's distribution at each token",
+    "values": "predictions of a critic at each token, with gradient in the loss",
+    "prompt_index": "a stable number of the prompt, the same each time it is drawn",
+    "answers": "the canonical final answer of each response",
+    "verdicts": "a judge's verdict on each correct response",
+    "tool_errors": "the share of failed tool calls of each response",
+    "transferred": "which samples were drawn from a rewritten prompt",
+    "prompt_scores": "how far policy and reference disagree on each prompt token",
+}
+"""Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""
+
+
+class Plugin(Section):
+    """Base of the built-in plug-ins. Fields are parameters; the class docstring is what `rlsys algo show` prints."""
+
+    paper: ClassVar[str] = ""
+    """Where it comes from."""
+    evidence: ClassVar[str] = "R"
+    """R: read in code. P: in the paper's text. N: in a second-hand note. A: a reading of the abstract. own: ours."""
+
+    def needs(self) -> frozenset[str]:
+        """Names out of NEEDS; the stack collects exactly these."""
+        return frozenset()
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Hear a finished train step's metrics."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values that a checkpoint keeps."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()` of an earlier process."""

@@ -1,0 +1,69 @@
+"""What each token counts, and by what the sum is divided. Both are fixed before any token is masked or dropped.
+
+The objective is sum over tokens of factor(sample) * token loss, divided by `denominator`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.plugin import Plugin
+
+
+class Reduction(NamedTuple):
+    """factor `[N]` of each sample's tokens, and the denominator of the whole step."""
+
+    factor: Tensor
+    denominator: float
+
+
+class Reducer(Plugin):
+    """Lengths of all samples of the step -> what each token counts."""
+
+    over: Literal["active", "all"] = "active"
+    """Samples in the denominator: all, or those with an advantage other than 0 (groups of one reward drop out)."""
+
+    def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
+        """lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
+        return self.reduce(lengths, active if self.over == "active" else torch.ones_like(active))
+
+    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
+        raise NotImplementedError
+
+
+class TokenMean(Reducer):
+    """Every token of the step counts the same (DAPO): long responses weigh more."""
+
+    paper: ClassVar[str] = "DAPO, section 3.3"
+
+    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
+        return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[counted].sum())))
+
+
+class SequenceMean(Reducer):
+    """The mean over each response's tokens, then over responses (GRPO, GSPO)."""
+
+    paper: ClassVar[str] = "DeepSeekMath (GRPO), eq. 3"
+
+    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
+        return Reduction(1 / lengths.clamp(min=1).float().cpu(), max(1.0, float(counted.sum())))
+
+
+class Constant(Reducer):
+    """The sum over tokens divided by a constant length, then the mean over responses (Dr. GRPO).
+
+    The denominator is known before any response is finished, so a micro-batch may go backward early.
+    """
+
+    paper: ClassVar[str] = "Dr. GRPO, section 3"
+    length: Annotated[int, Field(gt=0)] = 256
+    """The constant, usually rollout.max_response_tokens."""
+    over: Literal["active", "all"] = "all"
+    """Samples in the denominator."""
+
+    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
+        return Reduction(torch.ones(len(lengths)), max(1.0, float(counted.sum())) * self.length)

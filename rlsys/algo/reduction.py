@@ -1,0 +1,81 @@
+"""What crosses ranks: sums over data-parallel ranks, whole sequences under context parallelism, global thresholds.
+
+A plug-in never sees the layout. It gets whole sequences (see `whole_sequences`) of its own rank, the table of all
+samples, and a `Reduce` that sums a tensor over the ranks that hold other sequences. What it decides from such sums
+is the same on every rank and for every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Element-wise sum of equally shaped tensors over ranks; every rank gets the result."""
+
+Condition = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(edges `[E]`, how many values are <= edge `[E]`, their sum `[E]`) -> holds `[E]`, false from some edge on."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """The Reduce of one rank."""
+    return values
+
+
+def whole_sequences(local: Tensor, index: Tensor, length: int, reduce: Reduce) -> Tensor:
+    """Token values `[length]` of whole sequences, of which this context-parallel rank has `local` `[n]` at `index`.
+
+    The values of other ranks come without gradient, so each rank's backward reaches its own tokens only, and the
+    parameter gradients of all ranks add up to those of one process. `reduce` sums over context-parallel ranks.
+    Losses computed on the result are equal on all these ranks: count them once.
+    """
+    empty = torch.zeros(length, dtype=local.dtype, device=local.device)
+    mine = empty.index_copy(0, index, local)
+    return reduce(mine.detach()) + (mine - mine.detach())
+
+
+def table_sum(values: Sequence[Tensor], rows: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
+    """`[samples]`, float64: the values `[S]` of every rank's sequences, each at its row of the sample table."""
+    device = values[0].device if values else torch.device("cpu")
+    out = torch.zeros(samples, dtype=torch.float64, device=device)
+    for value, row in zip(values, rows, strict=True):
+        out = out.index_add(0, row.to(device), value.double())
+    return reduce(out)
+
+
+def threshold(
+    parts: Sequence[Tensor],
+    holds: Condition,
+    low: float,
+    high: float,
+    reduce: Reduce,
+    *,
+    bins: int = 1024,
+    rounds: int = 3,
+) -> float:
+    """The largest value in [low, high] for which `holds`, to (high - low) / bins^rounds; `low` if it never does.
+
+    Values `[n]` of all ranks are counted into bins that are refined around the answer, so that no rank sorts or
+    sees another's tokens, and the answer does not depend on the layout.
+    """
+    start, end = low, high
+    for _ in range(rounds):
+        edges = torch.linspace(start, end, bins + 1, dtype=torch.float64)
+        counts, sums = torch.zeros(bins + 2, dtype=torch.float64), torch.zeros(bins + 2, dtype=torch.float64)
+        for part in parts:
+            values = part.double()
+            place = torch.bucketize(values, edges.to(values.device))
+            counts += torch.bincount(place, minlength=bins + 2).cpu()
+            sums += torch.bincount(place, weights=values, minlength=bins + 2).cpu()
+        device = parts[0].device if parts else torch.device("cpu")
+        counts, sums = reduce(torch.stack([counts, sums]).to(device)).cpu()
+        good = holds(edges, counts.cumsum(0)[:-1], sums.cumsum(0)[:-1])
+        last = int(good.long().cumprod(0).sum()) - 1
+        if last < 0:
+            return low
+        if last == bins:
+            return end
+        start, end = float(edges[last]), float(edges[last + 1])
+    return start

@@ -1,0 +1,204 @@
+"""One table of all plug-ins: kind -> short name -> import path. Nothing is imported before it is built."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlsys.algo.config import AlgoSection, Spec
+from rlsys.algo.plugin import Plugin
+from rlsys.errors import UserError
+from rlsys.plugins import call, parse_params
+
+KINDS: dict[str, tuple[str, str]] = {
+    "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is put"),
+    "planner": ("rlsys.algo.planners:Planner", "how many samples a group gets, and whether it is kept"),
+    "group_reward": ("rlsys.algo.group_rewards:GroupReward", "rewards that need all samples of a group"),
+    "shaping": ("rlsys.algo.shaping:Shaping", "rewards -> rewards, just before the advantages"),
+    "advantage": ("rlsys.algo.advantages:Advantage", "rewards of groups -> advantages"),
+    "selector": ("rlsys.algo.selectors:Selector", "which samples and tokens are trained, with which weight"),
+    "correction": (
+        "rlsys.algo.corrections:CorrectionPlugin",
+        "weights and rejections for tokens of another policy",
+    ),
+    "loss": ("rlsys.algo.losses:Loss", "a term of the objective, token by token"),
+    "reducer": ("rlsys.algo.reducers:Reducer", "what each token counts, and the denominator"),
+    "hook": ("rlsys.algo.hooks:Hook", "learning-rate factors and weight averages around the optimizer step"),
+}
+"""kind -> (its base class, what it does), in the order in which a sample meets them."""
+
+TABLE: dict[str, dict[str, str]] = {
+    "prompt": {
+        "in_order": "rlsys.algo.prompts:InOrder",
+        "vade": "rlsys.algo.prompts:Vade",
+        "prompt_augmentation": "rlsys.algo.prompts:PromptAugmentation",
+    },
+    "planner": {
+        "fixed": "rlsys.algo.planners:Fixed",
+        "dapo": "rlsys.algo.planners:Dapo",
+        "mc_grpo": "rlsys.algo.planners:OneMore",
+        "grpo_roc": "rlsys.algo.planners:Oversample",
+        "brorl": "rlsys.algo.planners:Broad",
+        "dars": "rlsys.algo.planners:Dars",
+        "xrpo": "rlsys.algo.planners:Xrpo",
+        "lens": "rlsys.algo.planners:Lens",
+        "ttrl": "rlsys.algo.planners:Votes",
+    },
+    "group_reward": {
+        "ttrl": "rlsys.algo.group_rewards:Ttrl",
+        "dare": "rlsys.algo.group_rewards:Dare",
+        "fapo": "rlsys.algo.group_rewards:Fapo",
+    },
+    "shaping": {
+        "overlong": "rlsys.algo.shaping:Overlong",
+        "kl_reward": "rlsys.algo.shaping:KlReward",
+    },
+    "advantage": {
+        "grpo": "rlsys.algo.advantages:Grpo",
+        "dr_grpo": "rlsys.algo.advantages:DrGrpo",
+        "rloo": "rlsys.algo.advantages:Rloo",
+        "gdpo": "rlsys.algo.advantages:Gdpo",
+        "reinforce_pp": "rlsys.algo.token_advantages:ReinforcePP",
+        "reinforce_pp_baseline": "rlsys.algo.token_advantages:ReinforcePPBaseline",
+        "gae": "rlsys.algo.token_advantages:Gae",
+        "mssr": "rlsys.algo.token_advantages:Mssr",
+        "vcpo": "rlsys.algo.robust_advantages:MinimumVariance",
+        "gapo": "rlsys.algo.robust_advantages:Gapo",
+        "mc_grpo": "rlsys.algo.robust_advantages:McGrpo",
+        "xrpo": "rlsys.algo.robust_advantages:Xrpo",
+        "puzzlecraft": "rlsys.algo.robust_advantages:PuzzleCraft",
+        "outcome_exploration": "rlsys.algo.robust_advantages:OutcomeExploration",
+    },
+    "selector": {
+        "d3s": "rlsys.algo.selectors:D3S",
+        "grpo_roc": "rlsys.algo.selectors:GrpoRoc",
+        "rorecomp": "rlsys.algo.selectors:RoRecomp",
+    },
+    "correction": {
+        "tis": "rlsys.algo.corrections:Tis",
+        "icepop": "rlsys.algo.corrections:IcePop",
+        "opsm": "rlsys.algo.corrections:Opsm",
+        "decoupled_ppo": "rlsys.algo.corrections:DecoupledPPO",
+        "minpro": "rlsys.algo.corrections:MinPro",
+        "lens": "rlsys.algo.corrections:LensWeights",
+    },
+    "loss": {
+        "clip": "rlsys.algo.losses:Clip",
+        "dual_clip": "rlsys.algo.losses:DualClip",
+        "gspo": "rlsys.algo.losses:Gspo",
+        "cispo": "rlsys.algo.losses:Cispo",
+        "sapo": "rlsys.algo.losses:Sapo",
+        "reinforce": "rlsys.algo.losses:Reinforce",
+        "m2po": "rlsys.algo.trust_regions:M2PO",
+        "bapo": "rlsys.algo.trust_regions:Bapo",
+        "kl": "rlsys.algo.losses:Kl",
+        "entropy": "rlsys.algo.losses:EntropyBonus",
+        "value": "rlsys.algo.losses:ValueLoss",
+    },
+    "reducer": {
+        "token_mean": "rlsys.algo.reducers:TokenMean",
+        "sequence_mean": "rlsys.algo.reducers:SequenceMean",
+        "constant": "rlsys.algo.reducers:Constant",
+    },
+    "hook": {
+        "vcpo": "rlsys.algo.hooks:EssScaling",
+        "brorl": "rlsys.algo.hooks:BatchScaling",
+        "ewma": "rlsys.algo.hooks:EwmaAnchor",
+    },
+}
+
+SECTION_KINDS: dict[str, str] = {
+    "prompt": "prompt",
+    "planners": "planner",
+    "group_reward": "group_reward",
+    "shaping": "shaping",
+    "advantage": "advantage",
+    "selectors": "selector",
+    "corrections": "correction",
+    "loss": "loss",
+    "reducer": "reducer",
+    "hooks": "hook",
+}
+"""Field of the config section `algo` -> kind."""
+
+
+def build(kind: str, name: str, /, **params: Any) -> Any:
+    """The plug-in `name` (short name or `package.module:attribute`) of a kind. Raises UserError for any mistake."""
+    return make(kind, kind, Spec(name=name, params=params))
+
+
+def make(field: str, kind: str, spec: Spec) -> Any:
+    """`build` with the config field that messages name."""
+    if kind not in TABLE:
+        raise UserError(f"unknown kind of plug-in {kind!r}; {_hint(kind, TABLE)}")
+    path = TABLE[kind].get(spec.name, spec.name)
+    if ":" not in path:
+        raise UserError(f"{field} = {spec.name!r}: unknown {kind}; {_elsewhere(kind, spec.name)}")
+    found = load(field, path)
+    if isinstance(found, type) and issubclass(found, Plugin):
+        return parse_params(field, found, spec.params)
+    if isinstance(found, type):
+        return call(field, found, **spec.params)
+    return _adapt(load(field, KINDS[kind][0]), found, spec.params)
+
+
+def make_all(section: AlgoSection) -> dict[str, list[Any]]:
+    """Every plug-in that a config section names, by field; one plug-in is a list of one."""
+    out = {}
+    for field, kind in SECTION_KINDS.items():
+        value = getattr(section, field)
+        specs = value if isinstance(value, list) else [] if value is None else [value]
+        out[field] = [
+            make(f"algo.{field}" + (f"[{i}]" if isinstance(value, list) else ""), kind, spec)
+            for i, spec in enumerate(specs)
+        ]
+    return out
+
+
+def check(section: AlgoSection) -> None:
+    """Build everything once, so that a mistake is told before anything starts. Raises UserError."""
+    make_all(section)
+
+
+def load(field: str, path: str) -> Any:
+    """The attribute at `package.module:attribute`. Raises UserError naming `field`."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute, None)
+    except ImportError as e:
+        raise UserError(f"{field} = {path!r}: cannot import {module_name}: {e}") from None
+    if not callable(found):
+        raise UserError(f"{field} = {path!r}: {module_name} has no class or function {attribute!r}")
+    return found
+
+
+def _adapt(base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
+    """A plain function as a plug-in of `base`; `function.needs`, a collection of names, is optional."""
+    needs = frozenset(getattr(function, "needs", ()))
+
+    def run(_self: Plugin, *args: Any) -> Any:
+        return function(*args, **params)
+
+    members = {
+        "__call__": run,
+        "needs": lambda _self: needs,
+        "__doc__": function.__doc__,
+        "__module__": __name__,
+    }
+    adapted: Plugin = type(function.__name__, (base,), members)()
+    return adapted
+
+
+def _elsewhere(kind: str, name: str) -> str:
+    """What to say about a name that this kind does not have."""
+    others = [k for k, names in TABLE.items() if name in names]
+    if others:
+        return f"{name} is a {' and a '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
+    return _hint(name, TABLE[kind]) + " (or an import path package.module:name)"
+
+
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

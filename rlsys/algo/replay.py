@@ -1,0 +1,42 @@
+"""A first-in-first-out store of samples that a selector put off, for extra updates later. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Replay(Generic[Item]):
+    """Owns what was put off. Every rank keeps the same store, fed from what all ranks take.
+
+    `items` hold everything that a later update needs, advantages included: they are those of their own group.
+    """
+
+    def __init__(self, capacity: int, max_age: int) -> None:
+        self._capacity, self._max_age = capacity, max_age
+        self._items: list[tuple[int, Item]] = []
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, step: int, items: Iterable[Item]) -> None:
+        """Store items of this train step."""
+        self._items.extend((step, item) for item in items)
+
+    def take(self, step: int) -> list[Item]:
+        """The oldest `capacity` items when there are so many, else none. What is too old is dropped and counted."""
+        fresh = [(born, item) for born, item in self._items if step - born <= self._max_age]
+        self.expired += len(self._items) - len(fresh)
+        cut = self._capacity if len(fresh) >= self._capacity else 0
+        self._items = fresh[cut:]
+        return [item for _, item in fresh[:cut]]
+
+    def state_dict(self, encode: Callable[[Item], Any]) -> dict[str, Any]:
+        return {"items": [[born, encode(item)] for born, item in self._items], "expired": self.expired}
+
+    def load_state_dict(self, state: dict[str, Any], decode: Callable[[Any], Item]) -> None:
+        self._items = [(int(born), decode(item)) for born, item in state["items"]]
+        self.expired = int(state["expired"])

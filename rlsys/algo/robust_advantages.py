@@ -1,0 +1,236 @@
+"""Second-wave advantages over groups: robust centres, weights, bonuses, minimum variance.
+
+Shapes: N samples, n of one group. These walk over groups in Python: a step has hundreds of groups, not millions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, Eps, grpo
+from rlsys.algo.batch import Samples
+from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def by_group(function: Callable[[Tensor], Tensor], values: Tensor, group_ids: Tensor) -> Tensor:
+    """`function` of each group's values `[n]`, put back into `[N]`."""
+    out = torch.zeros_like(values)
+    index, sizes = group_index(group_ids)
+    for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+        out[members] = function(values[members])
+    return out
+
+
+def dense_centre(rewards: Tensor, share: float) -> Tensor:
+    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie)."""
+    k = max(1, math.ceil(share * len(rewards)))
+    ordered = rewards.sort().values
+    start = int((ordered[k - 1 :] - ordered[: len(ordered) - k + 1]).argmin())
+    return middle(ordered[start : start + k])
+
+
+def middle(ordered: Tensor) -> Tensor:
+    """Median of sorted values `[n]`; of an even number, the mean of the two in the middle."""
+    n = len(ordered)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+class Gapo(Advantage):
+    """(R - Q) / rms(R - Q): Q, the median of the densest part of the group's rewards, ignores outliers.
+
+    Q is the median of the ceil(tau n) sorted rewards with the smallest range; the scale is
+    sqrt(sum (R - Q)^2 / (n - 1)). For an even window we take the mean of the two middle values.
+    """
+
+    paper: ClassVar[str] = "GAPO: group adaptive policy optimisation"
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the group in the window."""
+    eps: Eps = 1e-6
+    """Added to the scale."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        def group(rewards: Tensor) -> Tensor:
+            distance = rewards - dense_centre(rewards, self.tau)
+            return distance / ((distance**2).sum() / max(len(rewards) - 1, 1)).sqrt().add(self.eps)
+
+        return by_group(group, samples.reward, samples.group_ids)
+
+
+class McGrpo(Advantage):
+    """(R - median) / MAD for odd groups of G + 1; the median sample drops out, the others are scaled up for it.
+
+    The scale is max(MAD, floor * rms(R - median), eps): with rewards of 0 and 1 the MAD is often 0, and dividing by
+    eps alone, as the reference does, gives a lone sample an advantage of 1000. The floor is ours; 0 turns it off.
+    Non-zero advantages are multiplied by n / (number of non-zero). Plan odd groups: `planners: [mc_grpo]`.
+    """
+
+    paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    eps: Eps = 1e-3
+    """Smallest scale."""
+    floor: NonNegativeFloat = 0.5
+    """Smallest scale as a share of the root mean square distance to the median."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        def group(rewards: Tensor) -> Tensor:
+            n = len(rewards)
+            if n % 2 == 0:
+                raise ValueError(
+                    f"mc_grpo needs groups of an odd number of samples, got {n}: rollout.group_size + 1"
+                )
+            distance = rewards - middle(rewards.sort().values)
+            mad = middle(distance.abs().sort().values)
+            rms = (distance**2).mean().sqrt()
+            scaled = distance / torch.stack([mad, self.floor * rms, torch.full_like(mad, self.eps)]).max()
+            return scaled * n / max(int((scaled != 0).sum()), 1)
+
+        return by_group(group, samples.reward, samples.group_ids)
+
+
+class Xrpo(Advantage):
+    """GRPO, with more weight on correct samples that were unlikely: novelty-sharpened advantages.
+
+    For correct samples, s = mean log-prob of the response, eta = exp(s - mean_g s):
+    A += min(max(lam (1 - eta), 0), kappa A). lam and kappa are a third party's; the paper's were not found.
+    """
+
+    paper: ClassVar[str] = "XRPO, advantage sharpening"
+    evidence: ClassVar[str] = "N"
+    lam: NonNegativeFloat = 1.0
+    """Size of the bonus."""
+    kappa: NonNegativeFloat = 1.0
+    """Largest bonus as a share of the advantage."""
+    correct: float = 0.5
+    """A sample is correct when its reward is above this."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        base = grpo(samples.reward, samples.group_ids)
+        score = samples.column("log_likelihood").to(base)
+        eta = (score - group_mean(score, samples.group_ids)).clamp(max=20).exp()
+        bonus = torch.minimum((self.lam * (1 - eta)).clamp(min=0), self.kappa * base.clamp(min=0))
+        return torch.where(samples.reward > self.correct, base + bonus, base)
+
+
+class PuzzleCraft(Advantage):
+    """(R - mean) times a group weight that is largest for prompts of medium difficulty with diverse answers.
+
+    w = lam d (1 - d) delta^gamma; d = mean reward; delta = entropy of the answers over log n ("entropy", for
+    choices) or (distinct answers - 1) / (n - 1) ("distinct", for structured answers).
+    """
+
+    paper: ClassVar[str] = "PuzzleCraft: exploration-aware curriculum"
+    evidence: ClassVar[str] = "P"
+    lam: NonNegativeFloat = 4.0
+    """Weight of a group of reward 1/2 with all answers different."""
+    gamma: NonNegativeFloat = 0.5
+    """How much diversity counts."""
+    diversity: Literal["entropy", "distinct"] = "distinct"
+    """How it is measured."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"answers"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        mean = group_mean(samples.reward, samples.group_ids)
+        delta = by_group(self._diversity, samples.column("answers").to(mean.dtype), samples.group_ids)
+        return (samples.reward - mean) * self.lam * mean * (1 - mean) * delta**self.gamma
+
+    def _diversity(self, answers: Tensor) -> Tensor:
+        n = len(answers)
+        _, counts = torch.unique(answers, return_counts=True)
+        if n == 1:
+            return torch.zeros_like(answers)
+        if self.diversity == "distinct":
+            return torch.full_like(answers, (len(counts) - 1) / (n - 1))
+        p = counts.to(answers.dtype) / n
+        return (-(p * p.log()).sum() / math.log(n)).expand(n)
+
+
+class OutcomeExploration(Advantage):
+    """GRPO plus c times a bonus for rare final answers, outside the group's normalisation.
+
+    ucb_con: min(1, 1/sqrt(N)) - b0, N = how often this answer came up for this prompt before (negative beyond four
+    visits with b0 = 1/2); ucb_mean: the same minus the step's mean; batch: minus the share of siblings with the same
+    answer. c was not found in the paper; responses without an answer get no bonus.
+    """
+
+    paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
+    group_local: ClassVar[bool] = False
+    evidence: ClassVar[str] = "P"
+    mode: Literal["ucb_con", "ucb_mean", "batch"] = "ucb_con"
+    """Which bonus."""
+    c: float = 0.1
+    """Weight of the bonus."""
+    b0: float = 0.5
+    """What ucb_con takes off."""
+    _visits: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"answers", "prompt_index"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        base = grpo(samples.reward, samples.group_ids)
+        answers = samples.column("answers")
+        bonus = self._rare_in_group(samples) if self.mode == "batch" else self._rare_in_history(samples)
+        if self.mode == "ucb_mean":
+            bonus = bonus - bonus.mean()
+        return base + self.c * torch.where(answers >= 0, bonus.to(base), torch.zeros_like(base))
+
+    def _rare_in_group(self, samples: Samples) -> Tensor:
+        def group(answers: Tensor) -> Tensor:
+            same = (answers[:, None] == answers[None, :]).sum(1) - 1
+            return -same.to(answers.dtype) / len(answers)
+
+        return by_group(group, samples.column("answers").to(samples.reward.dtype), samples.group_ids)
+
+    def _rare_in_history(self, samples: Samples) -> Tensor:
+        pairs = zip(samples.column("prompt_index").tolist(), samples.column("answers").tolist(), strict=True)
+        keys = [f"{prompt}:{answer}" for prompt, answer in pairs]
+        seen = torch.tensor([self._visits.get(k, 0) for k in keys], dtype=torch.float64)
+        for key in keys:
+            self._visits[key] = self._visits.get(key, 0) + 1
+        bonus = seen.clamp(min=1).rsqrt()
+        return (bonus - self.b0 if self.mode == "ucb_con" else bonus).to(samples.reward.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"visits": self._visits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._visits = dict(state["visits"])
+
+
+class MinimumVariance(Advantage):
+    """(R - b) / (std + eps) with the baseline b that minimises the variance of off-policy gradients.
+
+    b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the sample's score
+    gradient. The exact norm takes one backward per sample; here |g|^2 is taken to grow like the response's length
+    ("length") or not at all ("one"): a proxy of ours, experimental.
+    """
+
+    paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
+    norm: Literal["length", "one"] = "length"
+    """What stands for the squared gradient norm."""
+    eps: Eps = 1e-6
+    """Added to the standard deviation."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        rewards, log_weight = samples.reward, samples.column("log_weight").double()
+        index, sizes = group_index(samples.group_ids)
+        largest = torch.full((len(sizes),), -torch.inf, dtype=torch.float64, device=index.device)
+        largest = largest.scatter_reduce(0, index, log_weight, "amax")
+        share = (2 * (log_weight - largest[index])).exp()
+        if self.norm == "length":
+            share = share * samples.lengths.clamp(min=1)
+        top = sum_by(share * rewards, index, len(sizes))
+        baseline = (top / sum_by(share, index, len(sizes)))[index].to(rewards.dtype)
+        return (rewards - baseline) / (group_std(rewards, samples.group_ids) + self.eps)

@@ -1,0 +1,74 @@
+"""Sums and scans over samples of one group and tokens of one sequence. Pure, differentiable where it matters.
+
+Shapes: T packed tokens, S sequences, N samples, G groups. `ids` `[T]` is each token's sequence, ascending.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(place of each sample's group `[N]`, samples per group `[G]`) of any integer ids `[N]`."""
+    _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return index, sizes
+
+
+def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum of `values` `[n]` per value of `index` `[n]`, `[count]`."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, index, values)
+
+
+def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Mean of `values` `[N]` within each sample's group, `[N]`."""
+    index, sizes = group_index(group_ids)
+    return (sum_by(values, index, len(sizes)) / sizes)[index]
+
+
+def group_std(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Standard deviation with n - 1 within each sample's group, `[N]`; 0 in a group of one."""
+    index, sizes = group_index(group_ids)
+    squares = sum_by((values - group_mean(values, group_ids)) ** 2, index, len(sizes))
+    return (squares / (sizes - 1).clamp(min=1)).sqrt()[index]
+
+
+def sequence_ids(cu_seqlens: Tensor) -> Tensor:
+    """Which sequence each token belongs to, `[T]`, from boundaries `[S+1]`."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def discounted_suffix_sum(values: Tensor, ids: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations."""
+    out, weight = values.clone(), factor
+    for step in _doublings(ids):
+        same = ids[:-step] == ids[step:]
+        later = torch.where(same, out[step:], torch.zeros_like(out[step:]))
+        out = torch.cat([out[:-step] + weight * later, out[-step:]])
+        weight *= weight
+    return out
+
+
+def running_min(values: Tensor, ids: Tensor, *, inclusive: bool) -> Tensor:
+    """min of x_j over j <= t (or j < t, then +inf at a sequence's first token) within each sequence, `[T]`."""
+    out = values.clone()
+    if not inclusive and len(out):
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
+        out = out.roll(1).masked_fill(first, torch.inf)
+    for step in _doublings(ids):
+        same = ids[:-step] == ids[step:]
+        earlier = torch.where(same, out[:-step], torch.full_like(out[:-step], torch.inf))
+        out = torch.cat([out[:step], torch.minimum(out[step:], earlier)])
+    return out
+
+
+def _doublings(ids: Tensor) -> list[int]:
+    """1, 2, 4, ... below the longest run of equal ids."""
+    longest = int(torch.bincount(ids).max()) if len(ids) else 0
+    out, step = [], 1
+    while step < longest:
+        out.append(step)
+        step *= 2
+    return out

@@ -1,0 +1,208 @@
+"""Which samples and tokens are trained, with which weight. Dropping never changes the denominator, except `before`.
+
+Shapes: N samples of the step, T tokens. What a selector decides, it decides from the table that every rank has, or
+from sums over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.plugin import Plugin
+from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.segments import group_index
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Selector(Plugin):
+    """Weights of samples and tokens; 0 drops."""
+
+    before: ClassVar[bool] = False
+    """Before the advantages: dropped samples were never there, for baselines and denominators too."""
+    defers: ClassVar[bool] = False
+    """Dropped samples are kept for a later extra update (see rlsys.algo.replay)."""
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        """Weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
+        return torch.ones(len(samples), device=samples.rewards.device)
+
+    def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
+        """Weight of each token, `[T]` per packed batch of this rank; None for all of them."""
+        return None
+
+
+def widest_subset(values: Tensor, count: int) -> Tensor:
+    """The `count` of N values with the largest variance, `[N]` bool: some of the smallest and some of the largest.
+
+    Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N).
+    """
+    n = len(values)
+    if count >= n:
+        return torch.ones(n, dtype=torch.bool, device=values.device)
+    ordered, order = values.double().sort(stable=True)
+    zero = ordered.new_zeros(1)
+    sums, squares = torch.cat([zero, ordered.cumsum(0)]), torch.cat([zero, (ordered**2).cumsum(0)])
+    head = torch.arange(count + 1, device=values.device)
+    tail = n - (count - head)
+    total, total2 = sums[head] + sums[n] - sums[tail], squares[head] + squares[n] - squares[tail]
+    best = int((total2 / count - (total / count) ** 2).argmax())
+    keep = torch.zeros(n, dtype=torch.bool, device=values.device)
+    keep[order[:best]] = True
+    keep[order[n - (count - best) :]] = True
+    return keep
+
+
+class D3S(Selector):
+    """Train on the samples whose advantages vary most, and on their most informative tokens; relax with time.
+
+    Over the whole step: the subset of a share of the samples with the largest variance of advantages; then the
+    share of tokens with the largest |A_t| H_t, H the entropy. Both shares grow linearly over `steps`. The paper's
+    schedule was not found; these values are ours.
+    """
+
+    paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
+    evidence: ClassVar[str] = "P"
+    samples_start: Share = 0.5
+    """Share of samples at the first step."""
+    samples_end: Share = 1.0
+    """Share of samples after `steps`."""
+    tokens_start: Share = 0.2
+    """Share of tokens at the first step."""
+    tokens_end: Share = 1.0
+    """Share of tokens after `steps`."""
+    steps: Annotated[int, Field(gt=0)] = 100
+    """Train steps over which the shares grow."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"}) if min(self.tokens_start, self.tokens_end) < 1 else frozenset()
+
+    def _share(self, start: float, end: float, step: int) -> float:
+        return start + (end - start) * min(1.0, step / self.steps)
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        if advantages is None:
+            raise ValueError("d3s needs the advantages of samples; it cannot be used with this estimator")
+        count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
+        return widest_subset(advantages, count).to(advantages)
+
+    def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
+        share = self._share(self.tokens_start, self.tokens_end, samples.step)
+        if share >= 1:
+            return None
+        scores = [
+            part.masked(part.signal("advantages").abs() * part.signal("entropy").detach()) for part in parts
+        ]
+        trained = [s[p.keep & (p.signal("weight") != 0)] for s, p in zip(scores, parts, strict=True)]
+        sizes = torch.stack(
+            [torch.tensor([float(len(t)), 0.0], dtype=torch.float64, device=t.device) for t in trained]
+        )
+        count = float(reduce(sizes.sum(0))[0])
+        largest = _largest(trained, reduce)
+
+        def holds(edges: Tensor, counts: Tensor, _sums: Tensor) -> Tensor:
+            return counts <= (1 - share) * count
+
+        cut = threshold(trained, holds, 0.0, largest, reduce)
+        return [(s > cut).to(s) for s in scores]
+
+
+def _largest(values: Sequence[Tensor], reduce: Reduce) -> float:
+    """A power of two that no value of any rank exceeds, from sums alone."""
+    powers = torch.arange(-30, 31, dtype=torch.float64)
+    over = torch.zeros(len(powers), dtype=torch.float64)
+    for value in values:
+        over += (
+            (value.double().cpu()[:, None] > 2.0 ** powers[None, :]).double().sum(0) if len(value) else 0.0
+        )
+    device = values[0].device if values else torch.device("cpu")
+    free = (reduce(over.to(device)).cpu() == 0).nonzero()
+    return float(2.0 ** powers[int(free[0])]) if len(free) else 2.0**31
+
+
+class GrpoRoc(Selector):
+    """Resample on correct: of an oversampled group keep half, all kinds of failures but only the cleanest successes.
+
+    Keeps the group's proportion of successes (at least `least` of each where there are so many). Failures are drawn
+    at random; successes are those with the lowest penalty: the share of failed tool calls, or the length where there
+    are no tools. Baselines are those of the kept samples. Plan twice the group: `planners: [grpo_roc]`.
+    """
+
+    paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
+    before: ClassVar[bool] = True
+    keep: Share = 0.5
+    """Share of each group that is trained."""
+    least: Annotated[int, Field(ge=0)] = 2
+    """Smallest number of successes and of failures kept, where a group has them."""
+    penalty: Literal["tool_errors", "length"] = "tool_errors"
+    """What ranks the successes."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    seed: int = 0
+    """Of the draw among failures."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"tool_errors"}) if self.penalty == "tool_errors" else frozenset()
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        penalty = (
+            samples.lengths.double() if self.penalty == "length" else samples.column("tool_errors").double()
+        )
+        success = (samples.reward > self.correct).cpu()
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
+        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        rank = torch.where(success, penalty.cpu(), draw)
+        out = torch.zeros(len(samples))
+        index, sizes = group_index(samples.group_ids.cpu())
+        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+            won, lost = members[success[members]], members[~success[members]]
+            total = max(1, round(self.keep * len(members)))
+            good = self._successes(len(won), len(lost), total)
+            for chosen, count in ((won, good), (lost, total - good)):
+                out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
+        return out.to(samples.rewards.device)
+
+    def _successes(self, won: int, lost: int, total: int) -> int:
+        """How many successes stay among `total`."""
+        wanted = round(total * won / (won + lost))
+        floor, ceiling = min(self.least, won), total - min(self.least, lost)
+        wanted = max(min(wanted, ceiling), floor)
+        return min(max(wanted, total - lost), won)
+
+
+class RoRecomp(Selector):
+    """Of each group train the short correct and the long wrong responses now; the rest later, in an extra update.
+
+    Baselines are those of the whole group. The share alpha is cut from each end: the shortest of the correct, the
+    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.replay). alpha, the store's size
+    and its schedule were not found in the paper; these values are ours.
+    """
+
+    paper: ClassVar[str] = "RoRecomp: rollout response recomposition"
+    evidence: ClassVar[str] = "P"
+    defers: ClassVar[bool] = True
+    alpha: Share = 0.75
+    """Share of the correct (shortest) and of the wrong (longest) responses trained at once."""
+    capacity: Annotated[int, Field(gt=0)] = 256
+    """Stored samples that make an extra update."""
+    max_age: Annotated[int, Field(ge=0)] = 4
+    """Train steps after which a stored sample is dropped."""
+    correct: float = 0.5
+    """A response is correct when its reward is above this."""
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()
+        rank = torch.where(success, lengths, -lengths)
+        out = torch.zeros(len(samples))
+        index, sizes = group_index(samples.group_ids.cpu())
+        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+            for chosen in (members[success[members]], members[~success[members]]):
+                count = -int(-self.alpha * len(chosen) // 1)
+                out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
+        return out.to(samples.rewards.device)

@@ -1,0 +1,59 @@
+"""Reward shaping in the trainer: the ledger and the filter keep the plain rewards, advantages see the shaped ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.plugin import Plugin
+
+
+class Shaping(Plugin):
+    """Sample table -> reward of each sample."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """`[N]`, or `[N, R]` if the rewards are."""
+        raise NotImplementedError
+
+
+def take_off(rewards: Tensor, penalty: Tensor) -> Tensor:
+    """Rewards `[N]` less a penalty `[N]`; of `[N, R]`, each reward bears an equal part."""
+    return rewards - penalty if rewards.dim() == 1 else rewards - penalty[:, None] / rewards.shape[1]
+
+
+class Overlong(Shaping):
+    """DAPO's soft punishment of long responses: a linear penalty in the last `buffer` tokens before the cap.
+
+    R - factor * clip((length - (cap - buffer)) / buffer, 0, 1).
+    """
+
+    paper: ClassVar[str] = "DAPO, section 3.4, eq. 13"
+    cap: Annotated[int, Field(gt=0)] = 256
+    """Longest response, rollout.max_response_tokens."""
+    buffer: Annotated[int, Field(gt=0)] = 64
+    """Tokens before the cap in which the penalty grows (DAPO: a fifth of the cap)."""
+    factor: Annotated[float, Field(ge=0)] = 1.0
+    """Penalty at the cap."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        over = (samples.lengths.to(samples.rewards) - (self.cap - self.buffer)) / self.buffer
+        penalty = self.factor * over.clamp(0, 1)
+        return take_off(samples.rewards, penalty)
+
+
+class KlReward(Shaping):
+    """R - beta * sum over tokens of (old - ref): the KL penalty inside the reward, before the group's baseline."""
+
+    paper: ClassVar[str] = "InstructGPT, eq. 2"
+    beta: Annotated[float, Field(ge=0)] = 1e-3
+    """Weight."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old", "ref"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        penalty = self.beta * samples.column("kl").to(samples.rewards)
+        return take_off(samples.rewards, penalty)

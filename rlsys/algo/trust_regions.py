@@ -1,0 +1,160 @@
+"""Losses whose bounds come from all tokens of an optimizer update: M2PO and BAPO.
+
+Both need `now`, the log-probs just before the update, for a pass over all tokens before the backward; what they
+decide is a function of sums over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Loss, Sums, View, clipped_surrogate, lost_gradient
+from rlsys.algo.reduction import Reduce, threshold
+
+
+def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
+    """now - anchor of each part, `[T]`, 0 where masked."""
+    return [
+        part.masked(part.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        for part, anchor in zip(parts, anchors, strict=True)
+    ]
+
+
+def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
+    """Largest square that stays when the biggest are dropped until the mean of the rest is within `budget`."""
+
+    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        return sums <= budget * counts.clamp(min=1)
+
+    return threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce)
+
+
+def largest_cap(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
+    """Largest cap c with mean(min(square, c^2)) <= budget; the limit of log-ratios when no cap is needed."""
+    total = reduce(
+        torch.stack(
+            [torch.tensor(float(len(s)), dtype=torch.float64, device=s.device) for s in squares]
+        ).sum()
+    )
+
+    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        n = total.to(edges.device)
+        return sums + edges * (n - counts) <= budget * n.clamp(min=1)
+
+    return math.sqrt(threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce))
+
+
+class M2PO(Loss):
+    """A budget for the second moment of the log-ratio instead of a clip on each token: made for stale data.
+
+    D = now - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the rest is at most tau;
+    the kept have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can bite
+    (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
+    min(|D|, c)^2 meets it, and clip every ratio to [exp(-c), exp(c)]. Ours runs over the whole update and all ranks;
+    the authors' code runs it per micro-batch.
+    """
+
+    paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
+    tau: Annotated[float, Field(gt=0)] = 0.04
+    """Budget of the second moment."""
+    form: Literal["bounds", "mask"] = "bounds"
+    """The authors' code, or the paper's text."""
+    floor_low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """bounds: never clip above 1 - floor_low."""
+    floor_high: Annotated[float, Field(ge=0)] | None = None
+    """bounds: never clip below 1 + floor_high."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        deltas = log_ratios(parts, anchors)
+        if self.form == "mask":
+            kept = [d[p.keep] ** 2 for d, p in zip(deltas, parts, strict=True)]
+            return largest_kept(kept, self.tau, reduce)
+        biting = [
+            (d[p.keep & (p.signal("advantages") * d > 0)]) ** 2 for d, p in zip(deltas, parts, strict=True)
+        ]
+        cap = largest_cap(biting, self.tau, reduce)
+        low = math.exp(-cap) if self.floor_low is None else min(math.exp(-cap), 1 - self.floor_low)
+        high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
+        return low, high
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        if self.form == "mask":
+            delta = view.batch.masked(view.batch.signal("now") - view.anchor).clamp(
+                -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+            )
+            inside = delta**2 <= prepared
+            return -view.ratio * view.advantages * inside, {"clipped": (~inside & view.keep).sum()}
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *prepared) & view.keep
+        return clipped_surrogate(view.ratio, view.advantages, *prepared), {"clipped": lost.sum()}
+
+
+class Bapo(Loss):
+    """Clip bounds that widen until positive samples contribute their share of the loss.
+
+    C+ = sum_{A >= 0} min(r, high) A; C- = sum_{A < 0} max(r, low) |A|. From the lowest bounds, `low` goes up to its
+    maximum, then `high`, until C+ / C- reaches `target`. The authors' sums are kept as they are, though a higher
+    `low` makes C- larger, not smaller: what it removes is the gradient of negative tokens. `target` is a ratio: 1 is
+    the paper's share of one half; the authors' script uses 0.5.
+    """
+
+    paper: ClassVar[str] = "BAPO: balanced policy optimisation with adaptive clipping"
+    low_min: Annotated[float, Field(ge=0, le=1)] = 0.6
+    """Lower bound of the ratio at the start."""
+    low_max: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Its highest value."""
+    high_min: Annotated[float, Field(ge=1)] = 1.2
+    """Upper bound of the ratio at the start."""
+    high_max: Annotated[float, Field(ge=1)] = 3.0
+    """Its highest value."""
+    step: Annotated[float, Field(gt=0)] = 0.05
+    """Step of the search."""
+    target: Annotated[float, Field(ge=0)] = 1.0
+    """Wanted C+ / C-."""
+    dual: Annotated[float, Field(gt=1)] | None = 3.0
+    """Dual clip."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def path(self) -> list[tuple[float, float]]:
+        """The bounds tried, in order."""
+        lows, highs = (
+            _ladder(self.low_min, self.low_max, self.step),
+            _ladder(self.high_min, self.high_max, self.step),
+        )
+        return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        path = self.path()
+        device = parts[0].mu.device
+        sums = torch.zeros(2, len(path), dtype=torch.float64, device=device)
+        for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
+            ratio, advantages = delta.double().exp()[part.keep], part.signal("advantages").double()[part.keep]
+            good, bad = advantages >= 0, advantages < 0
+            for i, (low, high) in enumerate(path):
+                sums[0, i] += (ratio[good].clamp(max=high) * advantages[good]).sum()
+                sums[1, i] += (ratio[bad].clamp(min=low) * -advantages[bad]).sum()
+        positive, negative = reduce(sums).cpu()
+        enough = (positive >= self.target * negative).tolist()
+        return path[enough.index(True)] if True in enough else path[-1]
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+        bounds = (*prepared, self.dual)
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds) & view.keep
+        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost.sum()}
+
+
+def _ladder(start: float, end: float, step: float) -> list[float]:
+    """start, start + step, ..., end."""
+    count = max(0, math.ceil((end - start) / step - 1e-9))
+    return [*(start + i * step for i in range(count)), end]
