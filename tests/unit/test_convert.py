@@ -1,0 +1,295 @@
+"""The name table, both directions, on tiny random models; folders that do not fit are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlsys.convert import hf as hf_module
+from rlsys.convert.families import FAMILIES
+from rlsys.convert.hf import HFConfig, HFTensors, write_hf
+from rlsys.convert.layout import check_names, entries, to_hf, to_megatron
+from rlsys.errors import UserError
+
+
+def raw_config(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def config_of(**changes: Any) -> HFConfig:
+    return HFConfig.of(raw_config(**changes), "config.json")
+
+
+def random_tensors(config: HFConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: shape for entry in entries(config) for name, shape in entry.hf.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole model folder."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw_config()))
+    (path / "tokenizer.json").write_text("{}")
+    save_file(random_tensors(config_of()), path / "model.safetensors")
+    return path
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_round_trip_is_bit_equal(architecture: str) -> None:
+    config = config_of(architecture=architecture)
+    tensors = random_tensors(config)
+    back: dict[str, Tensor] = {}
+    for entry in entries(config):
+        combined = to_megatron(entry.rule, [tensors[name] for name in entry.hf], config)
+        back.update(zip(entry.hf, to_hf(entry.rule, combined, config), strict=True))
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_queries_keys_and_values_are_interleaved_by_group() -> None:
+    """Two groups of two queries, head size 1, hidden 1: [q0 q1 k0 v0 | q2 q3 k1 v1]."""
+    config = config_of(num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=1)
+    rule = next(e.rule for e in entries(config) if e.rule.layout == "qkv")
+    parts = [torch.tensor(x)[:, None] for x in ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0], [20.0, 21.0])]
+    assert to_megatron(rule, parts, config).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_gate_stands_over_up() -> None:
+    config = config_of()
+    rule = next(e.rule for e in entries(config) if e.rule.layout == "gate_up")
+    combined = to_megatron(rule, [torch.zeros(10, 16), torch.ones(10, 16)], config)
+    assert combined.shape == (20, 16)
+    assert combined[:10].sum() == 0
+
+
+def test_entries_cover_a_whole_model_in_layer_order() -> None:
+    config = config_of()
+    found = list(entries(config))
+    per_layer = 4 + 2 + 1 + 2 * config.experts  # attention, q and k norm, router, experts
+    assert len(found) == 3 + config.layers * per_layer
+    assert len({(e.megatron, e.expert) for e in found}) == len(found)
+    layers = [int(e.megatron.split(".")[2]) for e in found if e.rule.per_layer]
+    assert layers == sorted(layers)
+    assert list(found[0].hf) == ["model.embed_tokens.weight"]
+    assert list(found[-1].hf) == ["lm_head.weight"]
+
+
+def test_tied_embeddings_have_no_head_and_ignore_a_stored_one() -> None:
+    config = config_of(tie_word_embeddings=True)
+    names = {n for e in entries(config) for n in e.hf}
+    assert "lm_head.weight" not in names
+    check_names(config, frozenset(names | {"lm_head.weight"}), "here")
+
+
+def test_fields_left_out_mean_what_the_family_means() -> None:
+    raw = raw_config()
+    for name in ("norm_topk_prob", "head_dim", "tie_word_embeddings"):
+        del raw[name]
+    config = HFConfig.of(raw, "config.json")
+    assert (config.norm_topk, config.head_dim, config.tied) == (False, 4, False)
+
+
+def test_newer_spellings_of_the_config_are_read() -> None:
+    raw = raw_config(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, num_local_experts=3)
+    del raw["num_experts"]
+    del raw["rope_theta"]
+    config = HFConfig.of(raw, "config.json")
+    assert (config.experts, config.rope_theta) == (3, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT9"]},
+            "architecture 'GPT9' has no conversion table; known: Qwen3MoeForCausalLM",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope type = 'yarn' is not supported; expected 'default'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; expected False"),
+        ({"attention_bias": True}, "attention_bias = True is not supported; expected False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; expected 1.0"),
+        ({"mlp_only_layers": [0]}, "dense layers between MoE layers are not supported"),
+    ],
+)
+def test_configs_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        HFConfig.of({**raw_config(), **changes}, "config.json")
+
+
+def test_a_missing_config_field_is_named() -> None:
+    raw = raw_config()
+    del raw["vocab_size"]
+    with pytest.raises(UserError, match=r"config\.json: field 'vocab_size' is missing"):
+        HFConfig.of(raw, "config.json")
+
+
+def test_an_unreadable_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: not readable as JSON"):
+        HFConfig.read(tmp_path)
+
+
+def check(folder: Path) -> None:
+    """What loading does before and while it reads."""
+    config = HFConfig.read(folder)
+    tensors = HFTensors(folder, config)
+    check_names(config, tensors.names, str(folder))
+    for entry in entries(config):
+        for name, shape in entry.hf.items():
+            tensors.read(name, shape)
+
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q0), f"1 tensor\\(s\\) are missing, first: {Q0}"),
+        (
+            lambda t: t.update(extra=torch.zeros(1)),
+            "1 tensor\\(s\\) have no place in the model, first: extra",
+        ),
+        (
+            lambda t: t.update({Q0: torch.zeros(24, 15)}),
+            rf"{Q0} has shape \(24, 15\); config.json says \(24, 16\)",
+        ),
+    ],
+)
+def test_every_tensor_is_accounted_for(folder: Path, change: Callable[[Any], object], message: str) -> None:
+    check(folder)
+    change_tensors(folder, change)
+    with pytest.raises(UserError, match=message):
+        check(folder)
+
+
+def test_a_padded_vocabulary_is_noticed(folder: Path) -> None:
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(32, 16)}))
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \(32, 16\); config.json says \(24, 16\)"):
+        check(folder)
+
+
+def test_a_cut_file_and_an_empty_folder_are_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: not a whole safetensors file"):
+        check(folder)
+    file.unlink()
+    with pytest.raises(UserError, match=r"no \*\.safetensors in it"):
+        check(folder)
+
+
+def fuse(tensors: dict[str, Tensor]) -> None:
+    """Per-expert tensors -> one tensor a layer, as newer transformers hold them."""
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{e}.{x}_proj.weight") for e in range(3)])
+            for x in ("gate", "up", "down")
+        )
+        tensors[prefix + "gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[prefix + "down_proj"] = down
+
+
+def test_fused_experts_are_read_under_their_own_names(folder: Path) -> None:
+    plain = load_file(folder / "model.safetensors")
+    change_tensors(folder, fuse)
+    check(folder)
+    config = HFConfig.read(folder)
+    tensors = HFTensors(folder, config)
+    for entry in entries(config):
+        for name, shape in entry.hf.items():
+            assert torch.equal(tensors.read(name, shape), plain[name])
+
+
+def test_fused_experts_of_another_number_are_refused(folder: Path) -> None:
+    change_tensors(folder, fuse)
+    (folder / "config.json").write_text(json.dumps(raw_config(num_experts=4)))
+    with pytest.raises(UserError, match=r"down_proj holds 3 experts, config.json says 4"):
+        check(folder)
+
+
+def test_a_written_folder_is_whole_and_reads_back(folder: Path, tmp_path: Path) -> None:
+    tensors = {k: v.to(torch.bfloat16) for k, v in load_file(folder / "model.safetensors").items()}
+    out = tmp_path / "out"
+    write_hf(out, folder, tensors.items())
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    check(out)
+    back = load_file(out / "model.safetensors")
+    assert all(torch.equal(back[k], tensors[k]) for k in tensors)
+
+
+def test_large_models_are_written_in_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
+    tensors, out = load_file(folder / "model.safetensors"), tmp_path / "out"
+    write_hf(out, folder, tensors.items(), max_file_bytes=4000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 1
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(t.nbytes for t in load_file(f).values()) <= 4000 for f in files)
+    index = json.loads((out / hf_module.INDEX).read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    check(out)
+
+
+def test_a_write_that_dies_leaves_the_old_folder_alone(folder: Path, tmp_path: Path) -> None:
+    def dying() -> Any:
+        yield "a", torch.zeros(2)
+        raise RuntimeError("killed")
+
+    out = tmp_path / "out"
+    write_hf(out, folder, [("old", torch.ones(1))])
+    with pytest.raises(RuntimeError, match="killed"):
+        write_hf(out, folder, dying())
+    assert list(load_file(out / "model.safetensors")) == ["old"]
+
+
+def test_written_tensors_are_copies(folder: Path, tmp_path: Path) -> None:
+    """Views of parameters come one after the other; an update in between must not reach the file."""
+    parameter = torch.zeros(4, 4)
+
+    def tensors() -> Any:
+        yield "first", parameter[:2]
+        parameter.add_(1)
+        yield "second", parameter.t()
+
+    write_hf(tmp_path / "out", folder, tensors())
+    back = load_file(tmp_path / "out/model.safetensors")
+    assert back["first"].sum() == 0
+    assert back["second"].sum() == 16

@@ -1,0 +1,126 @@
+"""Packing: every token once, within the budget, the same number of micro-batches on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.types import Sample, Segment, VersionSpan
+
+
+def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:
+    """Token ids that tell which sample and which place they come from."""
+    ids = [1000 * mark + i for i in range(prompt + response)]
+    return TrainSample(
+        ids[:prompt], ids[prompt:], [-0.5] * response, [mark] * response, advantage=mark + 0.25, group_id=mark
+    )
+
+
+lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=40)
+
+
+def sequences(batches: list[MicroBatch]) -> list[list[int]]:
+    """Token lists of all sequences that train."""
+    out = []
+    for m in batches:
+        for a, b in zip(m.cu_seqlens[:-1].tolist(), m.cu_seqlens[1:].tolist(), strict=True):
+            if m.mask[a:b].any():
+                out.append(m.tokens[a:b].tolist())
+    return out
+
+
+@given(lengths, st.integers(1, 200), st.integers(1, 5))
+def test_every_sample_is_packed_once_on_equally_many_micro_batches(
+    sizes: list[tuple[int, int]], budget: int, dp: int
+) -> None:
+    samples = [sample(p, r, i) for i, (p, r) in enumerate(sizes)]
+    ranks = [pack(samples, budget, rank, dp) for rank in range(dp)]
+    assert len({len(batches) for batches in ranks}) == 1
+    packed = sequences([m for batches in ranks for m in batches])
+    assert sorted(packed) == sorted(s.prompt_ids + s.response_ids for s in samples)
+    assert sum(m.response_tokens for batches in ranks for m in batches) == sum(r for _, r in sizes)
+
+
+@given(lengths, st.integers(1, 200), st.integers(1, 5))
+def test_budget_holds_save_for_a_sample_that_exceeds_it_alone(
+    sizes: list[tuple[int, int]], budget: int, dp: int
+) -> None:
+    samples = [sample(p, r, i) for i, (p, r) in enumerate(sizes)]
+    for rank in range(dp):
+        for micro in pack(samples, budget, rank, dp):
+            assert len(micro.tokens) <= budget or len(micro.cu_seqlens) == 2
+
+
+@given(st.lists(st.integers(2, 60), min_size=8, max_size=64))
+def test_ranks_carry_almost_equal_loads(sizes: list[int]) -> None:
+    samples = [sample(1, n, i) for i, n in enumerate(sizes)]
+    loads = [sum(len(m.tokens) for m in pack(samples, 10_000, rank, 2)) for rank in range(2)]
+    assert abs(loads[0] - loads[1]) <= max(sizes) + 1
+
+
+def test_fields_are_aligned_to_their_tokens() -> None:
+    (micro,) = pack([sample(2, 3, 1), sample(1, 1, 2)], token_budget=100)
+    assert micro.tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001]
+    assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert micro.cu_seqlens.tolist() == [0, 5, 7]
+    assert micro.mask.tolist() == [0, 0, 1, 1, 1, 0, 1]
+    assert micro.mu.tolist() == [0, 0, -0.5, -0.5, -0.5, 0, -0.5]
+    assert micro.versions.tolist() == [-1, -1, 1, 1, 1, -1, 2]
+    assert micro.advantages.tolist() == [0, 0, 1.25, 1.25, 1.25, 0, 2.25]
+    assert micro.cu_seqlens.dtype == torch.int32
+    assert micro.response_tokens == 4
+
+
+def test_similar_lengths_stand_side_by_side() -> None:
+    (micro,) = pack([sample(1, n) for n in (5, 50, 7, 40)], token_budget=1000)
+    assert (micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]).tolist() == [51, 41, 8, 6]
+
+
+def test_a_rank_without_samples_computes_a_masked_one() -> None:
+    one, other = (pack([sample(1, 4)], 100, rank, dp_size=2) for rank in range(2))
+    assert [m.response_tokens for m in one] == [4]
+    assert [m.response_tokens for m in other] == [0]
+    assert len(other[0].tokens) == 5
+
+
+def test_packing_is_the_same_every_time() -> None:
+    samples = [sample(1, 3 + i % 5, i) for i in range(20)]
+    first, second = pack(samples, 30), pack(samples, 30)
+    assert [m.tokens.tolist() for m in first] == [m.tokens.tolist() for m in second]
+
+
+def test_padding_makes_the_number_of_tokens_divisible() -> None:
+    (micro,) = pack([sample(2, 3, 1)], token_budget=100)
+    tokens, positions, cu_seqlens = micro.padded(4)
+    assert tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 0, 0, 0]
+    assert positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert cu_seqlens.tolist() == [0, 5, 8]
+    assert micro.padded(5)[0] is micro.tokens
+
+
+def test_nothing_to_pack_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        pack([], 10)
+
+
+def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
+    made = Sample(sample_id=1, group_id=7, index=0, prompt_ids=[1, 2], seed=0)
+    made.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
+    made.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
+    row = TrainSample.of(made, advantage=0.5)
+    assert (row.response_ids, row.mu, row.versions) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
+    assert (row.group_id, len(row)) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "mu", "versions"),
+    [([], [1], [0.0], [0]), ([1], [], [], []), ([1], [2], [], [0]), ([1], [2], [0.0], [0, 1])],
+)
+def test_uneven_samples_are_refused(
+    prompt: list[int], response: list[int], mu: list[float], versions: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="must not be empty, the last three equal"):
+        TrainSample(prompt, response, mu, versions, 0.0)
