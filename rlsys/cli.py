@@ -41,6 +41,7 @@ def sft(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     check_model(config)
     supervise(config, build_sft_plan(config))
+    print(f"model: {config.run.dir / 'model'}")
     return 0
 
 
@@ -122,6 +123,14 @@ def must_be_run(run: Path) -> None:
         raise UserError(f"{run}: no such run folder")
 
 
+def algo(args: argparse.Namespace) -> int:
+    """List the algorithms that a config can name, or show one."""
+    from rlsys.algo.catalogue import render_list, render_show
+
+    print(render_show(args.name) if args.name else render_list())
+    return 0
+
+
 def doctor(_: argparse.Namespace) -> int:
     """Show what this machine has and what is missing."""
     from rlsys.obs.doctor import examine
@@ -166,6 +175,10 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
         sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub = add("algo", algo, "list the algorithms that a config can name, or show one")
+    which = sub.add_subparsers(required=True, metavar="list|show")
+    which.add_parser("list", help="all, by kind").set_defaults(name=None)
+    which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add("doctor", doctor, "show what this machine has and what is missing")
     return parser
 

@@ -130,6 +130,11 @@ class PlainProgress:
 
 def plain_step(view: RunView) -> str:
     number = view.number
+    if "reward" not in view.step:  # fine-tuning
+        return (
+            f"step {view.done_steps}/{view.total_steps}  loss {number('loss', '.4f')}  "
+            f"{number('tokens_per_s')} tok/s  {number('time_step', '.1f')} s  ETA {clock(view.eta_seconds)}"
+        )
     counts = "/".join(show(view.status.get(k, view.step.get(k)), ",.0f") for k in _COUNTS)
     lengths = f"{number('response_len_p50')}/{number('response_len_p99')}"
     parts = " + ".join(f"{name} {number(key, '.1f')}" for name, key, _ in _PARTS)

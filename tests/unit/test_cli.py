@@ -76,14 +76,21 @@ def test_a_ledger_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureF
     assert ["parked", "2"] in rows
 
 
-def test_a_ledger_with_losses_ends_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
     buffer.add_lost(5)
     buffer.close()
     assert cli.main(["ledger", str(tmp_path)]) == 1
     assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
+
+
+def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["algo", "list"]) == 0
+    assert "grpo" in capsys.readouterr().out
+    assert cli.main(["algo", "show", "grpo"]) == 0
+    assert "paper:" in capsys.readouterr().out
+    assert cli.main(["algo", "show", "grop"]) == 2
+    assert "did you mean grpo?" in capsys.readouterr().err
 
 
 def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,14 @@ def test_plain_lines_say_what_a_person_watches(run_dir: Path) -> None:
     assert lines[-1] == "eval at step 4: held-out accuracy 0.800 on 128 prompts, mean length 20.0"
 
 
+def test_a_plain_line_of_fine_tuning_tells_the_loss() -> None:
+    out = io.StringIO()
+    with PlainProgress(2, Console(file=out, width=80)) as display:
+        entry = {"kind": "step", "step": 1, "time": 0.0, "loss": 1.5, "tokens_per_s": 900.0, "time_step": 2.0}
+        display.entry(entry, live=True)
+    assert out.getvalue() == "step 1/2  loss 1.5000  900 tok/s  2.0 s  ETA 0:02\n"
+
+
 def test_the_live_panel_draws_before_and_after_the_first_step(run_dir: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=110, force_terminal=True, color_system=None)
