@@ -38,7 +38,7 @@ class RolloutClient:
         while time.monotonic() < deadline:
             try:
                 status = self.status()
-                if status["ready"]:
+                if status["engines_ready"]:
                     return
                 missing = f"its engines are {status['engines']}"
             except RunError:

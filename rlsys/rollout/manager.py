@@ -77,10 +77,8 @@ class RolloutManager:
             if self._policy_step is None or train_step not in (self._done_steps, next_step):
                 raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
             if train_step > self._buffer.last_taken_step:
-                wanted = self._config.rollout.groups_per_step
-                ready = await self._watched(
-                    self._enough_ready(wanted), f"the {wanted} groups of a train step"
-                )
+                self._router.resume()
+                ready = await self._enough_ready(self._policy_step)
                 if ready is None:
                     return None
                 self._buffer.take(train_step, ready)
@@ -88,10 +86,11 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             if self._colocated:
                 await self._rest()
+                await self._runner.pause()
             self._runner.flush()
             check_conservation(self._buffer.ledger())
             self._done_steps, self._push_due = train_step, True
-            self._go()
+            self._go_on()
             at = self._buffer.policy_step(version)
             metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
             return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
@@ -118,7 +117,11 @@ class RolloutManager:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
             metrics = await self._router.end_push(version, canaries)
             self._policy_step, self._push_due = self._done_steps, False
-            self._go()
+            self._go_on()
+            if not self._colocated:
+                # Colocated, samples go on when a take waits for them: what was made during an evaluation, say,
+                # would only grow old.
+                self._router.resume()
             return metrics
 
     async def evaluate(self) -> EvalResult:
@@ -200,15 +203,18 @@ class RolloutManager:
 
     # Waiting
 
-    async def _enough_ready(self, wanted: int) -> list[SampleGroup] | None:
-        """The first groups to be READY, once there are so many; None when an engine is stale."""
-        while True:
+    async def _enough_ready(self, policy_step: int) -> list[SampleGroup] | None:
+        """The first groups_per_step to be READY, once there are so many; None when an engine is stale."""
+        wanted = self._config.rollout.groups_per_step
+        if len(self._buffer.ready()) < wanted:
+            self._runner.go(policy_step)
+            await self._watched(self._wait_for_ready(wanted), f"{wanted} groups of a train step")
+        ready = self._buffer.ready()
+        return ready[:wanted] if len(ready) >= wanted else None
+
+    async def _wait_for_ready(self, wanted: int) -> None:
+        while len(self._buffer.ready()) < wanted and not self._router.stale_engines:
             self._runner.raise_failure()
-            ready = self._buffer.ready()
-            if len(ready) >= wanted:
-                return ready[:wanted]
-            if self._router.stale_engines:
-                return None
             self._runner.wake.clear()
             with contextlib.suppress(TimeoutError):  # a stale engine wakes nobody
                 await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
@@ -256,9 +262,14 @@ class RolloutManager:
 
     # Order of operations
 
-    def _go(self) -> None:
-        """Generate, unless the trainer repeats steps whose groups are there already."""
-        if self._policy_step is not None and self._done_steps >= self._buffer.last_taken_step:
+    def _go_on(self) -> None:
+        """Disaggregated engines always generate, unless the trainer repeats steps whose groups are there already.
+
+        Colocated ones only while a take waits: what they made during an evaluation or a checkpoint would be a
+        surplus that grows old, and what a take with enough of it interrupts would have been prefilled for nothing.
+        """
+        caught_up = self._done_steps >= self._buffer.last_taken_step
+        if not self._colocated and caught_up and self._policy_step is not None:
             self._runner.go(self._policy_step)
 
     async def _rest(self) -> None:

@@ -50,7 +50,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Applicat
         return await manager.end_push(request.ticket, request.canaries)
 
     async def status(_: web.Request) -> web.Response:
-        return web.json_response({**manager.status(), "ready": ready()})
+        return web.json_response({**manager.status(), "engines_ready": ready()})
 
     app = web.Application(client_max_size=LARGEST_REQUEST)
     app.add_routes(

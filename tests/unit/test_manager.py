@@ -262,6 +262,26 @@ def test_surplus_groups_are_kept_for_the_next_step(tmp_path: Path) -> None:
     run(test())
 
 
+def test_colocated_engines_only_work_for_a_waiting_take(tmp_path: Path) -> None:
+    """An evaluation has them for itself, and a take that has enough does not start what it would interrupt."""
+
+    async def test() -> None:
+        async with rig(make_config(tmp_path, **APRIL, eval={"prompts": 2}), slow_group_zero) as r:
+            await r.start()
+            await r.until(r.manager.evaluate())
+            assert (r.router.most_in_flight, r.buffer.next_group_id) == (0, 0)
+            await r.take(1)
+            await r.push()
+            while len(r.buffer.ready()) < 2:
+                await r.take(r.buffer.last_taken_step + 1)
+                await r.push()
+            resumes = r.router.resumes
+            await r.manager.take(r.buffer.last_taken_step + 1)
+            assert r.router.resumes == resumes
+
+    run(test())
+
+
 def test_too_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
     async def test() -> None:
         config = make_config(tmp_path, rollout={"over_provision": 2, "max_staleness": 1})
@@ -374,10 +394,11 @@ def test_a_stall_names_who_is_waited_for(tmp_path: Path) -> None:
         config = make_config(tmp_path, rollout={"stall_timeout": 0.02})
         async with rig(config) as r:
             await r.start()
+            take = asyncio.create_task(r.manager.take(1))
             await settle()
             r.router.give(0, 1)
             with pytest.raises(RunError) as e:
-                await r.manager.take(1)
+                await take
             text = str(e.value)
             assert "rollout.stall_timeout = 0.02 s" in text
             assert "sample 0 in_flight with 1 tokens" in text
@@ -491,10 +512,14 @@ def test_a_restarted_run_resumes_parked_samples_with_their_tokens(tmp_path: Path
             assert sample.response_ids == kept
             assert sample.spans[0].version == 1
             await settle()
+            assert r.router.in_flight == []  # colocated: nothing is generated before somebody waits for it
+            take = asyncio.create_task(r.manager.take(2))
+            await settle()
             assert 0 in r.router.in_flight
             r.router.tick()
             assert sample.response_ids == [*kept, len(kept)]
             assert sample.resumes == 1
+            take.cancel()
 
     run(test())
 
@@ -514,7 +539,7 @@ def test_after_a_crash_the_same_groups_are_trained_in_the_same_steps(tmp_path: P
             await r.start(1)
             for step in (2, 3):
                 await settle()
-                assert r.router.in_flight == []
+                assert r.router.received == 0
                 again = await r.manager.take(step)
                 assert again is not None
                 assert again.groups == told[step].groups
@@ -542,8 +567,10 @@ def test_a_synchronous_run_is_the_same_with_and_without_a_crash(tmp_path: Path) 
                 out[step] = (await r.take(step)).groups
                 await r.push()
             if crash:  # in the middle of step 4's rollout
+                take = asyncio.create_task(r.manager.take(4))
                 await settle()
                 r.router.tick(2)
+                take.cancel()
             else:
                 out[4] = (await r.take(4)).groups
         if crash:

@@ -71,8 +71,8 @@ def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
             if (again := await ticking(r, client.take, 2)) is not None:
                 assert ids(again.groups) == ids(r.buffer.taken(2)[1])
             status = await ticking(r, client.status)
-            assert status["ready"] is True
-            assert status["issued"] == r.buffer.next_group_id
+            assert status["engines_ready"] is True
+            assert status["weight_version"] == r.buffer.weight_version
             assert status["engines"] == {"http://engine:1": "version 2"}
 
     asyncio.run(test())
