@@ -58,12 +58,15 @@ class RolloutBuffer:
         """Groups in each state."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
         self._policy_steps: dict[int, int] = {}
+        self._stored: dict[int, int] = {}  # sample id -> tokens in the file, of live groups
         self._load()
 
     def _load(self) -> None:
         with sqlite_errors(self._path):
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
+            samples = (s for g in self.groups.values() for s in g.samples)
+            self._stored = {s.sample_id: len(s.response_ids) for s in samples}
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
@@ -94,7 +97,7 @@ class RolloutBuffer:
             row = (group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids))
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", row)
             for sample in samples:
-                write_sample(self._db, sample)
+                self._write(sample)
             self._set_meta("issued", group_id + 1)
         self._issued += 1
         self.groups[group_id] = group
@@ -108,7 +111,7 @@ class RolloutBuffer:
                 group = self.groups.get(sample.group_id)
                 if group is None or group.state is not GroupState.ACTIVE:
                     raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
-                write_sample(self._db, sample)
+                self._write(sample)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -117,7 +120,7 @@ class RolloutBuffer:
         with self._writing():
             if group.state is GroupState.ACTIVE:
                 for sample in group.samples:
-                    write_sample(self._db, sample)
+                    self._write(sample)
             self._move(group, state)
             if state is GroupState.READY:
                 self._db.execute(
@@ -238,13 +241,18 @@ class RolloutBuffer:
 
     # The file
 
-    def ledger(self) -> Ledger:
-        """The counts of the file, what is not flushed included. Raises RunError when memory disagrees."""
+    def check_counts(self) -> None:
+        """Conservation of groups (invariant 3), cheaply: the issue counter, memory and file agree, else RunError."""
         with sqlite_errors(self._path):
-            ledger = count(self._db)
-        if ledger.groups != {state.value: self.counts[state] for state in GroupState}:
-            raise RunError(f"ledger: {ledger.groups} in the file, {dict(self.counts)} in memory")
-        return ledger
+            rows = dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+        memory = {state.value: n for state, n in self.counts.items() if n}
+        if rows != memory or sum(memory.values()) != self._issued:
+            raise RunError(f"ledger: {self._issued} groups issued; in memory {memory}, in the file {rows}")
+
+    def ledger(self) -> Ledger:
+        """Every count of the file, what is not flushed included."""
+        with sqlite_errors(self._path):
+            return count(self._db)
 
     @property
     def lost(self) -> int:
@@ -289,6 +297,11 @@ class RolloutBuffer:
                 self._db.execute("ROLLBACK TO method")
             raise
 
+    def _write(self, sample: Sample) -> None:
+        tokens = len(sample.response_ids)
+        write_sample(self._db, sample, arrays=tokens != self._stored.get(sample.sample_id, 0))
+        self._stored[sample.sample_id] = tokens
+
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
         if state not in _LEGAL.get(group.state, ()):
             raise RunError(f"group {group.group_id} cannot go from {group.state} to {state}")
@@ -303,6 +316,8 @@ class RolloutBuffer:
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)
+        for sample in group.samples:
+            self._stored.pop(sample.sample_id, None)
         if group.state in DEAD:
             ids = [(s.sample_id,) for s in group.samples]
             self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)

@@ -63,8 +63,8 @@ class RolloutManager:
             await self._rest()
             await self._runner.reset()
             self._buffer.restore(train_step)
-            self._runner.flush()
             check_conservation(self._buffer.ledger())
+            self._runner.flush()
             self._done_steps, self._policy_step, self._push_due = train_step, None, True
 
     async def take(self, train_step: int) -> Taken | None:
@@ -87,8 +87,8 @@ class RolloutManager:
             if self._colocated:
                 await self._rest()
                 await self._runner.pause()
+            self._buffer.check_counts()
             self._runner.flush()
-            check_conservation(self._buffer.ledger())
             self._done_steps, self._push_due = train_step, True
             self._go_on()
             at = self._buffer.policy_step(version)
@@ -149,8 +149,9 @@ class RolloutManager:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten."""
         async with self._command:
             t = self._config.trainer
+            check_conservation(self._buffer.ledger())
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
-            self._buffer.flush()
+            self._runner.flush()
 
     async def close(self) -> None:
         """Park what is in flight, durably, and end every task."""

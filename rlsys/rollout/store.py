@@ -173,8 +173,8 @@ def blob_to_ids(blob: bytes) -> list[int]:
     return ids
 
 
-def write_sample(db: sqlite3.Connection, sample: Sample) -> None:
-    """Insert or replace. In flight is stored as parked: what is in the file is what would be resumed."""
+def write_sample(db: sqlite3.Connection, sample: Sample, *, arrays: bool) -> None:
+    """Insert or replace its row, and its arrays if told to. In flight is stored as parked: what would be resumed."""
     status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
     spans = json.dumps([[s.version, s.start, s.end] for s in sample.spans])
     db.execute(
@@ -185,7 +185,7 @@ def write_sample(db: sqlite3.Connection, sample: Sample) -> None:
             sample.cached_tokens, sample.prefilled_tokens, sample.engine,
         ),
     )  # fmt: skip
-    if sample.response_ids:
+    if arrays:
         mu = np.array(sample.mu, dtype="<f8").tobytes()
         row = (sample.sample_id, ids_to_blob(sample.response_ids), mu)
         db.execute("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?)", row)

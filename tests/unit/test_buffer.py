@@ -205,6 +205,26 @@ def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opene
         check(back.ledger())
 
 
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
+    buffer: RolloutBuffer, reopen: Opener
+) -> None:
+    version = buffer.new_version(0)
+    complete(buffer, issue(buffer), version)
+    buffer.flush()
+    pages = buffer._db.execute("PRAGMA page_count").fetchone()[0]
+    buffer._db.execute(f"PRAGMA max_page_count={pages + 2}")
+    with pytest.raises(RunError, match=r"rollouts.sqlite: cannot go on writing: database or disk is full"):
+        for _ in range(1000):
+            group = issue(buffer)
+            grow(group, version, tokens=200)
+            buffer.save(group.samples)
+    with pytest.raises(RunError, match="closed to writes"):
+        buffer.new_version(1)
+    back = reopen()
+    check(back.ledger())
+    assert [g.group_id for g in back.ready()] == [0]
+
+
 # Files that are not ours to write
 
 
@@ -364,6 +384,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         check(self.buffer.ledger())
+        self.buffer.check_counts()
 
     @invariant()
     def versions_are_never_reused(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,12 +97,16 @@ async def settle() -> None:
 async def rig(
     config: Config, length: Callable[[Sample], int] = lambda s: 3, reward: Reward = length_reward
 ) -> AsyncIterator[Rig]:
+    """At the end: the ledger adds up, and every token that the router received is in it."""
     made = Rig(config, length, reward)
+    before = sum(made.buffer.ledger().tokens.values())
     try:
         yield made
-        check(made.buffer.ledger())
-    finally:
         await made.manager.close()
+        ledger = made.buffer.ledger()
+        check(ledger)
+        assert sum(ledger.tokens.values()) == before + made.router.received
+    finally:
         made.buffer.close()
 
 
@@ -594,6 +599,71 @@ def test_a_synchronous_run_is_the_same_with_and_without_a_crash(tmp_path: Path) 
         assert tokens(whole) == tokens(crashed)
 
     run(test())
+
+
+class Killed(Exception):
+    """The process ended here."""
+
+
+async def flaky_reward(prompt: Prompt, text: str) -> float:
+    if prompt.index % 11 == 0:
+        raise OSError("judge is away")
+    await asyncio.sleep(0)
+    return float(len(text) % 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed: int) -> None:
+    """40 steps; the process is killed with kill -9's effect at random awaits, checkpoints are random."""
+    rng = random.Random(seed)
+    config = make_config(tmp_path, rollout={"over_provision": 2, "max_staleness": 3})
+    told: dict[int, list[int]] = {}
+
+    async def session(saved: int) -> int:
+        """Until killed or done; returns the step of the last checkpoint."""
+        r = Rig(config, long_tail, flaky_reward)
+        try:
+            await r.start(saved)
+            for step in range(saved + 1, 41):
+                task = asyncio.create_task(r.manager.take(step))
+                while not task.done():
+                    if rng.random() < 0.02:
+                        raise Killed
+                    await settle()
+                    r.router.tick(rng.randint(0, 4))
+                taken = task.result()
+                assert taken is not None
+                assert told.setdefault(step, ids(taken.groups)) == ids(taken.groups)
+                assert taken.metrics["staleness_max"] <= 3
+                if rng.random() < 0.1:
+                    raise Killed
+                await r.push()
+                if rng.random() < 0.3:
+                    await r.manager.commit(step)
+                    saved = step
+        except Killed:
+            pass
+        finally:
+            check(r.buffer.ledger())
+            abandon(r)
+        return saved if len(told) < 40 else 40
+
+    saved = sessions = 0
+    while saved < 40:
+        saved, sessions = asyncio.run(session(saved)), sessions + 1
+    assert sessions > 5
+    trained = [g for groups in told.values() for g in groups]
+    assert len(trained) == len(set(trained)) == 80
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
+    check(buffer.ledger())
+    buffer.close()
+
+
+def abandon(r: Rig) -> None:
+    """Leave the file as a killed process does: what was not committed is gone."""
+    if r.buffer._db.in_transaction:
+        r.buffer._db.execute("ROLLBACK")
+    r.buffer.close()
 
 
 def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) -> None:
