@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import KINDS, TABLE, load
 from rlsys.errors import UserError
 
@@ -41,8 +43,6 @@ def find(name: str) -> list[Entry]:
     """The plug-ins of this short name, one per kind that has it. Raises UserError when there is none."""
     found = [_entry(kind, name, TABLE[kind][name]) for kind in KINDS if name in TABLE[kind]]
     if not found:
-        import difflib
-
         known = sorted({n for names in TABLE.values() for n in names})
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
@@ -99,3 +99,73 @@ def render_show(name: str) -> str:
         lines += [f"  {field} ({kind}, default {default}): {text}" for field, kind, default, text in e.fields]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+INTRO = """# Algorithms
+
+Made by `python -m rlsys.algo.catalogue > docs/algorithms.md` from the plug-ins themselves; `rlsys algo show NAME`
+prints one of them. A recipe for each method is in `configs/algorithms/`.
+
+A run's objective is put together from small plug-ins, one kind for each decision. In the config:
+
+```yaml
+algo:
+  advantage: grpo                       # a short name, or an import path package.module:attribute
+  loss: [clip, {name: kl, beta: 0.001}] # terms are added; parameters stand beside the name
+  reducer: token_mean
+  anchor: old                           # what ratios are taken against
+  corrections: [{name: tis, cap: 2.0}]  # weights and rejections are kept apart, all apply
+  selectors: []
+  shaping: []
+  hooks: []
+  planners: [dapo]                      # rollout side, as are prompt and group_reward
+```
+
+In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`. A plain function with the signature of the kind is a
+plug-in too. Evidence says how the formula was found: {evidence}.
+
+Where the twelve interfaces of the method catalogue are: PromptSource = `rlsys.data` and kind `prompt`; GroupPlanner =
+`planner` (it filters too); Rewarder = `rlsys.rewards` and `group_reward`; Selector = `selector`, AdvantageEstimator =
+`advantage` and `shaping`, Correction = `correction` and the field `anchor`, PolicyLoss + Reducer = `loss` and
+`reducer`, OptimizerHook = `hook`; ReplayStore = `rlsys.algo.replay` for what a selector puts off, the rollout buffer
+for all else; RolloutScheduler and Generator belong to the rollout service and the router.
+
+## Two rules
+
+1. Whatever decides a bound, a mask or a scale is computed from all tokens of the update: a plug-in gets a `Reduce`
+   that sums over data-parallel ranks, and whole sequences under context parallelism. Loss, gradients and metrics are
+   the same for every cut and layout (tests/unit/test_algo_objective.py runs every recipe).
+2. Denominators are fixed before anything is masked or dropped, so that a rejection never scales up what is left.
+   `over: active` leaves samples of advantage 0 out of the denominator, `all` keeps them.
+
+## The signals a plug-in may need
+
+"""
+
+
+def render_docs() -> str:
+    """docs/algorithms.md: the rules, one table, one short section for each plug-in."""
+    evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
+    lines = [INTRO.replace("{evidence}", evidence).rstrip("\n"), ""]
+    lines += [f"- `{name}`: {text}" for name, text in NEEDS.items()]
+    lines += [
+        "",
+        "## All plug-ins",
+        "",
+        "| kind | name | needs | paper | evidence |",
+        "|---|---|---|---|---|",
+    ]
+    for e in entries():
+        needs = ", ".join(f"`{n}`" for n in e.needs)
+        lines.append(f"| {e.kind} | [`{e.name}`](#{e.kind}-{e.name}) | {needs} | {e.paper} | {e.evidence} |")
+    for kind, (_, what) in KINDS.items():
+        lines += ["", f"## Kind {kind}: {what}"]
+        for e in (e for e in entries() if e.kind == kind):
+            lines += ["", f"### {e.kind} {e.name}", "", e.doc]
+            lines += [""] if e.fields else []
+            lines += [f"- `{field}` (default `{default}`): {text}" for field, _, default, text in e.fields]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_docs(), end="")

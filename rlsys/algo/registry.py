@@ -75,6 +75,7 @@ TABLE: dict[str, dict[str, str]] = {
         "d3s": "rlsys.algo.selectors:D3S",
         "grpo_roc": "rlsys.algo.selectors:GrpoRoc",
         "rorecomp": "rlsys.algo.selectors:RoRecomp",
+        "ttrl": "rlsys.algo.selectors:Thin",
     },
     "correction": {
         "tis": "rlsys.algo.corrections:Tis",
@@ -195,7 +196,7 @@ def _elsewhere(kind: str, name: str) -> str:
     """What to say about a name that this kind does not have."""
     others = [k for k, names in TABLE.items() if name in names]
     if others:
-        return f"{name} is a {' and a '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
+        return f"{name} is of kind {' and '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
     return _hint(name, TABLE[kind]) + " (or an import path package.module:name)"
 
 

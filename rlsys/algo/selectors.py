@@ -176,6 +176,26 @@ class GrpoRoc(Selector):
         return min(max(wanted, total - lost), won)
 
 
+class Thin(Selector):
+    """Train a random share of each group's votes; all of them voted."""
+
+    paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    before: ClassVar[bool] = True
+    keep: Share = 0.5
+    """Share of each group that is trained."""
+    seed: int = 0
+    """Of the draw."""
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
+        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        out = torch.zeros(len(samples))
+        index, sizes = group_index(samples.group_ids.cpu())
+        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+            out[members[torch.argsort(draw[members])[: max(1, round(self.keep * len(members)))]]] = 1.0
+        return out.to(samples.rewards.device)
+
+
 class RoRecomp(Selector):
     """Of each group train the short correct and the long wrong responses now; the rest later, in an extra update.
 

@@ -89,6 +89,9 @@ class ScriptedRouter:
             self._end(sample_id)
         await asyncio.sleep(0)
 
+    def resume(self) -> None:
+        self._gate.set()
+
     async def begin_push(self, version: int, *, only_stale: bool = False) -> list[EngineAddress]:
         self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
         if not only_stale:
@@ -100,7 +103,6 @@ class ScriptedRouter:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []
-        self._gate.set()
         return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7}
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:

@@ -1,0 +1,249 @@
+"""Corrections, selectors, shaping, reducers, hooks, mismatch: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from algo_world import DOUBLE, packed, table
+
+from rlsys.algo import build
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.corrections import Correction
+from rlsys.algo.hooks import effective_share
+from rlsys.algo.losses import View
+from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
+from rlsys.algo.reduction import alone
+from rlsys.algo.replay import Replay
+from rlsys.algo.selectors import widest_subset
+
+close = torch.testing.assert_close
+LOG2 = math.log(2)
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
+
+
+def correct(
+    name: str, batch: Batch, anchor: list[float], logp: list[float] | None = None, **params: object
+) -> Correction:
+    plugin, prox = build("correction", name, **params), vector(*anchor)
+    prepared = plugin.prepare([batch], [prox], alone)
+    now = prox if logp is None else vector(*logp)
+    got: Correction = plugin(View(batch, now, prox), prepared)
+    return got
+
+
+def test_tis_by_hand() -> None:
+    """rho = 2, 1/2, 8 with cap 2; the product of the sequence (2 * 1/2, 8) and its geometric mean."""
+    batch, anchor = packed([2, 1]), [LOG2, -LOG2, 3 * LOG2]
+    close(correct("tis", batch, anchor).weight, vector(2, 0.5, 2))
+    close(correct("tis", batch, anchor, level="sequence", cap=8.0).weight, vector(1, 1, 8))
+    close(correct("tis", packed([2]), [LOG2, LOG2 * 3], level="geometric", cap=8.0).weight, vector(4, 4))
+    close(correct("tis", batch, anchor, normalise=True).weight, vector(2, 0.5, 2) / 1.5)
+
+
+def test_icepop_by_hand() -> None:
+    batch, anchor = packed([2, 1]), [LOG2, -3 * LOG2, 0.0]
+    got = correct("icepop", batch, anchor)
+    assert got.keep.tolist() == [True, False, True]
+    close(got.weight[got.keep], vector(2, 1))
+    plain = correct("icepop", batch, anchor, weighted=False)
+    close(plain.weight, vector(1, 1, 1))
+    # geometric mean of the first sequence: sqrt(2 / 8) = 1/2 < 0.9
+    assert correct("icepop", batch, anchor, level="geometric", low=0.9, high=1.1).keep.tolist() == [
+        False,
+        False,
+        True,
+    ]
+    # one token at 1/8 < 0.2 vetoes its sequence
+    assert correct("icepop", batch, anchor, low=0.1, veto=0.2).keep.tolist() == [False, False, True]
+
+
+def test_opsm_by_hand() -> None:
+    """Mean of anchor - logp: 0.1 for the first and the second; only the second has A < 0."""
+    batch = packed([2, 2, 1], advantages=[1, 1, -1, -1, -1])
+    got = correct("opsm", batch, [0.2, 0.0, 0.2, 0.0, 0.0], logp=[0.0] * 5, delta=0.05)
+    assert got.keep.tolist() == [True, True, False, False, True]
+
+
+def test_decoupled_ppo_by_hand() -> None:
+    batch, anchor = packed([3]), [LOG2, 3 * LOG2, -LOG2]
+    masked, clamped = (
+        correct("decoupled_ppo", batch, anchor),
+        correct("decoupled_ppo", batch, anchor, above="clamp"),
+    )
+    assert masked.keep.tolist() == [True, False, True]
+    close(masked.weight, vector(2, 5, 0.5))
+    assert clamped.keep.all()
+    close(clamped.weight, vector(2, 5, 0.5))
+
+
+def test_minpro_by_hand() -> None:
+    """Ratios 1/2, 2, 1/4 | 2, 2: smallest before each token 1, 1/2, 1/2 | 1, 2 (cut at the cap of 1)."""
+    batch, logp = packed([3, 2]), [-LOG2, LOG2, -2 * LOG2, LOG2, LOG2]
+    close(correct("minpro", batch, [0.0] * 5, logp=logp).weight, vector(1, 0.5, 0.5, 1, 1))
+    close(correct("minpro", batch, [0.0] * 5, logp=logp, cap=None).weight, vector(1, 0.5, 0.5, 1, 2))
+    got = correct("minpro", batch, [0.0] * 5, logp=logp, inclusive=True, cap=None).weight
+    close(got, vector(0.5, 0.5, 0.25, 2, 2))
+
+
+def test_minpro_does_not_see_masked_tokens() -> None:
+    batch = packed([3], mask=[1.0, 0.0, 1.0])
+    close(correct("minpro", batch, [0.0] * 3, logp=[0.0, -9.0, 0.0]).weight[batch.keep], vector(1, 1))
+
+
+def test_lens_by_hand() -> None:
+    """Own samples 1 of 2 right: a = 1/2. Own success 1/2, failure 1/2, transferred success 1/2; a = 0: 0.1 and 1."""
+    transferred = torch.tensor([False, False, True, False, True])
+    samples = table([1, 0, 1, 0, 1], [0, 0, 0, 1, 1], transferred=transferred)
+    plugin = build("correction", "lens")
+    close(plugin.sample_weight(samples), vector(0.5, 0.5, 0.5, 1, 1))
+    close(plugin.shift(packed([1] * 5), samples), vector(0.5, 0.5, 0.5, 1, 1).log())
+
+
+def test_weights_are_detached_and_rejections_are_not_weights() -> None:
+    batch = packed([2], advantages=[1.0, 1.0])
+    leaf = vector(1, -9).requires_grad_()
+    for name in ("tis", "icepop", "opsm", "decoupled_ppo", "minpro"):
+        weight, keep = build("correction", name)(View(batch, leaf, leaf.detach()), None)
+        assert not weight.requires_grad
+        assert (weight[keep] > 0).all()
+
+
+# -- selectors -----------------------------------------------------------------------------------------------
+
+
+def test_widest_subset_equals_trying_all() -> None:
+    values = torch.randn(8, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+    for count in range(1, 9):
+        best = max(
+            float(values[list(c)].var(unbiased=False)) for c in itertools.combinations(range(8), count)
+        )
+        keep = widest_subset(values, count)
+        assert keep.sum() == count
+        assert float(values[keep].var(unbiased=False)) == pytest.approx(best)
+
+
+def test_d3s_by_hand() -> None:
+    """Half of the samples: the ends -3 and 3. Half of the tokens: the largest |A| H of those trained."""
+    samples = table([0, 0, 0, 0], [0] * 4)
+    plugin = build("selector", "d3s", tokens_start=0.5)
+    assert plugin(samples, vector(-3, 1, 0, 3)).tolist() == [1, 0, 0, 1]
+    batch = packed([4], advantages=[1, -2, 1, 1], entropy=[0.1, 0.2, 0.3, 9], weight=[1.0, 1, 1, 0])
+    (got,) = plugin.per_token([batch], samples, alone)
+    assert (got * batch.weight).tolist() == [0, 1, 1, 0]  # scores 0.1, 0.4, 0.3; a third of three rounds up
+
+
+def test_d3s_relaxes_with_time() -> None:
+    late = Samples(rewards=torch.zeros(4), group_ids=torch.zeros(4), lengths=torch.ones(4), step=1000)
+    plugin = build("selector", "d3s")
+    assert plugin(late, vector(-3, 1, 0, 3)).tolist() == [1, 1, 1, 1]
+    assert plugin.per_token([], late, alone) is None
+
+
+@pytest.mark.parametrize(
+    ("won", "lost", "total", "kept"),
+    [(6, 2, 4, 2), (4, 4, 4, 2), (8, 0, 4, 4), (0, 8, 4, 0), (1, 7, 4, 1), (7, 1, 4, 3)],
+)
+def test_grpo_roc_keeps_the_proportion_but_two_of_each(won: int, lost: int, total: int, kept: int) -> None:
+    rewards = [1] * won + [0] * lost
+    errors = torch.linspace(0, 1, won + lost, dtype=DOUBLE)
+    weight = build("selector", "grpo_roc", keep=total / (won + lost))(
+        table(rewards, [0] * len(rewards), tool_errors=errors), None
+    )
+    assert weight[:won].tolist() == [1.0] * kept + [0.0] * (won - kept)  # the cleanest successes come first
+    assert weight.sum() == total
+
+
+def test_ttrl_trains_a_share_of_the_votes() -> None:
+    weight = build("selector", "ttrl")(table([1] * 16, [0] * 8 + [1] * 8), None)
+    assert weight[:8].sum() == weight[8:].sum() == 4
+
+
+def test_replay_is_first_in_first_out_bounded_in_age_and_resumes() -> None:
+    store: Replay[str] = Replay(capacity=2, max_age=3)
+    store.put(1, ["a"])
+    assert store.take(1) == []
+    store.put(3, ["b", "c"])
+    again: Replay[str] = Replay(capacity=2, max_age=3)
+    again.load_state_dict(store.state_dict(str), str)
+    assert again.take(4) == ["a", "b"]
+    assert store.take(5) == ["b", "c"]  # "a" is four steps old
+    assert (store.expired, len(store), len(again)) == (1, 0, 1)
+
+
+# -- shaping, reducers, hooks --------------------------------------------------------------------------------
+
+
+def test_overlong_by_hand() -> None:
+    shaped = build("shaping", "overlong", cap=100, buffer=20)(
+        table([1, 1, 1, 0], [0] * 4, [80, 90, 100, 100])
+    )
+    close(shaped, vector(1, 0.5, 0, -1))
+
+
+def test_kl_reward_by_hand() -> None:
+    close(build("shaping", "kl_reward", beta=0.5)(table([1, 0], [0, 0], kl=vector(0.2, 4))), vector(0.9, -2))
+
+
+def test_reducers_by_hand() -> None:
+    lengths, active = torch.tensor([2, 4, 10]), torch.tensor([True, True, False])
+    factor, denominator = build("reducer", "token_mean")(lengths, active)
+    assert (factor.tolist(), denominator) == ([1, 1, 1], 6)
+    factor, denominator = build("reducer", "sequence_mean")(lengths, active)
+    close(factor, torch.tensor([0.5, 0.25, 0.1]))
+    assert denominator == 2
+    factor, denominator = build("reducer", "constant", length=8)(lengths, active)
+    assert (factor.tolist(), denominator) == ([1, 1, 1], 24)
+
+
+def test_reducers_survive_empty_steps() -> None:
+    for name in ("token_mean", "sequence_mean", "constant"):
+        assert build("reducer", name)(torch.tensor([0]), torch.tensor([False])).denominator >= 1
+
+
+def test_effective_share_by_hand() -> None:
+    """Weights 1 and 3: 16 / 10 of 2; equal weights, however large: 1."""
+    assert effective_share(vector(0, math.log(3))) == pytest.approx(0.8)
+    assert effective_share(vector(5000, 5000, 5000)) == pytest.approx(1)
+
+
+def test_vcpo_scales_the_step_by_hand() -> None:
+    samples = table([1, 0], [0, 0], log_weight=vector(0, math.log(3)))
+    assert build("hook", "vcpo").lr_factor(samples, [0, 1]) == pytest.approx(math.sqrt(0.8))
+    assert build("hook", "vcpo", shape="linear", rho0=0.9).lr_factor(samples, [0, 1]) == pytest.approx(
+        0.8 / 0.9
+    )
+    assert build("hook", "vcpo", rho0=0.5).lr_factor(samples, [0, 1]) == 1
+
+
+def test_brorl_scales_the_step() -> None:
+    assert build("hook", "brorl", samples=8).lr_factor(table([0] * 32, [0] * 32), range(32)) == 2
+
+
+def test_ewma_by_hand() -> None:
+    """beta 2/3: (2/3 * 1 + 4) / (2/3 + 1) = 2.8; a low active share starts again."""
+    hook, weights = build("hook", "ewma", window=4), torch.tensor([1.0])
+    hook.after_step([("w", weights)], 1.0)
+    assert hook.average()["w"].item() == 1
+    weights.fill_(4.0)
+    hook.after_step([("w", weights)], 1.0)
+    assert hook.average()["w"].item() == pytest.approx(2.8)
+    hook.after_step([("w", weights.fill_(7.0))], 0.5)
+    assert hook.average()["w"].item() == 7
+
+
+def test_mismatch_by_hand() -> None:
+    """d = 0 on the current version, ln 2 and -ln 2 on older ones; a masked token does not count."""
+    batch = packed([4], versions=[7.0, 6.0, 4.0, 7.0], mask=[1.0, 1.0, 1.0, 0.0])
+    batch.version = 7
+    got = mismatch_metrics(mismatch_sums(vector(0, LOG2, -LOG2, 9), batch))
+    assert got["drift_mean"] == pytest.approx(2 * LOG2 / 3)
+    assert got["drift_mean_age0"] == 0
+    assert got["drift_k3_age1"] == pytest.approx(1 - LOG2)
+    assert got["drift_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
+    assert "drift_mean_age4" not in got

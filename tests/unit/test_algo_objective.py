@@ -1,0 +1,273 @@
+"""The composition: what is trained, in which order, and that no layout changes it. Every shipped recipe is a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from algo_world import DOUBLE, Outcome, World, on_ranks, packed, run, section, table
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.config import AlgoSection
+from rlsys.algo.objective import Objective
+from rlsys.algo.reduction import Reduce, threshold, whole_sequences
+from rlsys.config import read_layers
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
+
+
+def recipe(path: Path) -> AlgoSection:
+    return AlgoSection.model_validate(read_layers(path).get("algo", {}))
+
+
+def whole(rows: list[int]) -> list[list[int]]:
+    return [rows]
+
+
+def same(one: Outcome, gradients: dict[int, Tensor], other: Outcome) -> None:
+    assert other.loss == pytest.approx(one.loss, abs=1e-6)
+    assert other.lr_factor == pytest.approx(one.lr_factor, abs=1e-6)
+    assert other.metrics == pytest.approx(one.metrics, abs=1e-6)
+    assert gradients.keys() == one.gradients.keys()
+    for row, gradient in one.gradients.items():
+        torch.testing.assert_close(gradients[row], gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_gives_the_same_however_it_is_cut(path: Path) -> None:
+    """One part, one part per sequence, two ranks with several parts: loss, gradients and metrics agree."""
+    world, algo = World(), recipe(path)
+    one = run(world, algo, whole)
+    assert all(torch.isfinite(g).all() for g in one.gradients.values())
+    assert any(g.abs().sum() > 0 for g in one.gradients.values())
+    many = run(world, algo, lambda rows: [[r] for r in rows])
+    same(one, many.gradients, many)
+    ranks = on_ranks(
+        2, lambda rank, reduce: run(world, algo, lambda rows: [[r] for r in rows[rank::2]], reduce)
+    )
+    for outcome in ranks:
+        same(one, ranks[0].gradients | ranks[1].gradients, outcome)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("scale", [0.0, 50.0])
+def test_every_recipe_is_finite_on_extreme_log_ratios(path: Path, scale: float) -> None:
+    """Log-ratios of 0 and of about +-50 per token, in float64."""
+    outcome = run(World(scale=scale), recipe(path), whole)
+    assert all(torch.isfinite(g).all() for g in outcome.gradients.values())
+    assert all(torch.isfinite(torch.tensor(v)) for v in outcome.metrics.values())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_changes_something_about_the_step(path: Path) -> None:
+    """Against plain GRPO with a clip, token mean: another loss, another choice, or only what the rollout does."""
+    algo = recipe(path)
+    world = World(scale=0.7)
+    world.samples = replace(world.samples, lengths=25 * world.samples.lengths)  # some are near the cap of 256
+    base, other = run(world, AlgoSection(), whole), run(world, algo, whole)
+    trainer_side = algo.model_copy(
+        update={"planners": [], "prompt": AlgoSection().prompt, "group_reward": None}
+    )
+    if trainer_side == AlgoSection():
+        assert other.loss == base.loss
+        assert algo != AlgoSection()
+    elif path.stem == "gdpo":  # with one reward it is GRPO, on purpose
+        assert other.loss == pytest.approx(base.loss)
+    else:
+        assert (other.loss, other.lr_factor, other.rows) != (base.loss, base.lr_factor, base.rows)
+
+
+def test_cp_two_parts_of_each_sequence_give_the_gradient_of_one_process() -> None:
+    """Two context-parallel ranks hold alternate tokens; each backward reaches its own tokens only."""
+    world = World()
+    rows = list(range(20))
+    logp = torch.cat([world.sequences[r]["logp"] for r in rows])
+    places = [torch.arange(len(logp))[k::2] for k in range(2)]
+
+    def loss_of(part_logp: Tensor) -> Tensor:
+        objective = Objective(section(loss=["gspo"], corrections=["minpro"]))
+        plan = objective.plan(world.samples)
+        part = world.part(rows)
+        objective.finish(plan, [part])
+        objective.prepare([part])
+        return objective(part_logp, part)[0]
+
+    leaf = logp.clone().requires_grad_()
+    full = loss_of(leaf)
+    full.backward()
+    locals_ = [logp[p].clone().requires_grad_() for p in places]
+
+    def other(rank: int) -> Reduce:
+        far = torch.zeros_like(logp).index_copy(0, places[1 - rank], logp[places[1 - rank]])
+        return lambda mine: mine + far
+
+    for rank in range(2):
+        loss = loss_of(whole_sequences(locals_[rank], places[rank], len(logp), other(rank)))
+        torch.testing.assert_close(loss, full)
+        loss.backward()
+        torch.testing.assert_close(locals_[rank].grad, leaf.grad[places[rank]])
+
+
+def test_zero_advantages_are_not_packed_and_leave_the_active_denominator() -> None:
+    objective = Objective(section())
+    plan = objective.plan(table([1, 0, 1, 1], [0, 0, 1, 1], [3, 4, 5, 6]))
+    assert plan.rows == [0, 1]
+    assert plan.denominator == 7
+    everything = Objective(section(reducer={"name": "token_mean", "over": "all"})).plan(plan.samples)
+    assert everything.rows == [0, 1]
+    assert everything.denominator == 18
+
+
+def test_a_kl_term_keeps_groups_of_one_reward() -> None:
+    plan = Objective(section(loss=["clip", "kl"])).plan(table([1, 0, 1, 1], [0, 0, 1, 1], [3, 4, 5, 6]))
+    assert plan.rows == [0, 1, 2, 3]
+    assert plan.denominator == 18
+
+
+def test_selection_and_rejection_leave_the_denominator() -> None:
+    world = World()
+    plain = run(world, section(), whole)
+    d3s = {"name": "d3s", "samples_start": 0.3, "tokens_start": 0.3}
+    picked = run(world, section(selectors=[d3s]), whole)
+    masked = run(
+        world, section(anchor="old", corrections=[{"name": "icepop", "low": 0.9, "high": 1.1}]), whole
+    )
+    assert picked.denominator == masked.denominator == plain.denominator
+    assert len(picked.rows) < len(plain.rows)
+    assert masked.metrics["rejected_share"] > 0.1
+
+
+def test_what_a_before_selector_drops_was_never_there() -> None:
+    """Baselines and the denominator are those of the kept samples."""
+    samples = table([1, 1, 0, 0], [0, 0, 0, 0], [1, 9, 2, 3], tool_errors=torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    objective = Objective(
+        section(selectors=[{"name": "grpo_roc", "keep": 0.5, "least": 1}], advantage="dr_grpo")
+    )
+    plan = objective.plan(samples)
+    assert plan.rows[0] == 0 and 1 not in plan.rows
+    assert plan.advantages is not None
+    assert plan.advantages[plan.rows].tolist() == [0.5, -0.5]
+    assert plan.denominator == samples.lengths[plan.rows].sum()
+
+
+def test_rorecomp_puts_the_rest_off() -> None:
+    samples = table([1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [5, 1, 9, 3, 4, 8, 2, 6])
+    plan = Objective(section(selectors=[{"name": "rorecomp", "alpha": 0.5}])).plan(samples)
+    assert plan.rows == [1, 3, 5, 7]  # the short correct, the long wrong
+    assert plan.deferred == [0, 2, 4, 6]
+
+
+def test_needs_name_exactly_the_passes() -> None:
+    assert Objective(section()).passes == frozenset()
+    assert Objective(section(anchor="old")).passes == {"old"}
+    assert Objective(section(loss=["m2po"])).passes == {"now"}
+    assert Objective(section(loss=["clip", "kl", "entropy"])).passes == {"ref", "entropy"}
+    assert Objective(section(anchor="behaviour")).passes == {"old", "behaviour"}
+
+
+def test_a_missing_signal_is_named() -> None:
+    objective = Objective(section(anchor="old"))
+    samples = table([1, 0], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match="'old'"):
+        objective.finish(objective.plan(samples), [packed([1, 1])])
+
+
+def test_the_anchor_between_mu_and_current_by_version() -> None:
+    """alpha = age / (age + 1): 0 for tokens of the resident version, 2/3 for two versions old."""
+    batch = packed([2], mu=[-1.0, -1.0], versions=[7.0, 5.0])
+    batch.version = 7
+    anchor = Objective(section(anchor="interpolated")).anchor_of(
+        batch, torch.tensor([-4.0, -4.0], dtype=DOUBLE)
+    )
+    torch.testing.assert_close(anchor, torch.tensor([-1.0, -3.0], dtype=DOUBLE))
+
+
+def test_behaviour_falls_back_to_old_and_counts_it() -> None:
+    batch = packed(
+        [3], behaviour=[-1.0, torch.nan, torch.nan], old=[-2.0, -3.0, -4.0], versions=[1.0, 1.0, 7.0]
+    )
+    batch.version = 7
+    objective = Objective(section(anchor="behaviour"))
+    assert objective.anchor_of(batch, batch.mu).tolist() == [-1.0, -3.0, -4.0]
+    objective.finish(objective.plan(table([1], [0], [3])), [batch])
+    sums = objective(torch.zeros(3, dtype=DOUBLE), batch)[1]
+    assert sums["anchor_missing"] == 1  # the token of version 7 is exact: old is its own
+
+
+def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
+    world = World()
+    algo = section(advantage="dr_grpo", reducer={"name": "constant", "length": 9})
+    objective = Objective(algo)
+    assert objective.early_backward
+    assert not Objective(section()).early_backward  # the token mean needs all lengths
+    assert not Objective(section(reducer="constant", loss=["bapo"])).early_backward
+    one = run(world, algo, whole)
+    total, gradients = 0.0, {}
+    for g in range(world.groups):
+        rows = list(range(g * world.size, (g + 1) * world.size))
+        alone_samples = world.samples.take(torch.tensor([r in rows for r in range(20)]))
+        plan = objective.plan(alone_samples)
+        part = world.part([rows[i] for i in plan.rows])
+        part.rows = torch.tensor(plan.rows)
+        objective.finish(plan, [part])
+        logp = torch.cat([world.sequences[rows[i]]["logp"] for i in plan.rows]).requires_grad_()
+        loss = objective(logp, part)[0] / (20 * 9)
+        loss.backward()
+        total += float(loss.detach())
+        for i, piece in zip(
+            plan.rows, logp.grad.split([len(world.sequences[rows[i]]["mu"]) for i in plan.rows]), strict=True
+        ):
+            gradients[rows[i]] = piece
+    assert total == pytest.approx(one.loss)
+    for row, piece in gradients.items():
+        torch.testing.assert_close(piece, one.gradients[row][0])
+
+
+def test_state_of_plugins_goes_through_a_checkpoint() -> None:
+    algo = section(advantage={"name": "mssr", "lam": 0.0})
+    first, samples = Objective(algo), World(size=1, groups=8).samples
+    first.plan(samples)
+    first.after_step([], {"active_share": 1.0, "policy_kl": 0.02})
+    second = Objective(algo)
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(first.plan(samples).advantages, second.plan(samples).advantages)
+    assert first.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.5, 0.9, 3.0], [2.0] * 5, [0.0], []])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_threshold_finds_what_sorting_finds(values: list[float], share: float) -> None:
+    """Largest cut with at most `share` of the values at or below it."""
+    tensor = torch.tensor(values, dtype=DOUBLE)
+
+    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        return counts <= share * len(values)
+
+    cut = threshold([tensor], holds, 0.0, 4.0, lambda t: t)
+    assert (tensor <= cut).sum() <= share * len(values) or cut == 0.0
+    above = tensor[tensor > cut]
+    assert len(above) == 0 or (tensor <= above.min()).sum() > share * len(values)
+
+
+def test_samples_name_a_column_of_the_wrong_length() -> None:
+    with pytest.raises(ValueError, match=r"tool_errors has shape \(2,\), rewards \(3,\)"):
+        Samples(
+            rewards=torch.zeros(3),
+            group_ids=torch.zeros(3),
+            lengths=torch.ones(3),
+            tool_errors=torch.zeros(2),
+        )
+
+
+def test_one_process_equals_ranks_of_any_number() -> None:
+    world, algo = World(groups=6), section(loss=[{"name": "m2po", "form": "mask"}])
+    one = run(world, algo, whole)
+    cut: Callable[[int], Callable[[list[int]], list[list[int]]]] = lambda k: lambda rows: [rows[k::3]]  # noqa: E731
+    ranks = on_ranks(3, lambda rank, reduce: run(world, algo, cut(rank), reduce))
+    merged = {row: g for r in ranks for row, g in r.gradients.items()}
+    same(one, merged, ranks[2])
+    assert one.metrics["clip_share"] > 0

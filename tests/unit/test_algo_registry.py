@@ -1,0 +1,132 @@
+"""Plug-ins by name: what `build` makes, what it says about mistakes, and that catalogue, docs and recipes agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from algo_world import table
+
+from rlsys.algo import build, check
+from rlsys.algo.advantages import Advantage
+from rlsys.algo.batch import Samples
+from rlsys.algo.catalogue import EVIDENCE, entries, render_docs, render_list, render_show
+from rlsys.algo.config import AlgoSection
+from rlsys.algo.plugin import NEEDS
+from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
+from rlsys.config import load_config, read_layers
+from rlsys.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
+NAMES = (
+    "grpo dr_grpo rloo reinforce_pp gae dapo gspo cispo sapo dual_clip tis icepop opsm decoupled_ppo m2po bapo vcpo "
+    "minpro gdpo gapo mc_grpo mssr d3s vade xrpo dars brorl rorecomp prompt_augmentation puzzlecraft fapo "
+    "outcome_exploration ttrl dare grpo_roc lens"
+).split(" ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_of_the_issue_has_a_plugin_and_a_recipe(name: str) -> None:
+    assert any(name in names for names in TABLE.values())
+    assert (ROOT / "configs/algorithms" / f"{name}.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "params", "message"),
+    [
+        ("loss", "clipp", {}, "loss = 'clipp': unknown loss; did you mean clip?"),
+        ("loss", "grpo", {}, "loss = 'grpo': unknown loss; grpo is of kind advantage; of this kind: clip"),
+        ("loss", "clip", {"clip_hgh": 1}, "loss.clip_hgh: unknown key; did you mean clip_high?"),
+        ("loss", "clip", {"clip_low": 2}, "loss.clip_low = 2: Input should be less than 1"),
+        ("lossy", "clip", {}, "unknown kind of plug-in 'lossy'; did you mean loss?"),
+        ("loss", "no.such:thing", {}, "loss = 'no.such:thing': cannot import no.such"),
+        ("loss", "rlsys.types:thing", {}, "rlsys.types has no class or function 'thing'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(kind: str, name: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as e:
+        build(kind, name, **params)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_mistake_in_a_config_names_its_field() -> None:
+    with pytest.raises(
+        UserError, match=r"^algo\.corrections\[1\] = 'tsi': unknown correction; did you mean tis\?"
+    ):
+        check(AlgoSection.model_validate({"corrections": ["tis", "tsi"]}))
+    with pytest.raises(UserError, match=r"^algo\.advantage\.eps = -1"):
+        check(AlgoSection.model_validate({"advantage": {"name": "grpo", "eps": -1}}))
+
+
+def signs(samples: Samples, scale: float = 1.0) -> torch.Tensor:
+    """An estimator of somebody else's."""
+    return scale * (2 * samples.reward - 1)
+
+
+class Halves(Advantage):
+    """A class of somebody else's."""
+
+    def __call__(self, samples: Samples) -> torch.Tensor:
+        return samples.reward / 2
+
+
+def test_a_function_or_class_by_import_path_is_a_plugin() -> None:
+    samples = table([1, 0], [0, 0])
+    plain = build("advantage", f"{__name__}:signs", scale=3.0)
+    assert plain(samples).tolist() == [3, -3]
+    assert plain.needs() == frozenset()
+    assert not plain.changes_tokens()
+    assert build("advantage", f"{__name__}:Halves")(samples).tolist() == [0.5, 0]
+
+
+def test_a_spec_reads_in_each_form_and_survives_a_dump() -> None:
+    section = AlgoSection.model_validate({"loss": ["clip", {"name": "kl", "beta": 0.1}]})
+    assert section.loss[1].params == {"beta": 0.1}
+    assert AlgoSection.model_validate(section.model_dump(mode="json")) == section
+
+
+@pytest.mark.parametrize("kind", list(TABLE))
+def test_every_plugin_has_what_the_catalogue_shows(kind: str) -> None:
+    for entry in (e for e in entries() if e.kind == kind):
+        assert entry.line.endswith((".", ":")) or entry.doc.count("\n"), entry
+        assert entry.evidence in EVIDENCE
+        assert entry.paper or entry.evidence == "own", entry.name
+        assert set(entry.needs) <= set(NEEDS)
+        assert all(text for _, _, _, text in entry.fields), entry.name
+        if entry.evidence == "A":
+            assert "reading of the abstract" in entry.doc.replace("\n", " "), entry.name
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_are_a_base_and_a_few_lines(path: Path) -> None:
+    """The section builds; the rest of the file is a valid config of the quickstart's."""
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 16
+    data = read_layers(path)
+    check(AlgoSection.model_validate(data.pop("algo")))
+    assert data["model"]["path"]
+    assert load_config(path.parent.parent / "quickstart.yaml")
+
+
+def test_list_and_show() -> None:
+    text = render_list()
+    assert all(name in text for names in TABLE.values() for name in names)
+    shown = render_show("vcpo")
+    assert "hook: vcpo" in shown and "advantage: vcpo" in shown and "rho0 (" in shown
+    assert "a reading of the abstract" in render_show("minpro")
+    with pytest.raises(UserError, match=r"no algorithm 'grpoo'; did you mean grpo\?"):
+        render_show("grpoo")
+
+
+def test_the_docs_are_what_the_plugins_say() -> None:
+    """`python -m rlsys.algo.catalogue > docs/algorithms.md` makes them again."""
+    assert (ROOT / "docs/algorithms.md").read_text(encoding="utf-8") == render_docs()
+
+
+def test_the_registry_names_existing_classes_of_their_kind() -> None:
+    for kind in SECTION_KINDS.values():
+        base = load(kind, KINDS[kind][0])
+        assert all(issubclass(load(kind, path), base) for path in TABLE[kind].values())

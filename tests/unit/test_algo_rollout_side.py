@@ -1,0 +1,212 @@
+"""What the rollout process uses: planners, prompt choice, group rewards. Numbers by hand; and never torch."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.algo import build
+from rlsys.algo.group_rewards import Response, flaw, judge_reward, majority
+from rlsys.algo.planners import Accept, Drop, More, decide, purified, start_size, student_quantile
+from rlsys.algo.registry import TABLE
+from rlsys.types import Sample, SampleGroup
+
+
+def group(rewards: list[float | None], group_id: int = 0, prompt_index: int = 0) -> SampleGroup:
+    samples = [Sample(i, group_id, i, [5, 6, 7, 8], 0, reward=r) for i, r in enumerate(rewards)]
+    return SampleGroup(group_id, prompt_index, samples)
+
+
+def test_the_rollout_side_imports_no_torch() -> None:
+    names = [(kind, name) for kind in ("prompt", "planner", "group_reward") for name in TABLE[kind]]
+    code = (
+        f"import sys, rlsys.algo, rlsys.algo.catalogue, rlsys.algo.replay\n"
+        f"for kind, name in {names!r}: rlsys.algo.build(kind, name)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- planners ------------------------------------------------------------------------------------------------
+
+
+def test_dapo_drops_groups_of_one_reward_but_not_for_ever() -> None:
+    dapo = build("planner", "dapo", drops=2)
+    assert dapo.decide(group([1, 0])) == Accept()
+    assert [type(dapo.decide(group([1, 1]))) for _ in range(3)] == [Drop, Drop, Accept]
+    assert isinstance(dapo.decide(group([0, 0])), Drop)  # counts anew
+    assert isinstance(
+        build("planner", "dapo").decide(group([1, None])), Drop
+    )  # censored samples do not count
+
+
+@pytest.mark.parametrize(("size", "odd"), [(1, 3), (2, 3), (7, 9), (8, 9)])
+def test_mc_grpo_makes_groups_odd(size: int, odd: int) -> None:
+    assert build("planner", "mc_grpo").size(size) == odd
+
+
+def test_sizes_combine() -> None:
+    assert start_size([build("planner", "grpo_roc"), build("planner", "mc_grpo")], 8) == 17
+    assert build("planner", "brorl", factor=4).size(8) == 32
+
+
+def test_dars_by_hand() -> None:
+    """n 8, p 1/4, plain: S = 3/8, peak 4: equal (4 - 3) / (3/8) = 2.67 -> 3; hardness (6 - 3) / (3/8) = 8.
+    Nothing at p >= 1/2; p = 0 counts as 1/16 and is capped."""
+    equal = build("planner", "dars", schedule="equal", signal="plain")
+    hard = build("planner", "dars", schedule="hardness", signal="plain")
+    assert (equal.extra(0.25, 8), hard.extra(0.25, 8)) == (3, 8)
+    assert hard.extra(0.5, 8) == 0
+    assert hard.extra(0.0, 8) == 24
+    # std: S = sqrt 3 / 2, peak 8: (8 - 6.93) / 0.866 = 1.24 -> 2
+    assert build("planner", "dars", schedule="equal").extra(0.25, 8) == 2
+
+
+def test_dars_has_two_stages_and_remembers_them() -> None:
+    dars = build("planner", "dars", signal="plain")
+    assert dars.decide(group([1, 0, 0, 0, 0, 0, 1, 0])) == More(8)
+    again = build("planner", "dars", signal="plain")
+    again.load_state_dict(dars.state_dict())
+    assert again.decide(group([0] * 16)) == Accept()
+    assert isinstance(decide([dars, build("planner", "dapo")], group([0] * 16)), Drop)
+
+
+def test_student_quantile_against_tables() -> None:
+    for freedom, value in ((1, 12.706), (2, 4.303), (7, 2.365), (15, 2.131), (100, 1.984)):
+        assert student_quantile(0.975, freedom) == pytest.approx(value, rel=2e-3)
+
+
+def test_xrpo_prefers_uncertain_groups_up_to_its_share() -> None:
+    xrpo = build("planner", "xrpo", largest=12)
+    assert xrpo.score([0, 1] * 4) > xrpo.score([0, 0, 0, 0, 0, 0, 0, 1]) > xrpo.score([0] * 8)
+    decisions = [
+        xrpo.decide(group([1.0] * (i % 4 == 0) * 4 + [0.0] * (8 - 4 * (i % 4 == 0)), i)) for i in range(200)
+    ]
+    assert Counter(type(d) for i, d in enumerate(decisions) if i % 4)[More] == 0
+    assert decisions[100] == More(4)
+    assert xrpo.decide(group([0.0, 1.0] * 6)) == Accept()  # no room left
+
+
+def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:
+    assert purified([5, 6, 7, 8], [0.1, 9, 3, 8], 0.5, [False, True, False, False]) == (5, 6)
+    lens = build("planner", "lens", share=0.25)
+    hard = group([0, 0, 0, 0])
+    assert lens.decide(hard) == Accept()  # nobody scored its prompt
+    lens.hear_scores(0, [0, 0, 5, 0], [False] * 4)
+    assert lens.decide(hard) == More(4, (5, 6, 8))
+    lens.hear_scores(0, [0, 0, 5, 0], [False] * 4)
+    assert lens.decide(hard) == Accept()
+    lens.hear_scores(1, [0, 0, 5, 0], [False] * 4)
+    assert lens.decide(group([1, 1, 0, 0], 1)) == Accept()
+
+
+# -- prompt choice -------------------------------------------------------------------------------------------
+
+
+def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() -> None:
+    one, other = build("prompt", "vade", pool=6), build("prompt", "vade", pool=6)
+    drawn = [one.index(g) for g in range(6)]
+    assert sorted(drawn) == list(range(6))
+    assert [one.index(g) for g in range(6)] == drawn
+    one.hear(group([1, 0], 2, drawn[2]))
+    other.load_state_dict(one.state_dict())
+    assert one.index(6) == other.index(6) == drawn[2]  # the only one that is free
+
+
+def test_vade_learns_which_prompts_are_of_medium_difficulty() -> None:
+    vade = build("prompt", "vade", pool=20)
+    truth = [1.0] * 8 + [0.0] * 8 + [0.4] * 4
+    visits: Counter[int] = Counter()
+    for g in range(600):
+        prompt = vade.index(g)
+        visits[prompt] += g >= 200
+        vade.hear(group([float((g * 8 + i) % 5 < 5 * truth[prompt]) for i in range(8)], g, prompt))
+    assert sum(visits[p] for p in range(16, 20)) > 0.5 * sum(visits.values())
+
+
+def test_vade_forgets() -> None:
+    vade = build("prompt", "vade", pool=2, all_decay=0.5)
+    vade.hear(group([1] * 8, 0, 0))
+    assert vade.posterior()[0].tolist() == [9, 1]
+    vade.hear(group([1], 1, 1))
+    assert vade.posterior()[0].tolist() == [5, 2]
+
+
+def test_augmentation_draws_one_template_per_group_evenly() -> None:
+    chooser = build("prompt", "prompt_augmentation")
+    assert chooser.template(3) == chooser.template(3)
+    counts = Counter(chooser.template(g) for g in range(400))
+    assert len(counts) == 4
+    assert min(counts.values()) > 70
+    template = build(
+        "prompt", "prompt_augmentation", templates=[{"system": "S", "user": "Q: {question}?"}]
+    ).template(0)
+    assert template.messages("1+1") == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q: 1+1?"},
+    ]
+    assert build("prompt", "in_order").template(0).messages("x") == [{"role": "user", "content": "x"}]
+
+
+# -- group rewards -------------------------------------------------------------------------------------------
+
+
+def answers(*values: str | None, mu: float = -1.0) -> list[Response]:
+    return [Response("", a, [mu, mu]) for a in values]
+
+
+def reward(
+    name: str, responses: list[Response], judge: object = None, **params: object
+) -> list[float | None]:
+    return asyncio.run(build("group_reward", name, **params)("1+1", responses, judge))
+
+
+def test_ttrl_by_hand() -> None:
+    assert reward("ttrl", answers("4", "5", "4", None)) == [1, 0, 1, 0]
+    assert reward("ttrl", answers("5", "4")) == [1, 0]  # a tie goes to the first
+    assert reward("ttrl", answers(None, None)) == [0, 0]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), min_size=1, max_size=12))
+def test_the_majority_has_the_most_votes(votes: list[str | None]) -> None:
+    winner, counts = majority(votes), Counter(v for v in votes if v is not None)
+    assert (winner is None) == (not counts)
+    assert winner is None or counts[winner] == max(counts.values())
+
+
+def test_dare_by_hand() -> None:
+    """3 times "a" with u = 0.5, once "b" with u = 0.25: masses 6 : 4; bonus 0.1 (1/4) 0.5 and 0.1 (3/4) 0.75."""
+    responses = [*answers("a", "a", "a", mu=-0.5), *answers("b", mu=-0.25)]
+    got = reward("dare", responses, eps=1e-9)
+    assert got == pytest.approx([0.6 + 0.0125] * 3 + [0.4 + 0.05625])
+    assert reward("dare", responses, eps=1e-9, tau=0.45) == pytest.approx([1 + 0.0125] * 3 + [0.0])
+    assert reward("dare", answers(None)) == [0]
+
+
+def test_fapo_by_hand() -> None:
+    async def judge(text: str) -> str:
+        assert "Problem:\n1+1" in text
+        if "silent" in text:
+            return "I cannot say"
+        return r"so \boxed{2}" if "flawed" in text else r"first \boxed{4}, no: \boxed{-1}"
+
+    responses = [
+        Response(t, None, [], r)
+        for t, r in (("sound", 1.0), ("flawed", 1.0), ("wrong", 0.0), ("silent", 1.0), ("x", None))
+    ]
+    assert reward("fapo", responses, judge) == [1, 0, -1, None, None]
+    with pytest.raises(ValueError, match="needs a judge"):
+        reward("fapo", responses)
+
+
+def test_the_judges_own_reward_by_hand() -> None:
+    assert (judge_reward(-1, -1, 4), judge_reward(-1, 2, 4), judge_reward(2, -1, 4)) == (1, -1, -1)
+    assert judge_reward(1, 3, 4) == 0.5
+    assert flaw(r"\boxed{ 3 }") == 3
