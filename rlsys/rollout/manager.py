@@ -27,11 +27,10 @@ from rlsys.types import Canary, EvalResult, GroupState, PushTicket, SampleGroup,
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
+CANARIES = 4
+"""How many prompts, and how many responses, trainer and engines are compared on after a push."""
 
 T = TypeVar("T")
-
-_CANARIES = 4
-"""How many prompts, and how many responses."""
 
 
 class RolloutManager:
@@ -53,6 +52,8 @@ class RolloutManager:
         self._policy_step: int | None = None
         """Train steps behind the engines' weights; None before the first push."""
         self._push_due = True
+        self._long_responses: list[list[int]] = []
+        """The longest ones taken last, with their prompts."""
         self._lost_seen = 0
 
     # Commands of the trainer
@@ -77,7 +78,6 @@ class RolloutManager:
             if self._policy_step is None or train_step not in (self._done_steps, next_step):
                 raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
             if train_step > self._buffer.last_taken_step:
-                self._router.resume()
                 ready = await self._enough_ready(self._policy_step)
                 if ready is None:
                     return None
@@ -86,10 +86,10 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             if self._colocated:
                 await self._rest()
-                await self._runner.pause()
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due = train_step, True
+            self._long_responses = longest(groups, CANARIES)
             self._go_on()
             at = self._buffer.policy_step(version)
             metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
@@ -118,10 +118,6 @@ class RolloutManager:
             metrics = await self._router.end_push(version, canaries)
             self._policy_step, self._push_due = self._done_steps, False
             self._go_on()
-            if not self._colocated:
-                # Colocated, samples go on when a take waits for them: what was made during an evaluation, say,
-                # would only grow old.
-                self._router.resume()
             return metrics
 
     async def evaluate(self) -> EvalResult:
@@ -163,12 +159,8 @@ class RolloutManager:
 
     def _canaries(self) -> list[list[int]]:
         """Some prompts, and the longest responses of the last step with theirs."""
-        prompts = [p.ids for p in self._source.heldout(min(_CANARIES, self._config.eval.prompts))]
-        if self._buffer.last_taken_step == 0:
-            return prompts
-        samples = [s for g in self._buffer.taken(self._buffer.last_taken_step)[1] for s in g.samples]
-        samples.sort(key=lambda s: (-len(s.response_ids), s.sample_id))
-        return prompts + [s.prompt_ids + s.response_ids for s in samples[:_CANARIES]]
+        prompts = self._source.heldout(min(CANARIES, self._config.eval.prompts))
+        return [*(p.ids for p in prompts), *self._long_responses]
 
     # Figures
 
@@ -208,7 +200,7 @@ class RolloutManager:
         """The first groups_per_step to be READY, once there are so many; None when an engine is stale."""
         wanted = self._config.rollout.groups_per_step
         if len(self._buffer.ready()) < wanted:
-            self._runner.go(policy_step)
+            self._generate(policy_step)
             await self._watched(self._wait_for_ready(wanted), f"{wanted} groups of a train step")
         ready = self._buffer.ready()
         return ready[:wanted] if len(ready) >= wanted else None
@@ -263,6 +255,11 @@ class RolloutManager:
 
     # Order of operations
 
+    def _generate(self, policy_step: int) -> None:
+        """Samples that wait for an engine go on, and what may start starts."""
+        self._router.resume()
+        self._runner.go(policy_step)
+
     def _go_on(self) -> None:
         """Disaggregated engines always generate, unless the trainer repeats steps whose groups are there already.
 
@@ -271,7 +268,7 @@ class RolloutManager:
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
         if not self._colocated and caught_up and self._policy_step is not None:
-            self._runner.go(self._policy_step)
+            self._generate(self._policy_step)
 
     async def _rest(self) -> None:
         """Nothing is in flight when this returns, what samples got so far is in the buffer, lost is counted."""
@@ -289,3 +286,11 @@ class RolloutManager:
         live = self._buffer.groups.values()
         old = [g for g in live if self._buffer.age(g, self._done_steps) > limit]
         await self._runner.drop(old, GroupState.EXPIRED)
+
+
+def longest(groups: list[SampleGroup], n: int) -> list[list[int]]:
+    """Prompt and response ids of the `n` longest responses; of equals, the older sample."""
+    samples = sorted(
+        (s for g in groups for s in g.samples), key=lambda s: (-len(s.response_ids), s.sample_id)
+    )
+    return [s.prompt_ids + s.response_ids for s in samples[:n]]

@@ -64,15 +64,6 @@ class SampleRunner:
         self._policy_step = policy_step
         self._fill()
 
-    async def pause(self) -> None:
-        """After an interrupt: what waits for an engine goes back to the queue, the oldest first, until `go`."""
-        self._policy_step = None
-        running = [
-            (g, s) for g in self._buffer.active() for s in g.samples if s.sample_id in self._generating
-        ]
-        await self.stop([s.sample_id for _, s in running])
-        self._pending = deque(sorted([*running, *self._pending], key=lambda p: p[1].sample_id))
-
     async def reset(self) -> None:
         """After an interrupt: end all tasks; what is active waits to be let in again, start nothing before `go`."""
         self._policy_step = None

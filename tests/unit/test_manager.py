@@ -478,6 +478,19 @@ def test_lost_tokens_are_counted_in_the_ledger_of_the_run(tmp_path: Path) -> Non
     run(test())
 
 
+def test_canaries_are_prompts_and_the_longest_responses_of_the_last_step(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(make_config(tmp_path, eval={"prompts": 2}), lambda s: 1 + s.sample_id) as r:
+            await r.manager.restore(0)
+            assert (await r.manager.begin_push()).canaries == [[1], [1, 1]]
+            await r.push()
+            await r.take(1)
+            responses = [[5, 6, s // 2, *range(1 + s)] for s in (3, 2, 1, 0)]
+            assert (await r.manager.begin_push()).canaries == [[1], [1, 1], *responses]
+
+    run(test())
+
+
 # Evaluation
 
 
