@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -13,10 +13,17 @@ from rlsys.types import Segment, VersionSpan
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
 CONTROL_TIMEOUT = 60.0
+IDLE_SECONDS = 30.0
+RESERVED_TOKENS = 6
+"""SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
 _GENERATED = "sglang:generation_tokens_total"
 
 DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 """What aiohttp raises when the server is gone or does not answer."""
+
+
+NobodyListens = aiohttp.ClientConnectorError
+"""The surest sign of death, of those: no process has the port."""
 
 
 class EngineError(Exception):
@@ -41,10 +48,13 @@ class EngineClient:
 
     async def generate(
         self, ids: list[int], *, rid: str, max_new_tokens: int, temperature: float, seed: int | None
-    ) -> AsyncIterator[Segment]:
+    ) -> AsyncGenerator[Segment, None]:
         """Segments as they come; only the last one has `finish` set.
 
-        `rid` must not be in use on this server. Every segment's tokens are new ones (incremental streaming).
+        `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
+        new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
+        from its queue and did not count its tokens in `generated_tokens`. Raises one of `DeadEngine` also when
+        the stream ends without a finish.
         """
         sampling: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -63,9 +73,15 @@ class EngineClient:
         async with self._session.post(f"{self.url}/generate", json=body) as answer:
             if answer.status != 200:
                 raise EngineError(f"{self.url}/generate: {answer.status} {(await answer.text())[:300]}")
+            received = 0
             async for line in answer.content:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    yield _segment(json.loads(line[6:]), self.url)
+                    segment = _segment(json.loads(line[6:]), received, self.url)
+                    received += len(segment.ids)
+                    yield segment
+                    if segment.finish is not None:
+                        return
+            raise aiohttp.ClientPayloadError(f"{self.url}/generate: ended in the middle of {rid}")
 
     async def abort(self, rid: str | None) -> None:
         """Abort one request, or all. Its `generate` ends with finish "abort" and all tokens so far.
@@ -75,7 +91,12 @@ class EngineClient:
         await self._post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
     async def begin_weight_update(self) -> None:
-        await self._post("/begin_weight_update", {})
+        """From now on it takes tensors. An update that was begun and never ended (its trainer died) is ended."""
+        try:
+            await self._post("/begin_weight_update", {})
+        except EngineError:
+            await self.end_weight_update()
+            await self._post("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
         await self._post("/end_weight_update", {})
@@ -84,8 +105,8 @@ class EngineClient:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def flush(self) -> None:
-        """Empty the prefix cache. Refused while requests run."""
-        await self._post("/flush_cache", {})
+        """Empty the prefix cache, once nothing runs. EngineError when something still does after IDLE_SECONDS."""
+        await self._post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
 
     async def slow_down(self, seconds: float | None) -> None:
         """Sleep before every forward pass (SGLang's own switch, for tests and benches)."""
@@ -101,14 +122,13 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """The version that the server reports. -1 when it is not a number: never pushed to."""
-        async with self._session.get(f"{self.url}/model_info", timeout=_control()) as answer:
-            text = str((await answer.json()).get("weight_version"))
+        info = _parse(await self._get("/model_info"))
+        text = str(info.get("weight_version")) if isinstance(info, dict) else ""
         return int(text) if text.isdecimal() else -1
 
     async def generated_tokens(self) -> int:
-        """Tokens generated since its start, aborted requests included (its own Prometheus counter)."""
-        async with self._session.get(f"{self.url}/metrics", timeout=_control()) as answer:
-            lines = (await answer.text()).splitlines()
+        """Tokens of all requests that ended since its start, aborted ones included (its own Prometheus counter)."""
+        lines = (await self._get("/metrics")).splitlines()
         return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
 
     async def token_logprobs(self, ids: list[int]) -> list[float]:
@@ -118,25 +138,38 @@ class EngineClient:
         answer = await self._post("/generate", body)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
+    async def _get(self, path: str) -> str:
+        async with self._session.get(self.url + path, timeout=_control()) as answer:
+            text = await answer.text()
+        if answer.status != 200:
+            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}")
+        return text
+
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         async with self._session.post(self.url + path, json=body, timeout=_control()) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}")
-        try:
-            data = json.loads(text) if text else None
-        except ValueError:
-            return text  # some endpoints answer in plain words
+        data = _parse(text)
         if isinstance(data, dict) and data.get("success") is False:
             raise EngineError(f"{self.url}{path}: {data.get('message')}")
         return data
+
+
+def _parse(text: str) -> Any:
+    """JSON, or None: some endpoints answer with nothing or in plain words."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _control() -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=CONTROL_TIMEOUT)
 
 
-def _segment(chunk: dict[str, Any], url: str) -> Segment:
+def _segment(chunk: dict[str, Any], received: int, url: str) -> Segment:
+    """One chunk of a stream of which `received` tokens have come before."""
     if "meta_info" not in chunk:
         raise EngineError(f"{url}/generate: {chunk.get('error', chunk)}")
     meta = chunk["meta_info"]
@@ -144,11 +177,18 @@ def _segment(chunk: dict[str, Any], url: str) -> Segment:
     if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
         raise EngineError(f"{url}/generate: {reason['status_code']} {reason.get('message')}")
     ids = chunk["output_ids"]
+    mu = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+    prompt_tokens = meta.get("prompt_tokens", 0)
+    if not prompt_tokens:
+        # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
+        # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
+        new = meta["completion_tokens"] - received
+        ids, mu = ids[:new], mu[:new]
     return Segment(
         ids=ids,
-        mu=[entry[0] for entry in meta.get("output_token_logprobs") or []],
+        mu=mu,
         spans=[VersionSpan(int(meta["weight_version"]), 0, len(ids))],
         finish=reason["type"] if reason else None,
-        cached_tokens=meta.get("cached_tokens") or 0,
-        prompt_tokens=meta.get("prompt_tokens") or 0,
+        cached_tokens=meta.get("cached_tokens", 0),
+        prompt_tokens=prompt_tokens,
     )

@@ -48,5 +48,12 @@ class Agreement:
         gaps = np.abs(a - b) / np.maximum(1.0, np.abs(a))
         return cls(float(gaps.mean()), float(np.quantile(gaps, 0.999)))
 
+    def against(self, bounds: Bounds) -> str:
+        """For people."""
+        return (
+            f"mean {self.mean:.1e} (bound {bounds.mean:.0e}), "
+            f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e})"
+        )
+
     def within(self, bounds: Bounds) -> bool:
         return self.mean <= bounds.mean and self.p999 <= bounds.p999
