@@ -43,8 +43,7 @@ def _edit(module: ModuleType) -> None:
     def sharded_with_steps(
         self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        if is_loading:
-            _begin_states(self.optimizer)
+        _begin_states(self.optimizer)
         return sharded(self, model_state, is_loading, *args, **kwargs)
 
     cls._set_main_param_and_optimizer_states = set_states_with_step
@@ -53,7 +52,7 @@ def _edit(module: ModuleType) -> None:
 
 
 def _begin_states(optimizer: torch.optim.Optimizer) -> None:
-    """What Adam makes at its first step, made now, so that a load has places to fill."""
+    """What Adam makes at its first step, made now: a load needs places to fill, a save before it a step to tell."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:

@@ -5,6 +5,7 @@ checkpoints/step-000010/     whole, or not there: written as .partial, then rena
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlsys.convert.hf import publish
 from rlsys.errors import RunError
@@ -26,6 +28,12 @@ _OPTIMIZER = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# What loading was seen to raise on files that were cut short or exchanged.
+_DAMAGED = (
+    CheckpointingException, CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError,
+    pickle.UnpicklingError,
+)  # fmt: skip
 
 
 def steps(folder: Path) -> list[int]:
@@ -74,8 +82,9 @@ def load(folder: Path, model: Any, optimizer: Any) -> int:
     path = path_of(folder, found[-1])
     try:
         state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(path))
-    except (CheckpointingException, OSError, RuntimeError) as e:
-        raise RunError(f"{path}: the checkpoint cannot be loaded: {' '.join(str(e).split())[:300]}") from e
+    except _DAMAGED as e:
+        reason = " ".join(str(e).split())[-300:]
+        raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])

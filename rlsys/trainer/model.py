@@ -55,7 +55,6 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
             "moe_router_pre_softmax": not hf.norm_topk,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_router_dtype": "fp32",
         }
     return TransformerConfig(
@@ -87,6 +86,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         expert_tensor_parallel_size=p.expert_tp,
         sequence_parallel=p.tp > 1,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Process groups, seeds and the optimizer's settings of one trainer rank. Import it before megatron.core."""
+"""Process groups, seeds and the optimizer's settings of one trainer rank."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import os
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-import megatron_patches
 from rlsys.config import Config
 from rlsys.errors import UserError
-
-megatron_patches.apply()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 # What torchrun sets; these stand for one process started by hand.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -51,10 +47,12 @@ def init_distributed(config: Config) -> torch.device:
     return device
 
 
-def leave_distributed() -> None:
-    """Undo init_distributed, so that the same processes can take another layout."""
+def leave_layout() -> None:
+    """Forget the parallel groups, so that the same processes can take another layout.
+
+    The default group stays: gloo hangs when it is made a second time in one torchrun.
+    """
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

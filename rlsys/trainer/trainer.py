@@ -14,16 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from rlsys.config import Config
-from rlsys.convert.hf import HFConfig, write_hf
-from rlsys.errors import RunError
-from rlsys.trainer import setup  # applies the patches; megatron.core must come after it
-from rlsys.trainer.pack import MicroBatch
-from rlsys.types import Canary
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -32,12 +22,18 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
-from rlsys.trainer import checkpoint
+from rlsys.config import Config
+from rlsys.convert.hf import HFConfig, write_hf
+from rlsys.errors import RunError
+from rlsys.trainer import checkpoint, setup
 from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.logprobs import token_logprobs
 from rlsys.trainer.model import build_model
+from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.weights import gather_hf
+from rlsys.types import Canary
 
 T = TypeVar("T")
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -83,8 +79,8 @@ class Trainer:
         return box[0]  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave the process groups; the trainer is of no use afterwards."""
-        setup.leave_distributed()
+        """Leave the parallel groups; the trainer is of no use afterwards."""
+        setup.leave_layout()
 
     # -- numbers --------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from rlsys.convert.hf import HFConfig, HFTensors
 from rlsys.convert.layout import Entry, check_names, entries, to_hf, to_megatron
-from rlsys.convert.shards import shard, unshard
 from rlsys.errors import UserError
+from rlsys.trainer.shards import shard, unshard
 
 # The Transformer Engine spec fuses a norm into the linear layer behind it.
 _TE_NAMES = {

@@ -1,0 +1,255 @@
+"""The trainer on the real megatron-core: parity with transformers, packing, layouts, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.errors import RunError, UserError
+from rlsys.trainer import checkpoint
+from rlsys.trainer.attention import Padding
+from rlsys.trainer.pack import MicroBatch, pack
+from rlsys.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.write_model(tmp_path_factory.mktemp("models") / "moe")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Make a trainer; the one before it is closed, and the last one at the end."""
+    open_ones: list[Trainer] = []
+
+    def make(folder: Path, **sections: Any) -> Trainer:
+        while open_ones:
+            open_ones.pop().close()
+        open_ones.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
+        return open_ones[0]
+
+    yield make
+    while open_ones:
+        open_ones.pop().close()
+
+
+def transformers_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def split(values: Tensor, micro: MicroBatch) -> list[Tensor]:
+    return list(values.split((micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen3MoeForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    ],
+    ids=["moe", "moe-unnormalised", "dense-tied"],
+)
+def test_packed_logprobs_equal_transformers(
+    architecture: str, changes: dict[str, Any], tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    folder = cases.write_model(tmp_path / "model", architecture, **changes)
+    trainer = start(folder)
+    for micro, packed in zip(batch := pack(cases.samples(), 512), trainer.logprobs(batch), strict=True):
+        for tokens, logp in zip(split(micro.tokens, micro), split(packed, micro), strict=True):
+            expected = transformers_logprobs(folder, tokens.tolist())
+            assert logp[0] == 0
+            assert torch.allclose(logp[1:], expected, rtol=0, atol=1e-5), (logp[1:] - expected).abs().max()
+    exported = {name: t.clone() for name, t in trainer.named_hf_tensors()}
+    original = load_file(folder / "model.safetensors")
+    original.pop("lm_head.weight", None) if trainer.hf.tied else None
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
+def test_temperature_scales_logits_and_canaries_stay_at_one(
+    model: Path, start: Callable[..., Trainer]
+) -> None:
+    trainer = start(model, rollout={"temperature": 0.5})
+    ids = cases.samples()[0].prompt_ids + cases.samples()[0].response_ids
+    (hot,) = trainer.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
+    assert torch.allclose(hot[1:], transformers_logprobs(model, ids, 0.5), rtol=0, atol=1e-5)
+    canary = trainer.canaries([ids])[0]
+    expected = transformers_logprobs(model, canary.ids)
+    assert torch.allclose(torch.tensor(canary.logp), expected, rtol=0, atol=1e-5)
+
+
+def test_packed_equals_one_by_one(model: Path, start: Callable[..., Trainer]) -> None:
+    """Log-probs, loss and gradient do not depend on how the samples were cut into micro-batches."""
+    seen = []
+    for budget in (64, 128, 4096):
+        trainer = start(model, trainer={"token_budget": budget})
+        batch = pack(cases.samples(), budget)
+        logps = {
+            tuple(tokens.tolist()): logp
+            for micro, packed in zip(batch, trainer.logprobs(batch), strict=True)
+            for tokens, logp in zip(split(micro.tokens, micro), split(packed, micro), strict=True)
+        }
+        seen.append((len(batch), logps, cases.steps(trainer, 2)))
+    assert [n for n, _, _ in seen] == sorted({n for n, _, _ in seen}, reverse=True)
+    for _, logps, steps in seen[1:]:
+        assert all(torch.allclose(logps[k], v, rtol=0, atol=1e-5) for k, v in seen[0][1].items())
+        assert torch.allclose(torch.tensor(steps), torch.tensor(seen[0][2]), rtol=1e-5)
+
+
+def test_padding_is_undone() -> None:
+    lengths = [9, 8, 7, 3, 3, 1, 20]
+    padding = Padding.of(lengths, torch.device("cpu"))
+    assert padding.rectangles == [(3, 9), (2, 3), (1, 1), (1, 20)]
+    assert torch.equal(padding.to_padded[padding.to_packed], torch.arange(sum(lengths)))
+    assert len(padding.to_padded) == 3 * 9 + 2 * 3 + 1 + 20
+
+
+def test_the_denominator_scales_loss_and_gradient(model: Path, start: Callable[..., Trainer]) -> None:
+    results = []
+    for denominator in (None, 10.0):
+        trainer = start(model, trainer={"grad_clip": 1e9})
+        batch = pack(cases.samples(), cases.BUDGET)
+        tokens = sum(m.response_tokens for m in batch)
+        results.append(trainer.train_step(batch, cases.policy_loss, 1e-3, denominator))
+    assert results[1].loss == pytest.approx(results[0].loss * tokens / 10)
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm * tokens / 10, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(
+    model: Path, start: Callable[..., Trainer]
+) -> None:
+    trainer = start(model)
+    before = cases.weight_sums(trainer)
+    with pytest.raises(RunError, match="the gradient is not finite; the step was not taken"):
+        trainer.train_step(pack(cases.samples(), 512), lambda logp, m: (logp.sum() * torch.inf, {}), 1e-2)
+    assert cases.weight_sums(trainer) == before
+
+
+def test_bfloat16_trains_close_to_float32(model: Path, start: Callable[..., Trainer]) -> None:
+    exact = cases.steps(start(model), 1)[0]
+    trainer = start(model, model={"dtype": "bfloat16"})
+    rough = cases.steps(trainer, 1)[0]
+    assert rough == pytest.approx(exact, rel=0.2)
+    assert {t.dtype for _, t in trainer.named_hf_tensors()} == {torch.bfloat16}
+
+
+LAYOUTS = ("ep=2", "dp=2", "tp=2", "tp=2,ep=2,etp=1")
+
+
+def test_every_layout_trains_as_one_rank_does(
+    model: Path, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """Three optimizer steps, then a fourth from the checkpoint that one rank saved."""
+    (tmp_path / "model").symlink_to(model)
+    trainer = start(tmp_path / "model")
+    three = cases.steps(trainer, 3)
+    trainer.save_checkpoint(3)
+    canaries, sums, fourth = cases.canary_logps(trainer), cases.weight_sums(trainer), cases.steps(trainer, 1)
+    trainer.export_hf(tmp_path / "out")
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    subprocess.run([*torchrun, cases.__file__, str(tmp_path), *LAYOUTS], check=True, env=env, timeout=300)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert list(seen) == list(LAYOUTS)
+    for layout, got in seen.items():
+        assert torch.allclose(torch.tensor(got["steps"]), torch.tensor(three), rtol=1e-5), layout
+        assert torch.allclose(torch.tensor(got["canaries"]), torch.tensor(canaries), rtol=0, atol=1e-4), (
+            layout
+        )
+        assert got["sums"] == pytest.approx(sums, rel=1e-5), layout
+        assert got["loaded"] == 3
+        assert torch.allclose(torch.tensor(got["fourth"]), torch.tensor(fourth), rtol=1e-5), layout
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(model: Path, start: Callable[..., Trainer]) -> None:
+    unbroken = start(model)
+    assert unbroken.load_checkpoint() == 0
+    cases.steps(unbroken, 2)
+    unbroken.save_checkpoint(2)
+    after = cases.steps(unbroken, 3)
+    weights = {name: t.clone() for name, t in unbroken.named_hf_tensors()}
+
+    resumed = start(model)
+    assert resumed.load_checkpoint() == 2
+    assert cases.steps(resumed, 3) == after
+    assert all(torch.equal(t, weights[name]) for name, t in resumed.named_hf_tensors())
+
+
+def test_old_checkpoints_go_and_half_written_ones_do_not_count(
+    model: Path, start: Callable[..., Trainer]
+) -> None:
+    trainer = start(model, trainer={"keep_checkpoints": 2})
+    folder = trainer.config.run.dir / "checkpoints"
+    for step in (1, 2, 3):
+        trainer.save_checkpoint(step)
+    assert checkpoint.steps(folder) == [2, 3]
+    (folder / "step-000003").rename(folder / "step-000003.partial")
+    assert trainer.load_checkpoint() == 2
+    trainer.save_checkpoint(4)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize("victim", ["metadata.json", "common.pt", ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(victim: str, model: Path, start: Callable[..., Trainer]) -> None:
+    trainer = start(model)
+    trainer.save_checkpoint(1)
+    file = trainer.config.run.dir / "checkpoints/step-000001" / victim
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(RunError, match=r"step-000001: the checkpoint cannot be loaded"):
+        trainer.load_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"ep": 2}, "parallel needs 2 ranks, 1 were started"),
+        ({"tp": 4}, r"parallel needs 4 ranks, 1 were started"),
+    ],
+)
+def test_too_few_ranks_are_refused(
+    parallel: dict[str, int], message: str, model: Path, start: Callable[..., Trainer]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        start(model, parallel=parallel)
+
+
+def test_an_illegal_layout_is_refused_with_both_numbers(model: Path, tmp_path: Path) -> None:
+    from rlsys.convert.hf import HFConfig
+    from rlsys.trainer.model import check_layout
+
+    def config(**parallel: int) -> Config:
+        return cases.config_of(model, tmp_path, parallel=parallel)
+
+    hf = HFConfig.read(model)
+    for wrong, message in (
+        (config(ep=16), r"parallel.ep = 16 does not divide experts = 8 of"),
+        (config(tp=4), r"parallel.tp = 4 does not divide key-value heads = 2 of"),
+        (config(pp=2), r"parallel.pp = 2: not supported yet; use 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_layout(wrong, hf)
+    dense = dataclasses.replace(hf, experts=0)
+    with pytest.raises(UserError, match=r"parallel.ep = 2, but .* has no experts"):
+        check_layout(config(ep=2), dense)
