@@ -56,6 +56,8 @@ class RolloutBuffer:
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
+        self.added_tokens = 0
+        """Response tokens written since the file was opened."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
         self._policy_steps: dict[int, int] = {}
         self._stored: dict[int, int] = {}  # sample id -> tokens in the file, of live groups
@@ -299,8 +301,10 @@ class RolloutBuffer:
 
     def _write(self, sample: Sample) -> None:
         tokens = len(sample.response_ids)
-        write_sample(self._db, sample, arrays=tokens != self._stored.get(sample.sample_id, 0))
+        new = tokens - self._stored.get(sample.sample_id, 0)
+        write_sample(self._db, sample, arrays=new > 0)
         self._stored[sample.sample_id] = tokens
+        self.added_tokens += new
 
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
         if state not in _LEGAL.get(group.state, ()):

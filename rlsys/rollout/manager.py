@@ -271,12 +271,18 @@ class RolloutManager:
             self._generate(self._policy_step)
 
     async def _rest(self) -> None:
-        """Nothing is in flight when this returns, what samples got so far is in the buffer, lost is counted."""
+        """Nothing is in flight when this returns, every token that came is in the buffer, lost ones are counted."""
         try:
             await self._router.interrupt()
         finally:
             self._runner.save_running()
-        lost = int(self._router.stats()["lost"])
+        stats = self._router.stats()
+        received = int(stats["received_tokens"] - stats["evaluation_tokens"])
+        if received != self._buffer.added_tokens:
+            raise RunError(
+                f"{received} tokens came for samples, {self._buffer.added_tokens} are in the ledger"
+            )
+        lost = int(stats["lost"])
         self._buffer.add_lost(max(0, lost - self._lost_seen))
         self._lost_seen = lost
 

@@ -128,7 +128,11 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
         async with make_session() as session:
             engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
             router = Router(
-                engines, vocab_size=vocab_size, context_length=context_length, bounds=Bounds.of(config)
+                engines,
+                vocab_size=vocab_size,
+                context_length=min(context_length, config.engine.max_total_tokens),
+                bounds=Bounds.of(config),
+                patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )
             manager = RolloutManager(config, buffer, router, source, scorer)
             watch = EngineWatch(engines, router)

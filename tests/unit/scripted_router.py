@@ -113,7 +113,7 @@ class ScriptedRouter:
         return {
             "in_flight": len(self._busy), "received_tokens": self.received, "resumes": self.resumes,
             "cached_tokens": 30, "prefilled_tokens": 40, "engine_tokens": self.received + self.lost,
-            "lost": self.lost, "engines_serving": 1, "engine_deaths": 0,
+            "lost": self.lost, "evaluation_tokens": 0, "engines_serving": 1, "engine_deaths": 0,
         }  # fmt: skip
 
     def engine_states(self) -> dict[str, str]:

@@ -491,6 +491,20 @@ def test_canaries_are_prompts_and_the_longest_responses_of_the_last_step(tmp_pat
     run(test())
 
 
+def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> None:
+    async def test() -> None:
+        made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
+        await made.start()
+        made.router.received = 1
+        with pytest.raises(RunError, match="13 tokens came for samples, 12 are in the ledger"):
+            await made.take(1)
+        made.router.received -= 1
+        await made.manager.close()
+        made.buffer.close()
+
+    run(test())
+
+
 # Evaluation
 
 

@@ -200,7 +200,7 @@ def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> Non
     port = free_port()
     with healthy_engine() as engine, service(run_config, port, engine) as process:
         client = RolloutClient(f"http://127.0.0.1:{port}")
-        client.wait_ready(60)
+        client.wait_ready(120)
         client.restore(0)
         assert client.status()["issued"] == 0
         process.send_signal(signal.SIGTERM)
