@@ -1,0 +1,333 @@
+"""The same numbers as TRL and verl on random inputs, where they compute the same thing; differences in the names.
+
+Neither library is a dependency. To run these, put them and what they import into a folder, and name it:
+
+    pip install --no-deps --target DIR trl==1.16.0 verl==0.9.1 accelerate datasets tensordict omegaconf hydra-core \\
+        antlr4-python3-runtime==4.9.3 codetiming ray msgpack pyvers cloudpickle pandas python-dateutil pytz \\
+        multiprocess pyarrow
+    RLSYS_PARITY_PACKAGES=DIR pytest -m slow tests/unit/test_algo_parity.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from algo_world import DOUBLE
+from torch import Tensor
+
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.config import AlgoSection
+from rlsys.algo.objective import Objective
+
+FOLDER = os.environ.get("RLSYS_PARITY_PACKAGES")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER, reason="RLSYS_PARITY_PACKAGES names no folder with TRL and verl"),
+]
+
+LENGTHS = [1, 7, 4, 9, 3, 2, 8, 5]
+GROUPS = [0, 0, 0, 0, 1, 1, 1, 1]
+B, L = len(LENGTHS), max(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Iterator[SimpleNamespace]:
+    """Their modules. transformers is told that there is no torchvision: neither library needs it for this."""
+    import transformers.utils
+    import transformers.utils.import_utils
+
+    patch = pytest.MonkeyPatch()
+    for module in (transformers.utils, transformers.utils.import_utils):
+        for name in ("is_torchvision_available", "is_torchvision_v2_available"):
+            patch.setattr(module, name, lambda: False, raising=False)
+    sys.path.append(str(FOLDER))
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.workers.config import ActorConfig
+
+    yield SimpleNamespace(
+        trl=GRPOTrainer, verl=core_algos, corrections=rollout_corr_helper, actor=ActorConfig
+    )
+    sys.path.remove(str(FOLDER))
+    patch.undo()
+
+
+class Padded:
+    """Random `[B, L]` log-probs, rewards and values; `pack` gives them to rlsys."""
+
+    def __init__(self, spread: float = 0.5) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.mask = (torch.arange(L)[None] < torch.tensor(LENGTHS)[:, None]).to(DOUBLE)
+        self.old = -torch.rand(B, L, generator=g, dtype=DOUBLE)
+        self.mu = self.old + spread * torch.randn(B, L, generator=g, dtype=DOUBLE)
+        self.logp = self.old + spread * torch.randn(B, L, generator=g, dtype=DOUBLE)
+        self.ref = self.old + 0.2 * torch.randn(B, L, generator=g, dtype=DOUBLE)
+        self.values = torch.randn(B, L, generator=g, dtype=DOUBLE)
+        self.rewards = torch.rand(B, 2, generator=g, dtype=DOUBLE)
+        self.token_rewards = torch.zeros(B, L, dtype=DOUBLE)
+        self.token_rewards[torch.arange(B), torch.tensor(LENGTHS) - 1] = self.rewards[:, 0]
+
+    def flat(self, padded: Tensor) -> Tensor:
+        return padded[self.mask > 0]
+
+    def samples(self, rewards: Tensor | None = None) -> Samples:
+        rewards = self.rewards[:, 0] if rewards is None else rewards
+        return Samples(rewards=rewards, group_ids=torch.tensor(GROUPS), lengths=torch.tensor(LENGTHS))
+
+    def batch(self) -> Batch:
+        total = sum(LENGTHS)
+        fields = {name: self.flat(getattr(self, name)) for name in ("mu", "old", "ref", "values")}
+        return Batch(
+            tokens=torch.zeros(total, dtype=torch.long), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),
+            rows=torch.arange(B), mask=torch.ones(total, dtype=DOUBLE), versions=torch.zeros(total).long(),
+            now=fields["old"], **fields,
+        )  # fmt: skip
+
+    def advantages(self, name: str, rewards: Tensor | None = None, **params: Any) -> Tensor:
+        """rlsys's advantages of the trained tokens."""
+        objective = Objective(section(advantage={"name": name, **params}, loss=["clip", "kl"]))
+        plan, batch = objective.plan(self.samples(rewards)), self.batch()
+        objective.finish(plan, [batch])
+        return batch.signal("advantages")
+
+    def loss(self, advantages: Tensor, reducer: Any, **fields: Any) -> tuple[Tensor, Tensor]:
+        """rlsys's loss with the advantages `[B]` given, and its gradient `[T]`."""
+        objective = Objective(section(reducer=reducer, **{"anchor": "old", **fields}))
+        plan, batch = objective.plan(self.samples()), self.batch()
+        plan.rows = list(range(B))
+        objective.finish(plan, [batch])
+        batch.advantages = batch.expand(advantages)
+        objective.prepare([batch])
+        leaf = self.flat(self.logp).clone().requires_grad_()
+        total = objective(leaf, batch)[0] / plan.denominator
+        total.backward()
+        assert leaf.grad is not None
+        return total.detach(), leaf.grad
+
+
+def section(**fields: Any) -> AlgoSection:
+    return AlgoSection.model_validate(fields)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), atol=1e-6, rtol=1e-6)
+
+
+DUAL = {"name": "dual_clip", "dual": 1.5}
+WIDE_GSPO = {"name": "gspo", "clip_low": 0.2, "clip_high": 0.28}
+OPSM = {"name": "opsm", "delta": 0.1}
+WHOLE = {"over": "all"}
+TOKEN_MEAN, SEQUENCE_MEAN = {"name": "token_mean", **WHOLE}, {"name": "sequence_mean", **WHOLE}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
+    data, verl, index = Padded(), libraries.verl, torch.tensor(GROUPS).numpy()
+    args = (data.token_rewards.clone(), data.mask)
+    theirs = {
+        "grpo": lambda: verl.compute_grpo_outcome_advantage(*args, index),
+        "dr_grpo": lambda: verl.compute_grpo_outcome_advantage(*args, index, norm_adv_by_std_in_grpo=False),
+        "rloo": lambda: verl.compute_rloo_outcome_advantage(*args, index),
+        "reinforce_pp": lambda: verl.compute_reinforce_plus_plus_outcome_advantage(
+            *args, SimpleNamespace(gamma=1.0)
+        ),
+        "reinforce_pp_baseline": lambda: verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
+            *args, index
+        ),
+    }[name]()[0]
+    params = {"eps": 0.0} if name.startswith("reinforce") else {}
+    close(data.advantages(name, **params), data.flat(theirs))
+
+
+def test_verl_gae_and_returns(libraries: SimpleNamespace) -> None:
+    data = Padded()
+    theirs, returns = libraries.verl.compute_gae_advantage_return(
+        data.token_rewards, data.values, data.mask, 0.99, 0.9
+    )
+    objective = Objective(
+        section(advantage={"name": "gae", "gamma": 0.99, "lam": 0.9}, loss=["clip", "value"])
+    )
+    plan, batch = objective.plan(data.samples()), data.batch()
+    objective.finish(plan, [batch])
+    close(batch.signal("advantages"), data.flat(theirs))
+    close(batch.signal("returns"), data.flat(returns))
+
+
+def test_verl_gdpo_but_verl_whitens_over_tokens_and_we_over_samples(libraries: SimpleNamespace) -> None:
+    """Before the whitening both are the same: compared up to the one shift and scale that whitening is."""
+    data, index = Padded(), torch.tensor(GROUPS).numpy()
+    theirs = sum(
+        libraries.verl.compute_grpo_outcome_advantage(
+            data.rewards[:, k : k + 1].clone(), torch.ones(B, 1), index
+        )[0]
+        for k in range(2)
+    )
+    ours = data.advantages("gdpo", data.rewards)
+    first = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
+    expected = theirs[:, 0] / theirs[:, 0].std()
+    close(ours[first], expected - expected.mean())
+
+
+def actor(libraries: SimpleNamespace, **fields: Any) -> Any:
+    config = libraries.actor.__new__(libraries.actor)
+    values = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 1e9,
+        **fields,
+    }
+    for name, value in {"global_batch_info": {}, "tau_pos": 1.0, "tau_neg": 1.05, **values}.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mode", "ours", "fields"),
+    [
+        ("vanilla", "token-mean", {"loss": [{"name": "clip"}], "reducer": TOKEN_MEAN}, {}),
+        ("vanilla", "seq-mean-token-mean", {"loss": ["clip"], "reducer": SEQUENCE_MEAN}, {}),
+        ("vanilla", "seq-mean-token-sum-norm", {"loss": ["clip"], "reducer": {"name": "constant", "length": L}}, {}),
+        ("vanilla", "token-mean", {"loss": [DUAL], "reducer": TOKEN_MEAN}, {"clip_ratio_c": 1.5}),
+        ("gspo", "seq-mean-token-mean", {"loss": [WIDE_GSPO], "reducer": SEQUENCE_MEAN}, {}),
+        ("sapo", "seq-mean-token-mean", {"loss": ["sapo"], "reducer": SEQUENCE_MEAN}, {}),
+        ("cispo", "token-mean", {"loss": [{"name": "cispo", "clip_low": 0.2}], "reducer": TOKEN_MEAN}, {}),
+    ],
+    ids=["clip token mean", "clip sequence mean", "clip constant", "dual clip", "gspo", "sapo", "cispo"],
+)  # fmt: skip
+def test_verl_losses_and_gradients(
+    libraries: SimpleNamespace, theirs: str, mode: str, ours: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    data, config = Padded(), actor(libraries, **fields)
+    advantages = torch.linspace(-2, 2, B, dtype=DOUBLE)
+    leaf = data.logp.clone().requires_grad_()
+    function = getattr(libraries.verl, f"compute_policy_loss_{theirs}")
+    expected, _ = function(data.old, leaf, advantages[:, None].expand(B, L), data.mask, mode, config)
+    expected.backward()
+    got, gradient = data.loss(advantages, **ours)
+    close(got, expected.detach())
+    close(gradient, data.flat(leaf.grad))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_verl_tis_but_verl_normalises_sequences_and_we_tokens(
+    libraries: SimpleNamespace, level: str, normalise: bool
+) -> None:
+    data = Padded()
+    ratio = data.old - data.mu
+    weights, _ = libraries.corrections.compute_rollout_correction_weights(ratio, data.mask, level, 2.0, False)
+    if normalise:  # their token rule, at both levels
+        weights = weights / ((weights * data.mask).sum() / data.mask.sum())
+    advantages = torch.linspace(-2, 2, B, dtype=DOUBLE)
+    correction = {"name": "tis", "level": level, "cap": 2.0, "normalise": normalise}
+    _, gradient = data.loss(advantages, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
+    close(gradient, data.flat(-weights * advantages[:, None]) / sum(LENGTHS))
+
+
+def test_verl_icepop(libraries: SimpleNamespace) -> None:
+    data = Padded()
+    weights, _ = libraries.corrections.compute_rollout_correction_weights(
+        data.old - data.mu, data.mask, "token", "0.7_1.5"
+    )
+    ones = torch.ones(B, dtype=DOUBLE)
+    correction = {"name": "icepop", "low": 0.7, "high": 1.5}
+    _, gradient = data.loss(ones, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
+    close(gradient, data.flat(-weights) / sum(LENGTHS))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_verl_kl_estimates_within_their_clamp_of_ten(libraries: SimpleNamespace, kind: str) -> None:
+    from rlsys.algo.losses import kl_estimate
+
+    data = Padded()
+    theirs = libraries.verl.kl_penalty_forward(
+        data.logp, data.ref, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[kind]
+    )
+    close(kl_estimate(data.logp, data.ref, kind), theirs)
+
+
+def test_verl_value_loss(libraries: SimpleNamespace) -> None:
+    from rlsys.algo import build
+    from rlsys.algo.losses import View
+
+    data, batch = Padded(), Padded().batch()
+    returns, new = data.values + 0.5 * data.ref, data.values + data.logp
+    expected, _ = libraries.verl.compute_value_loss(new, returns, data.values, data.mask, 0.2)
+    batch.returns = data.flat(returns)
+    got = build("loss", "value", coefficient=1.0)(
+        View(batch, batch.mu, batch.mu, values=data.flat(new)), None
+    )[0]
+    close(got.mean(), expected)
+
+
+def trl_loss(
+    libraries: SimpleNamespace, data: Padded, advantages: Tensor, **fields: Any
+) -> tuple[Tensor, Tensor]:
+    """GRPOTrainer._compute_loss on given log-probs: only what it asks of `self` is there."""
+    leaf = data.logp.clone().requires_grad_()
+    quiet = SimpleNamespace(
+        gather=lambda t: t, num_processes=1, gather_for_metrics=lambda t: t, reduce=lambda t, reduction: t
+    )  # fmt: skip
+    args = SimpleNamespace(
+        use_bias_correction_kl=False, delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        steps_per_generation=1,
+    )  # fmt: skip
+    this = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, torch.zeros_like(leaf), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, args=args,
+        importance_sampling_level="token", loss_type="grpo", epsilon_low=0.2, epsilon_high=0.28, use_vllm=False,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=L,
+        accelerator=quiet, _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+        get_off_policy_mask=libraries.trl.get_off_policy_mask, vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+    for name, value in fields.items():
+        setattr(this, name, value)
+    inputs = {
+        "prompt_ids": torch.zeros(B, 1), "prompt_mask": torch.ones(B, 1), "completion_ids": torch.zeros(B, L),
+        "completion_mask": data.mask, "advantages": advantages, "old_per_token_logps": data.old,
+        "ref_per_token_logps": data.ref, "sampling_per_token_logps": data.old, "num_items_in_batch": data.mask.sum(),
+    }  # fmt: skip
+    loss = libraries.trl._compute_loss(this, None, inputs)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), data.flat(leaf.grad)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"loss_type": "grpo"}, {"loss": ["clip"], "reducer": SEQUENCE_MEAN}),
+        ({"loss_type": "dapo"}, {"loss": ["clip"], "reducer": TOKEN_MEAN}),
+        ({"loss_type": "dr_grpo"}, {"loss": ["clip"], "reducer": {"name": "constant", "length": L}}),
+        ({"loss_type": "sapo"}, {"loss": ["sapo"], "reducer": SEQUENCE_MEAN}),
+        ({"loss_type": "cispo", "epsilon_high": 1.28}, {"loss": ["cispo"], "reducer": TOKEN_MEAN}),
+        ({"beta": 0.1}, {"loss": ["clip", {"name": "kl", "beta": 0.1}], "reducer": SEQUENCE_MEAN}),
+        ({"off_policy_mask_threshold": 0.1}, {"loss": ["clip"], "corrections": [OPSM], "reducer": SEQUENCE_MEAN}),
+    ],
+    ids=["grpo", "dapo", "dr_grpo", "sapo", "cispo whose epsilon is 1 + ours", "kl", "opsm"],
+)  # fmt: skip
+def test_trl_losses_and_gradients(
+    libraries: SimpleNamespace, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    data, advantages = Padded(), torch.linspace(-2, 2, B, dtype=DOUBLE)
+    expected, expected_gradient = trl_loss(libraries, data, advantages, **theirs)
+    got, gradient = data.loss(advantages, **ours)
+    close(got, expected)
+    close(gradient, expected_gradient)
+
+
+def test_trl_sequence_level_is_gspo_but_trl_lets_each_token_share_the_sum(libraries: SimpleNamespace) -> None:
+    """TRL differentiates the mean of the log-ratios, we each token's own: with the sequence mean they agree."""
+    data, advantages = Padded(0.05), torch.linspace(-2, 2, B, dtype=DOUBLE)
+    expected = trl_loss(libraries, data, advantages, importance_sampling_level="sequence")
+    got = data.loss(advantages, SEQUENCE_MEAN, loss=[WIDE_GSPO])
+    close(got[0], expected[0])
+    close(got[1], expected[1])
