@@ -6,7 +6,8 @@ value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ class Padding:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with the padding worked out once for all layers."""
+    """Megatron's description of packed sequences, which can also say how to pad them."""
 
-    padding: Padding | None = None
+    lengths: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
@@ -65,8 +66,13 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv=on_device,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            padding=Padding.of(lengths, device),
+            lengths=lengths,
         )
+
+    @cached_property
+    def padding(self) -> Padding:
+        """Worked out once for all layers, and never where Transformer Engine attends."""
+        return Padding.of(self.lengths, self.cu_seqlens_q.device)
 
 
 class _Pad(torch.autograd.Function):
@@ -111,7 +117,7 @@ class PackedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        if packed_seq_params is None or packed_seq_params.padding is None:
+        if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params=PackedSequences.of(...)")
         padding = packed_seq_params.padding
         sizes = [rows * longest for rows, longest in padding.rectangles]
