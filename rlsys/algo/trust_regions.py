@@ -128,22 +128,21 @@ class Bapo(Loss):
 
     def path(self) -> list[tuple[float, float]]:
         """The bounds tried, in order."""
-        lows, highs = (
-            _ladder(self.low_min, self.low_max, self.step),
-            _ladder(self.high_min, self.high_max, self.step),
-        )
+        lows = _ladder(self.low_min, self.low_max, self.step)
+        highs = _ladder(self.high_min, self.high_max, self.step)
         return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         path = self.path()
-        device = parts[0].mu.device
-        sums = torch.zeros(2, len(path), dtype=torch.float64, device=device)
+        lows, highs = (torch.tensor(side, dtype=torch.float64) for side in zip(*path, strict=True))
+        sums = torch.zeros(2, len(path), dtype=torch.float64, device=parts[0].mu.device)
         for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
             ratio, advantages = delta.double().exp()[part.keep], part.signal("advantages").double()[part.keep]
             good, bad = advantages >= 0, advantages < 0
-            for i, (low, high) in enumerate(path):
-                sums[0, i] += (ratio[good].clamp(max=high) * advantages[good]).sum()
-                sums[1, i] += (ratio[bad].clamp(min=low) * -advantages[bad]).sum()
+            under, over, weight = split_sums(ratio[good], advantages[good], highs)
+            sums[0] += under + highs.to(weight) * (weight.sum() - over)
+            under, over, weight = split_sums(ratio[bad], -advantages[bad], lows)
+            sums[1] += lows.to(weight) * over + (ratio[bad] * weight).sum() - under
         positive, negative = reduce(sums).cpu()
         enough = (positive >= self.target * negative).tolist()
         return path[enough.index(True)] if True in enough else path[-1]
@@ -152,6 +151,14 @@ class Bapo(Loss):
         bounds = (*prepared, self.dual)
         lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds) & view.keep
         return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost.sum()}
+
+
+def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For ascending edges `[E]`: sums over values <= edge of value * weight and of weight, `[E]`; and the weights."""
+    place = torch.bucketize(values, edges.to(values.device))
+    sums = [torch.bincount(place, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
+    under, over = (s.cumsum(0)[: len(edges)] for s in sums)
+    return under, over, weights
 
 
 def _ladder(start: float, end: float, step: float) -> list[float]:
