@@ -7,11 +7,14 @@ disk    a safetensors folder on a path that trainer and engines share: `update_w
 from __future__ import annotations
 
 import base64
+import http.client
 import json
+import logging
 import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +23,14 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
-from rlsys.types import PushTicket
+from rlsys.types import EngineAddress, PushTicket
 
 SEND_TIMEOUT = 300.0
+
+
+log = logging.getLogger("rlsys.weights")
+# Engines are on this machine or its network: never through a proxy that the environment names.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class WeightSync:
@@ -35,41 +43,43 @@ class WeightSync:
     def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> None:
         """Consume `tensors` (collective) and load them into every engine of the ticket.
 
-        An engine that does not take them is left to attestation, which will find it without the new version.
+        An engine that dies meanwhile is left out: end_push finds it dead, and its restart brings the next push.
         Raises RunError when an engine refuses the tensors.
         """
+        receivers = list(ticket.engines)
         if self._config.weights.method == "disk":
-            self._push_disk(tensors, ticket)
+            folder = self._config.run.dir.resolve() / "weights" / f"version-{ticket.weight_version:06d}"
+            self._push_disk(tensors, folder, receivers)
             return
         for bucket in buckets(tensors, int(self._config.weights.bucket_mb * 2**20)):
-            if self._is_main:
-                self._send_bucket(bucket, ticket)
+            if self._is_main and receivers:
+                self._send_bucket(bucket, receivers)
 
-    def _send_bucket(self, bucket: list[tuple[str, Tensor]], ticket: PushTicket) -> None:
+    def _send_bucket(self, bucket: list[tuple[str, Tensor]], receivers: list[EngineAddress]) -> None:
         serialize, flattened = _sglang()
         flat = flattened(named_tensors=bucket)
-        for engine in ticket.engines:
-            # One copy for each of the engine's tensor-parallel ranks: a shared-memory handle is opened once.
-            payload = [
-                serialize({"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()})
-                for _ in range(engine.tp)
-            ]
+        tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        for engine in list(receivers):
+            # One handle of the shared memory for each of the engine's ranks: opening uses it up.
+            handles = [base64.b64encode(serialize(tensors)).decode() for _ in range(engine.tp)]
             body = {
-                "serialized_named_tensors": [base64.b64encode(p).decode() for p in payload],
+                "serialized_named_tensors": handles,
                 "load_format": "flattened_bucket",
                 "flush_cache": False,  # once, after the last bucket, by the router
             }
-            post(f"{engine.url}/update_weights_from_tensor", body)
+            _send(engine, "/update_weights_from_tensor", body, receivers)
 
-    def _push_disk(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> None:
-        folder = self._config.run.dir.resolve() / "weights" / f"version-{ticket.weight_version:06d}"
+    def _push_disk(
+        self, tensors: Iterable[tuple[str, Tensor]], folder: Path, receivers: list[EngineAddress]
+    ) -> None:
         if not self._is_main:
             for _ in tensors:
                 pass
             return
         write_hf(folder, self._config.model.path, tensors)
-        for engine in ticket.engines:
-            post(f"{engine.url}/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False})
+        for engine in list(receivers):
+            body = {"model_path": str(folder), "flush_cache": False}
+            _send(engine, "/update_weights_from_disk", body, receivers)
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)
@@ -104,17 +114,19 @@ def _sglang() -> tuple[Callable[[Any], bytes], Any]:
     return MultiprocessingSerializer.serialize, FlattenedTensorBucket
 
 
-def post(url: str, body: dict[str, Any]) -> None:
-    """POST JSON to an engine. Raises RunError when it refuses or does not answer."""
+def _send(engine: EngineAddress, path: str, body: dict[str, Any], receivers: list[EngineAddress]) -> None:
+    """POST JSON; an engine that is gone is taken from `receivers`. Raises RunError when it refuses."""
     request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        engine.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=SEND_TIMEOUT) as answer:
+        with _opener.open(request, timeout=SEND_TIMEOUT) as answer:
             result = json.loads(answer.read())
     except urllib.error.HTTPError as e:
-        raise RunError(f"{url}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
-    except OSError as e:
-        raise RunError(f"{url}: does not answer: {e}") from None
+        raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
+    except (OSError, http.client.HTTPException) as e:
+        log.warning("%s: gone in the middle of a push: %s", engine.url, e)
+        receivers.remove(engine)
+        return
     if not result.get("success"):
-        raise RunError(f"{url}: {result.get('message')}")
+        raise RunError(f"{engine.url}{path}: {result.get('message')}")

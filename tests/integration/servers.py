@@ -1,0 +1,87 @@
+"""Starts a real SGLang server as the supervisor does: under a keeper, which ends its whole process group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.plan import THREADS
+from launch.ports import choose_ports
+from rlsys.config import Config
+from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.launch_args import engine_command
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 240.0
+GRACE_SECONDS = 10.0
+
+TINY_MOE = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny_moe_model(seed: int) -> Any:
+    """A transformers model, float32."""
+    declare_torchvision_ops()
+    import transformers
+
+    torch.manual_seed(seed)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY_MOE)).float()
+
+
+def write_tiny_moe(folder: Path, seed: int) -> Path:
+    tiny_moe_model(seed).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def running_engine(config: Config, folder: Path) -> Iterator[str]:
+    """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end."""
+    port = choose_ports(config).engines[0]
+    argv, env = engine_command(config, 0, port)
+    keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
+    url = f"http://{config.engine.host}:{port}"
+    with (
+        (folder / "engine.log").open("wb") as log,
+        subprocess.Popen(
+            keeper,
+            cwd=ROOT,
+            env={**os.environ, **THREADS, **env},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            wait_until_healthy(url, process, folder / "engine.log")
+            yield url
+        finally:
+            process.terminate()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError(f"the engine did not start:\n{log.read_text(errors='replace')[-4000:]}")

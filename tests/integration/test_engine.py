@@ -1,0 +1,263 @@
+"""Router against a real SGLang server: interruption changes nothing, pushes are exact, wrong weights are found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.errors import RunError
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.types import Canary, PushTicket, Sample, Status
+from rlsys.weights.sync import WeightSync
+from tests.integration.servers import TINY_MOE, tiny_moe_model
+
+pytestmark = pytest.mark.integration
+
+EOS = TINY_MOE["eos_token_id"]
+PROMPT = [1, 4, 20, 40, 21, 40, 22, 30, 23, 5, 6]
+CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
+SLOW = 0.03  # seconds for a forward pass: long enough to interrupt in the middle
+_models: dict[int, Any] = {}
+
+
+def model(seed: int) -> Any:
+    if seed not in _models:
+        _models[seed] = tiny_moe_model(seed)
+    return _models[seed]
+
+
+def logprobs(seed: int, ids: list[int]) -> list[float]:
+    """Of `ids[1:]`, by transformers."""
+    with torch.no_grad():
+        logits = model(seed)(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def canaries(seed: int) -> list[Canary]:
+    return [Canary(ids, logprobs(seed, ids)) for ids in CANARIES]
+
+
+def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
+    """Under the names that a checkpoint has on disk: one tensor for each expert."""
+    for name, tensor in model(seed).state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                stem = name.removesuffix("gate_up_proj")
+                yield f"{stem}{e}.gate_proj.weight", gate
+                yield f"{stem}{e}.up_proj.weight", up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(tensor):
+                yield f"{name.removesuffix('down_proj')}{e}.down_proj.weight", down
+        else:
+            yield name, tensor
+
+
+def sample(sample_id: int, seed: int = 7) -> Sample:
+    return Sample(sample_id, sample_id, 0, PROMPT, seed=seed)
+
+
+class Stack:
+    """One engine and a router of its own, as the rollout process has them; versions count up over all tests."""
+
+    _versions = iter(range(1, 1000))
+
+    def __init__(self, config: Config, client: EngineClient) -> None:
+        self.client = client
+        self.router = Router([client], vocab_size=128, context_length=512, bounds=Bounds.of(config))
+        self._config = config
+
+    async def push(self, seed: int, claimed_seed: int | None = None) -> tuple[int, dict[str, float]]:
+        """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics."""
+        version = next(self._versions)
+        addresses = await self.router.begin_push(version)
+        sync = WeightSync(self._config, is_main=True)
+        await asyncio.to_thread(sync.push, tensors(seed), PushTicket(version, addresses, CANARIES))
+        metrics = await self.router.end_push(
+            version, canaries(seed if claimed_seed is None else claimed_seed)
+        )
+        self.router.resume()
+        return version, metrics
+
+    async def generate(self, s: Sample, tokens: int = 120) -> Sample:
+        return await self.router.generate(s, max_response_tokens=tokens, temperature=1.0)
+
+
+@asynccontextmanager
+async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
+    async with make_session() as session:
+        client = EngineClient(url, session)
+        try:
+            yield Stack(config, client)
+        finally:
+            await client.abort(None)
+            await client.slow_down(None)
+
+
+def with_stack(config: Config, url: str, body: Callable[[Stack], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with stack(config, url) as s:
+            await body(s)
+
+    asyncio.run(run())
+
+
+async def until(true: Callable[[], bool], task: asyncio.Task[Any]) -> None:
+    while not true():
+        assert not task.done(), "ended too early to be interrupted"
+        await asyncio.sleep(0.002)
+
+
+def worst_gap(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_interrupted_three_times_equals_unbroken(engine_config: Config, engine: str) -> None:
+    async def body(s: Stack) -> None:
+        version, _ = await s.push(0)
+        unbroken = await s.generate(sample(1, seed=11), tokens=80)
+        assert len(unbroken.response_ids) == 80, "the seed should give a long response"
+        await s.client.flush()
+        cached_before = await cached_tokens(s.client)
+
+        broken = sample(2, seed=11)
+        await s.client.slow_down(SLOW)
+        task = asyncio.create_task(s.generate(broken, tokens=80))
+        lengths = []
+        for at_least in (5, 20, 45):
+            await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
+            await s.router.interrupt()
+            assert broken.status is Status.PARKED
+            lengths.append(len(broken.response_ids))
+            s.router.resume()
+        await s.client.slow_down(None)
+        await task
+
+        assert lengths == sorted(set(lengths)), "each segment added tokens"
+        assert broken.response_ids == unbroken.response_ids
+        assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
+        assert (broken.status, broken.resumes, broken.versions()) == (Status.TRUNCATED, 3, [version] * 80)
+        # Everything but the last token of each resumed prefix is still in the engine, by both accounts.
+        assert broken.cached_tokens == sum(len(PROMPT) + n - 1 for n in lengths)
+        assert broken.prefilled_tokens == len(PROMPT) + sum(len(PROMPT) + n for n in lengths)
+        assert await cached_tokens(s.client) - cached_before == broken.cached_tokens
+        await s.router.interrupt()
+        assert s.router.stats()["lost"] == 0
+
+    with_stack(engine_config, engine, body)
+
+
+async def cached_tokens(client: EngineClient) -> float:
+    lines = (await client._get("/metrics")).splitlines()
+    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("sglang:cached_tokens_total"))
+
+
+def test_a_full_engine_interrupted_gives_back_every_token(engine_config: Config, engine: str) -> None:
+    """More samples than it decodes at once: some are interrupted in its queue, with no token yet."""
+
+    async def body(s: Stack) -> None:
+        await s.push(0)
+        n = engine_config.engine.max_running_requests + 24
+        unbroken = await asyncio.gather(*(s.generate(sample(i, seed=i), 40) for i in range(n)))
+        await s.client.slow_down(SLOW)
+        broken = [sample(i, seed=i) for i in range(n)]
+        tasks = [asyncio.create_task(s.generate(b, 40)) for b in broken]
+        await until(lambda: s.router.stats()["in_flight"] == n, tasks[0])
+        await s.router.interrupt()  # perhaps before they are registered: then they come back empty
+        s.router.resume()
+        await until(lambda: any(len(b.response_ids) > 4 for b in broken), tasks[0])
+        await s.router.interrupt()
+        assert s.router.stats()["in_flight"] == 0
+        assert s.router.stats()["lost"] == 0
+        assert {b.status for b in broken} <= {Status.PARKED, Status.FINISHED}
+        assert any(not b.response_ids for b in broken), "some waited in the engine's queue"
+        await s.client.slow_down(None)
+        s.router.resume()
+        await asyncio.gather(*tasks)
+        for b, u in zip(broken, unbroken, strict=True):
+            assert (b.response_ids, b.status) == (u.response_ids, u.status)
+            assert worst_gap(b.mu, u.mu) <= 1e-5
+        assert any(b.status is Status.FINISHED for b in broken)
+        for b in broken:
+            assert (b.response_ids[-1] == EOS) == (b.status is Status.FINISHED)
+            assert EOS not in b.response_ids[:-1]
+        await s.router.interrupt()
+        stats = s.router.stats()
+        # The canaries' own tokens are in the engine's count only.
+        assert stats["engine_tokens"] == stats["received_tokens"] + len(CANARIES)
+        assert stats["lost"] == 0
+
+    with_stack(engine_config, engine, body)
+
+
+@pytest.mark.parametrize("method", ["tensor", "disk"])
+def test_a_push_is_exact(method: str, engine_config: Config, engine: str, tmp_path: Path) -> None:
+    weights = engine_config.weights.model_copy(update={"method": method})
+    run = engine_config.run.model_copy(update={"dir": tmp_path})
+    config = engine_config.model_copy(update={"weights": weights, "run": run})
+
+    async def body(s: Stack) -> None:
+        await s.push(0)
+        before = await s.generate(sample(1), 30)
+        version, metrics = await s.push(1)
+        assert await s.client.weight_version() == version
+        assert metrics["push_canary_mean"] <= 1e-6
+        assert metrics["push_canary_p999"] <= 1e-5
+        after = await s.generate(sample(1), 30)
+        assert after.response_ids != before.response_ids
+        assert after.versions() == [version] * len(after.response_ids)
+        expected = logprobs(1, PROMPT + after.response_ids)[len(PROMPT) - 1 :]
+        assert worst_gap(after.mu, expected) <= 1e-5
+        assert after.cached_tokens == 0, "a push empties the cache"
+
+    with_stack(config, engine, body)
+
+
+def test_wrong_weights_do_not_serve(engine_config: Config, engine: str) -> None:
+    async def body(s: Stack) -> None:
+        with pytest.raises(RunError, match=r"no engine can serve .* canary log-probs differ .*bound 1e-06"):
+            await s.push(1, claimed_seed=0)
+        assert s.router.stats()["engines_serving"] == 0
+
+    with_stack(engine_config, engine, body)
+
+
+def test_a_push_that_a_dead_trainer_left_open_is_ended(engine_config: Config, engine: str) -> None:
+    async def body(s: Stack) -> None:
+        await s.client.begin_weight_update()
+        version, _ = await s.push(0)
+        assert s.router.engine_states() == {engine: f"version {version}"}
+
+    with_stack(engine_config, engine, body)
+
+
+def test_a_router_that_comes_after_another_counts_its_own_tokens(engine_config: Config, engine: str) -> None:
+    """The rollout process was killed: what the engine still does for it is stopped, and nobody's loss."""
+
+    async def abandoned(s: Stack) -> None:
+        await s.push(0)
+        await s.client.slow_down(SLOW)
+        task = asyncio.create_task(s.generate(sample(1), 400))
+        await until(lambda: bool(s.router.stats()["received_tokens"]), task)
+        task.cancel()
+
+    async def next_one(s: Stack) -> None:
+        await s.push(0)
+        done = await s.generate(sample(2), 20)
+        await s.router.interrupt()
+        stats = s.router.stats()
+        assert stats["engine_tokens"] == len(done.response_ids) + len(CANARIES)
+        assert stats["lost"] == 0
+
+    with_stack(engine_config, engine, abandoned)
+    with_stack(engine_config, engine, next_one)
