@@ -82,7 +82,12 @@ class EngineState:
         self._counter_start, self.generated, self.received = start, 0, 0
 
     async def count(self) -> None:
-        """Read its own counter of generated tokens; the last figure stays when it does not answer."""
+        """Read its own counter of generated tokens; the last figure stays when it does not answer.
+
+        Not before `start_counting`: until then the counter holds what others asked for.
+        """
+        if self.version == NEVER:
+            return
         try:
             self.generated = await self.client.generated_tokens() - self._counter_start
         except (*DeadEngine, EngineError):
