@@ -118,6 +118,12 @@ class Batch:
         if len(self.rows) != self.sequences:
             raise ValueError(f"{len(self.rows)} rows for {self.sequences} sequences")
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
     @property
     def sequences(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -162,7 +162,7 @@ class Objective:
     def finish(self, plan: Plan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
 
-        `parts` are this rank's packed sequences, each of the planned rows on exactly one rank.
+        `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
         """
         plan.samples = self._with_columns(plan.samples, parts, reduce)
         if self.late:

@@ -11,8 +11,10 @@ import torch
 from algo_world import DOUBLE, Outcome, World, on_ranks, packed, run, section, table
 from torch import Tensor
 
+from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.config import AlgoSection
+from rlsys.algo.losses import clipped_policy_loss
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import Reduce, threshold, whole_sequences
 from rlsys.config import read_layers
@@ -271,3 +273,16 @@ def test_one_process_equals_ranks_of_any_number() -> None:
     merged = {row: g for r in ranks for row, g in r.gradients.items()}
     same(one, merged, ranks[2])
     assert one.metrics["clip_share"] > 0
+
+
+def test_the_default_is_the_plain_clipped_loss_on_grpo_advantages() -> None:
+    """The whole composition against the two pure functions that it is made of."""
+    world = World()
+    outcome = run(world, section(), whole)
+    part = world.part(outcome.rows)
+    advantages = part.expand(grpo(world.samples.reward, world.samples.group_ids))
+    logp = torch.cat([world.sequences[r]["logp"] for r in outcome.rows])
+    loss, sums = clipped_policy_loss(logp, part.mu, advantages, part.mask, clip_low=0.2, clip_high=0.28)
+    assert outcome.loss == pytest.approx(float(loss / part.mask.sum()), abs=1e-12)
+    assert outcome.sums["clipped"] == sums["clipped"]
+    assert outcome.denominator == part.mask.sum()
