@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from megatron_patches import (
+    checkpoint_queue,
     checkpoint_without_output,
     cpu_import,
     cpu_rng,
@@ -33,6 +34,7 @@ PATCHES: tuple[Patch, ...] = (
     moe_splits.PATCH,
     norm_sequence_parallel.PATCH,
     distributed_optimizer_step.PATCH,
+    checkpoint_queue.PATCH,
     checkpoint_without_output.PATCH,
     gloo_uneven.PATCH,
     cpu_rng.PATCH,
@@ -46,7 +48,11 @@ def have_transformer_engine() -> bool:
 
 def active() -> list[Patch]:
     """The patches that this machine needs."""
-    needed = {"no-cuda": not torch.cuda.is_available(), "no-te": not have_transformer_engine()}
+    needed = {
+        "no-cuda": not torch.cuda.is_available(),
+        "no-te": not have_transformer_engine(),
+        "always": True,
+    }
     return [p for p in PATCHES if needed[p.when]]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-When = Literal["no-cuda", "no-te"]
-"""no-cuda: only where CUDA is missing, never beside it. no-te: wherever Transformer Engine is missing."""
+When = Literal["no-cuda", "no-te", "always"]
+"""no-cuda: only where CUDA is missing, never beside it. no-te: wherever Transformer Engine cannot run."""
 
 
 class PatchError(RuntimeError):

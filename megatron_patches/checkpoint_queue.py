@@ -1,0 +1,36 @@
+"""No manager process for a checkpoint that is saved in this process.
+
+Symptom: the first save of every rank spawns a multiprocessing manager, which imports the main module again:
+seconds, a second copy of torch and megatron in memory, and a process that outlives a killed rank.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: the queue carries the writers' results, not the tensors; both its ends are in this process
+unless a save is asynchronous, which then fails loudly on the empty queue.
+Delete when: upstream makes the manager for asynchronous saves only, or we save asynchronously.
+"""
+
+from __future__ import annotations
+
+import queue
+from types import ModuleType
+
+from megatron_patches.registry import Patch, target
+
+
+def _edit(module: ModuleType) -> None:
+    renamed = hasattr(module, "get_write_results_queue")  # 0.19
+    name = "get_write_results_queue" if renamed else "_get_write_results_queue"
+    target(
+        "checkpoint_queue",
+        module,
+        name,
+        "global _results_queue",
+        "if _results_queue is None",
+        "ctx.Manager()",
+    )
+    module._results_queue = queue.Queue()  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    "checkpoint_queue", "megatron.core.dist_checkpointing.strategies.filesystem_async", "always",
+    "0.16.1 - 0.19.2", "the first save spawns a process that imports the main module again", _edit,
+)  # fmt: skip
