@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import aiohttp
@@ -47,7 +47,14 @@ class EngineClient:
         self._session = session
 
     async def generate(
-        self, ids: list[int], *, rid: str, max_new_tokens: int, temperature: float, seed: int | None
+        self,
+        ids: list[int],
+        *,
+        rid: str,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop_ids: Sequence[int],
     ) -> AsyncGenerator[Segment, None]:
         """Segments as they come; only the last one has `finish` set.
 
@@ -60,6 +67,7 @@ class EngineClient:
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "skip_special_tokens": False,
+            "stop_token_ids": list(stop_ids),
         }
         if seed is not None:
             sampling["sampling_seed"] = seed

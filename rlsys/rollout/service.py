@@ -23,6 +23,7 @@ from aiohttp import web
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
 from rlsys.rewards import build_reward
@@ -131,6 +132,7 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 engines,
                 vocab_size=vocab_size,
                 context_length=min(context_length, config.engine.max_total_tokens),
+                stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
                 bounds=Bounds.of(config),
                 patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )

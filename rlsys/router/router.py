@@ -12,7 +12,7 @@ import heapq
 import itertools
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -44,7 +44,8 @@ class Router:
     """Belongs to one event loop. Starts with the gate closed: `resume` opens it.
 
     context_length: the most tokens an engine can hold of one sample, the smaller of the model's context and the
-    engine's KV pool. patience: seconds that a push waits for an engine, long enough for one to be restarted.
+    engine's KV pool. stop_ids: tokens that end a response, all that the engines know. patience: seconds that a push
+    waits for an engine, long enough for one to be restarted.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Router:
         *,
         vocab_size: int,
         context_length: int,
+        stop_ids: Collection[int],
         bounds: Bounds,
         patience: float = 300.0,
         strategy: Strategy = prefix_affinity,
@@ -60,6 +62,7 @@ class Router:
         self._pool = Pool(engines)
         self._vocab_size = vocab_size
         self._room = context_length - RESERVED_TOKENS
+        self._stop_ids = sorted(stop_ids)
         self._bounds = bounds
         self._patience = patience
         self._strategy = strategy
@@ -165,6 +168,7 @@ class Router:
                         max_new_tokens=limit - len(sample.response_ids),
                         temperature=temperature,
                         seed=sample.seed,
+                        stop_ids=self._stop_ids,
                     )
                     async with aclosing(stream):
                         async for segment in stream:
@@ -179,10 +183,20 @@ class Router:
         except EngineError as e:
             raise RunError(f"sample {sample.sample_id}: {e}") from None
         finally:
-            sample.status = _ENDED.get(finish or "", Status.PARKED)
+            sample.status = self._status(sample, finish, limit)
             engine.load -= 1
             if not self._pool.in_flight:
                 self._idle.set()
+
+    def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
+        """After a request. One that is aborted makes a last token, and that may be the one that ends the response:
+        SGLang then still calls it aborted, and going on would write past the end.
+        """
+        if finish in _ENDED:
+            return _ENDED[finish]
+        if sample.response_ids and sample.response_ids[-1] in self._stop_ids:
+            return Status.FINISHED
+        return Status.TRUNCATED if len(sample.response_ids) >= limit else Status.PARKED
 
     def _receive(self, engine: EngineState, sample: Sample, segment: Segment) -> str | None:
         """Add what came to the sample. Returns how the request ended, None while it goes on."""

@@ -74,7 +74,9 @@ class Stack:
 
     def __init__(self, config: Config, client: EngineClient) -> None:
         self.client = client
-        self.router = Router([client], vocab_size=128, context_length=512, bounds=Bounds.of(config))
+        self.router = Router(
+            [client], vocab_size=128, context_length=512, stop_ids={EOS}, bounds=Bounds.of(config)
+        )
         self._config = config
 
     async def push(self, seed: int, claimed_seed: int | None = None) -> tuple[int, dict[str, float]]:

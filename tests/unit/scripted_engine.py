@@ -1,0 +1,325 @@
+"""SGLang without SGLang: servers that speak its JSON to the real EngineClient, on a clock that does not wait.
+
+Token and log-prob at a position follow from the request's seed, the position and the weights; so a response is the
+same however it is cut into requests, as on a deterministic engine. Tests make servers die, restart, hang, preempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import selectors
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.client_reqrep import ConnectionKey
+
+EOS = 2
+LATENCY = 0.001  # between a request's departure and its registration
+TOKEN_SECONDS = 0.01
+
+
+# The clock
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Instead of waiting, it moves the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events = super().select(0)
+        if not events:
+            if timeout is None:
+                raise RuntimeError("nothing will ever happen again")
+            self.now += timeout
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting costs nothing and always takes exactly as long as asked for."""
+
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(body: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(body)
+
+
+# The model
+
+
+def token(seed: int, position: int, weights: int) -> int:
+    """Never EOS."""
+    return 3 + (seed * 31 + position * 17 + weights * 7) % 120
+
+
+def logprob(seed: int, position: int, weights: int) -> float:
+    return -((seed + position * 3 + weights) % 11) / 8
+
+
+def canary_logprobs(ids: list[int], weights: int) -> list[float]:
+    """Of `ids[1:]`."""
+    return [-(i % 5) / 4 - weights for i in ids[1:]]
+
+
+# A server
+
+
+@dataclass
+class Request:
+    rid: str
+    ids: list[int]
+    seed: int
+    budget: int
+    made: list[int] = field(default_factory=list)
+    sent: int = 0
+    aborted: bool = False
+    running: bool = False
+    preempted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedEngine:
+    """One server process after another on the same URL. `ends_at(seed)`: position of the token that ends a sequence.
+
+    `calls` has the control requests in the order of their arrival, `started` the prompts in theirs.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        ends_at: Callable[[int], int] = lambda seed: 40,
+        chunk: int = 4,
+        max_running: int = 1000,
+    ) -> None:
+        self.url = url
+        self.chunk = chunk
+        self.max_running = max_running
+        self.ends_at = ends_at
+        self.calls: list[str] = []
+        self.started: list[list[int]] = []
+        self.dead = self.hung = False
+        self.requests: dict[str, Request] = {}
+        self._boot()
+
+    def _boot(self) -> None:
+        self.weights = 0
+        self.loading: int | None = None  # weights of an open update
+        self.update_open = False
+        self.version = 0
+        self.generated = 0
+
+    # What tests do to it
+
+    def die(self) -> None:
+        self.dead = True
+        for request in self.requests.values():
+            request.changed.set()
+
+    def restart(self) -> None:
+        """With the weights that it was first started with."""
+        self.die()
+        self.requests = {}
+        self._boot()
+        self.dead = self.hung = False
+
+    def preempt(self) -> None:
+        """Every running request goes back to the queue for want of memory, and stays there."""
+        for request in self.requests.values():
+            request.preempted = True
+
+    # HTTP
+
+    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        if self.hung:
+            await asyncio.Event().wait()
+        handler = getattr(self, "_" + path.partition("?")[0].strip("/"))
+        if body or path not in ("/model_info", "/metrics", "/health"):
+            self.calls.append(path.partition("?")[0].strip("/"))
+        return handler(body)
+
+    def _model_info(self, _: dict[str, Any]) -> tuple[int, str]:
+        return 200, json.dumps({"weight_version": str(self.version)})
+
+    def _metrics(self, _: dict[str, Any]) -> tuple[int, str]:
+        return 200, f'# HELP x\nsglang:generation_tokens_total{{is_streaming="true"}} {self.generated}.0\n'
+
+    def _abort_request(self, body: dict[str, Any]) -> tuple[int, str]:
+        for request in self.requests.values():
+            if body.get("abort_all") or request.rid.startswith(body["rid"]):
+                request.aborted = True
+                request.changed.set()
+        return 200, ""
+
+    def _begin_weight_update(self, _: dict[str, Any]) -> tuple[int, str]:
+        if self.update_open:
+            return 400, json.dumps({"success": False, "message": "a weight-update session is already open"})
+        self.update_open = True
+        return 200, json.dumps({"success": True, "message": "Success"})
+
+    def _end_weight_update(self, _: dict[str, Any]) -> tuple[int, str]:
+        if not self.update_open:
+            return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
+        self.update_open = False
+        return 200, json.dumps({"success": True, "message": "Success"})
+
+    def load(self, weights: int) -> None:
+        """A trainer's tensors arrive."""
+        assert self.update_open, "tensors outside an update"
+        assert not any(r.running for r in self.requests.values()), "tensors under a running request"
+        self.calls.append("tensors")
+        self.weights = weights
+
+    def _flush_cache(self, _: dict[str, Any]) -> tuple[int, str]:
+        return (400, "busy") if self.requests else (200, "Cache flushed.\n")
+
+    def _update_weight_version(self, body: dict[str, Any]) -> tuple[int, str]:
+        self.version = int(body["new_version"])
+        return 200, json.dumps({"success": True})
+
+    def _generate(self, body: dict[str, Any]) -> tuple[int, str]:
+        """Not streamed: a canary."""
+        self.generated += 1
+        entries = [[None, body["input_ids"][0], None]]
+        entries += [[x, 0, None] for x in canary_logprobs(body["input_ids"], self.weights)]
+        return 200, json.dumps({"meta_info": {"input_token_logprobs": entries}})
+
+    # Generation
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(LATENCY)
+        assert body["rid"] not in self.requests, "a request id in use"
+        assert all(0 <= i < 128 for i in body["input_ids"]), "this id would kill it"
+        sampling = body["sampling_params"]
+        request = Request(
+            body["rid"], body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"]
+        )
+        generation = self.requests  # a restarted server has a new dict
+        generation[request.rid] = request
+        self.started.append(request.ids)
+        try:
+            finish = None
+            while finish is None:
+                await self._turn(request)
+                if self.dead or generation is not self.requests:
+                    raise aiohttp.ClientPayloadError("the server died")
+                finish = self._step(request)
+                if finish or len(request.made) - request.sent >= self.chunk:
+                    yield self._chunk(request, finish)
+            yield b"data: [DONE]\n"
+        finally:
+            if generation is self.requests:
+                if not request.aborted and finish is None:
+                    self.generated += len(request.made)  # its client went away: it stops by itself
+                generation.pop(request.rid, None)
+                for other in generation.values():
+                    other.changed.set()
+
+    async def _turn(self, request: Request) -> None:
+        """Until its next token is due, or something happens to it."""
+        while not (request.aborted or self.dead):
+            request.changed.clear()
+            running = sum(r.running for r in self.requests.values())
+            if request.preempted or self.hung or (not request.running and running >= self.max_running):
+                await request.changed.wait()
+                continue
+            request.running = True
+            try:
+                async with asyncio.timeout(TOKEN_SECONDS):
+                    await request.changed.wait()
+            except TimeoutError:
+                return
+
+    def _step(self, request: Request) -> dict[str, Any] | None:
+        """One token further; why it ends, if it does. What is aborted makes one token more before it ends."""
+        aborted = {"type": "abort", "message": "Aborted", "status_code": None} if request.aborted else None
+        if aborted and (request.preempted or not request.running):
+            return aborted
+        position = len(request.ids) + len(request.made)
+        if position == self.ends_at(request.seed):
+            request.made.append(EOS)
+            return aborted or {"type": "stop", "matched": EOS}
+        request.made.append(token(request.seed, position, self.weights))
+        if aborted:
+            return aborted
+        if len(request.made) == request.budget:
+            return {"type": "length", "length": request.budget}
+        return None
+
+    def _chunk(self, request: Request, finish: dict[str, Any] | None) -> bytes:
+        first = len(request.ids)
+        probs = [logprob(request.seed, first + i, self.weights) for i in range(len(request.made))]
+        meta: dict[str, Any] = {"finish_reason": finish, "weight_version": str(self.version)}
+        if request.aborted and (request.preempted or not request.running):
+            # As SGLang answers for a request in its queue: what was not sent is gone, the last token comes again.
+            made = request.made[: request.sent]
+            ids, probs = made[-1:], probs[: request.sent]
+            meta["completion_tokens"] = len(made)
+        else:
+            ids, probs = request.made[request.sent :], probs[request.sent :]
+            meta |= {"prompt_tokens": first, "cached_tokens": 0, "completion_tokens": len(request.made)}
+            request.sent = len(request.made)
+            if finish:
+                self.generated += len(request.made)
+        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(probs, request.made, strict=False)]
+        return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n".encode()
+
+
+# The wire
+
+
+class _Answer:
+    def __init__(self, status: int, text: str = "", content: AsyncIterator[bytes] | None = None) -> None:
+        self.status = status
+        self._text = text
+        self.content = content
+
+    async def text(self) -> str:
+        return self._text
+
+
+class Network:
+    """Stands in for aiohttp's session."""
+
+    def __init__(self, *engines: ScriptedEngine) -> None:
+        self._engines = {e.url: e for e in engines}
+
+    def get(self, url: str, timeout: aiohttp.ClientTimeout | None = None) -> Any:
+        return self._send(url, {}, timeout)
+
+    def post(self, url: str, json: dict[str, Any], timeout: aiohttp.ClientTimeout | None = None) -> Any:
+        return self._send(url, json, timeout)
+
+    @asynccontextmanager
+    async def _send(
+        self, url: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout | None
+    ) -> AsyncIterator[_Answer]:
+        parts = urlsplit(url)
+        engine = self._engines[f"{parts.scheme}://{parts.netloc}"]
+        path = url.removeprefix(engine.url)
+        await asyncio.sleep(LATENCY)
+        if engine.dead:
+            key = ConnectionKey(parts.hostname or "", parts.port, False, True, None, None, None)
+            raise aiohttp.ClientConnectorError(key, OSError(111, "Connection refused"))
+        if body.get("stream"):
+            stream = engine.stream(body)
+            try:
+                yield _Answer(200, content=stream)
+            finally:
+                await stream.aclose()
+            return
+        async with asyncio.timeout(timeout.total if timeout else None):
+            status, text = await engine.answer(path, body)
+        yield _Answer(status, text)

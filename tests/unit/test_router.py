@@ -1,0 +1,527 @@
+"""The router against scripted SGLang servers, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import EOS, Network, ScriptedEngine, canary_logprobs, logprob, run_virtual, token
+
+from rlsys.engine.client import EngineClient
+from rlsys.errors import RunError
+from rlsys.router.attest import Bounds
+from rlsys.router.router import RefusedPrompt, Router
+from rlsys.types import Canary, Sample, Status
+
+PROMPT = [1, 5, 6, 7]
+A, B = "http://a:1", "http://b:1"
+CANARY_IDS = [4, 8, 15, 16, 23]
+
+
+class Rig:
+    """Scripted engines, the router before them, and a trainer whose weights are the version's number."""
+
+    def __init__(self, *engines: ScriptedEngine, patience: float = 60.0, context: int = 200) -> None:
+        self.engines = list(engines) or [ScriptedEngine(A)]
+        network: Any = Network(*self.engines)
+        self.router = Router(
+            [EngineClient(e.url, network) for e in self.engines],
+            vocab_size=128,
+            context_length=context,
+            stop_ids={EOS},
+            bounds=Bounds(1e-6, 1e-4),
+            patience=patience,
+        )
+        self.version = 0
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[0]
+
+    async def push(self, *, only_stale: bool = False, wrong: tuple[str, ...] = ()) -> dict[str, float]:
+        self.version += not only_stale
+        for address in await self.router.begin_push(self.version, only_stale=only_stale):
+            next(e for e in self.engines if e.url == address.url).load(
+                self.version + (50 if address.url in wrong else 0)
+            )
+        canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, self.version))
+        metrics = await self.router.end_push(self.version, [canary])
+        self.router.resume()
+        return metrics
+
+    def start(self, s: Sample, budget: int = 100) -> asyncio.Task[Sample]:
+        return asyncio.create_task(self.router.generate(s, max_response_tokens=budget, temperature=1.0))
+
+    async def settle(self) -> dict[str, float]:
+        await self.router.interrupt()
+        return self.router.stats()
+
+
+def sample(i: int = 0, *, seed: int = 3, group: int | None = None, prompt: list[int] = PROMPT) -> Sample:
+    return Sample(i, i if group is None else group, 0, list(prompt), seed=seed)
+
+
+def check(s: Sample, *, versions: set[int], ends_at: int = 40, budget: int = 100) -> None:
+    """It is what one unbroken response would be, with the weights that each token was made with."""
+    first = len(s.prompt_ids)
+    length = min(ends_at + 1 - first, budget)
+    finished = length == ends_at + 1 - first
+    assert len(s.response_ids) == length
+    assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
+    assert set(s.versions()) == versions
+    expected = [token(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+    assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
+    assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+
+
+def scenario(*args: Any, **kwargs: Any) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+    """Run the body with a rig, on the virtual clock."""
+
+    def run(body: Callable[[Rig], Awaitable[None]]) -> None:
+        async def main() -> None:
+            rig = Rig(*args, **kwargs)
+            watch = asyncio.create_task(rig.router.watch())
+            try:
+                await body(rig)
+            finally:
+                watch.cancel()
+
+        run_virtual(main())
+
+    return run
+
+
+# One sample
+
+
+def test_nothing_is_sent_before_the_first_push() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.router.resume()
+        task = rig.start(sample())
+        await asyncio.sleep(5)
+        assert not rig.engine.started
+        await rig.push()
+        check(await task, versions={1})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 0.2), max_size=6), st.integers(1, 50))
+def test_interrupted_anywhere_equals_unbroken(pauses: list[float], budget: int) -> None:
+    """Also before the request is registered, and in the middle of a chunk; the budget counts over all segments."""
+
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s, budget)
+        for pause in pauses:
+            await asyncio.sleep(pause)
+            await rig.router.interrupt()
+            assert s.status is not Status.IN_FLIGHT
+            assert rig.router.stats()["in_flight"] == 0
+            rig.router.resume()
+        check(await task, versions={1}, budget=budget)
+        assert (await rig.settle())["lost"] == 0
+
+
+def test_versions_follow_the_pushes() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        for _ in range(2):
+            await asyncio.sleep(0.095)
+            await rig.push()
+        check(await task, versions={1, 2, 3})
+        assert s.resumes == 2
+        assert s.prefilled_tokens == 4 + sum(4 + span.start for span in s.spans[1:])
+
+
+def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
+    """SGLang answers it with its last token again; what it made and had not sent is made again."""
+
+    @scenario(ScriptedEngine(A, chunk=4))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.1)
+        rig.engine.preempt()
+        await rig.router.interrupt()
+        assert len(s.response_ids) in (4, 8)
+        rig.router.resume()
+        check(await task, versions={1})
+        stats = await rig.settle()
+        assert stats["lost"] == 0
+        assert stats["received_tokens"] == len(s.response_ids)
+
+
+def test_waiting_in_the_engines_queue_costs_no_token() -> None:
+    @scenario(ScriptedEngine(A, max_running=1))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i) for i in range(3)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        await rig.router.interrupt()
+        assert [bool(s.response_ids) for s in samples] == [True, False, False]
+        rig.router.resume()
+        for task in tasks:
+            check(await task, versions={1})
+        assert [s.resumes for s in samples] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 128], "token id 128 is outside the vocabulary of 128"),
+        ([-1], "token id -1 is outside the vocabulary of 128"),
+        ([1] * 94, "the prompt has 94 tokens; there is room for 93"),
+    ],
+)
+def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], why: str) -> None:
+    @scenario(context=100)
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample(prompt=prompt)
+        with pytest.raises(RefusedPrompt, match=f"^{why}$"):
+            await rig.start(s)
+        assert (s.status, rig.engine.started, rig.router.stats()["refused"]) == (Status.PARKED, [], 1)
+
+
+def test_a_response_ends_where_the_context_does() -> None:
+    """And short enough that it could be sent again as a prompt at any length."""
+
+    @scenario(ScriptedEngine(A, ends_at=lambda seed: 1000), context=50)
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        check(await rig.start(sample()), versions={1}, ends_at=1000, budget=50 - 6 - 4)
+
+
+def test_a_refusal_by_the_engine_stops_the_run() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        rig.engine._step = lambda request: {"type": "abort", "status_code": 400, "message": "no"}  # type: ignore
+        with pytest.raises(RunError, match=r"sample 0: http://a:1/generate: 400 no"):
+            await rig.start(sample())
+
+
+# All samples
+
+
+def test_the_oldest_goes_on_first() -> None:
+    @scenario(ScriptedEngine(A, ends_at=lambda seed: 30))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await rig.router.interrupt()
+        tasks = [rig.start(sample(i, prompt=[1, 10 + i])) for i in (2, 0, 3, 1)]
+        await asyncio.sleep(0.05)
+        rig.router.resume()
+        await asyncio.gather(*tasks)
+        assert [ids[1] for ids in rig.engine.started] == [10, 11, 12, 13]
+
+
+def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0)  # on its way
+        await rig.router.interrupt()
+        assert rig.engine.calls.count("abort_request") >= 2
+        assert s.status is Status.PARKED
+        rig.router.resume()
+        check(await task, versions={1})
+
+
+def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await rig.router.interrupt()
+        held = rig.start(sample())
+        evaluation = asyncio.create_task(rig.router.greedy(PROMPT, 10))
+        await asyncio.sleep(1)
+        assert not rig.engine.started, "an interrupt stops evaluation too"
+        rig.version += 1
+        await rig.router.begin_push(rig.version)
+        rig.engine.load(rig.version)
+        await rig.router.end_push(rig.version, [])
+        segment = await evaluation
+        assert (len(segment.ids), segment.finish) == (10, "length")
+        assert not held.done()
+        stats = rig.router.stats()
+        assert (stats["evaluation_tokens"], stats["received_tokens"], stats["prefilled_tokens"]) == (
+            10,
+            10,
+            0,
+        )
+        rig.router.resume()
+        await held
+
+
+def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i, group=i // 4) for i in range(16)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        first = [s.engine for s in samples]
+        assert all(len(set(first[i : i + 4])) == 1 for i in range(0, 16, 4))
+        assert first.count(A) == first.count(B)
+        await rig.router.interrupt()
+        rig.router.resume()
+        await asyncio.sleep(0.05)
+        assert [s.engine for s in samples] == first
+        await asyncio.gather(*tasks)
+
+
+# Pushes
+
+
+def test_a_push_keeps_its_order() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        task = rig.start(sample())
+        await asyncio.sleep(0.1)
+        rig.engine.calls.clear()
+        await rig.push()
+        assert rig.engine.calls == [
+            "abort_request", "begin_weight_update", "tensors", "end_weight_update", "flush_cache",
+            "update_weight_version", "generate",
+        ]  # fmt: skip
+        await task
+
+
+def test_an_update_that_was_left_open_is_ended_first() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.engine.update_open = True
+        await rig.push()
+        check(await rig.start(sample()), versions={1})
+
+
+def test_an_engine_with_wrong_weights_is_quarantined() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        metrics = await rig.push(wrong=(B,))
+        assert metrics["push_canary_mean"] > 1
+        assert rig.router.engine_states()[B].startswith("quarantined: canary log-probs differ")
+        await asyncio.gather(*(rig.start(sample(i)) for i in range(4)))
+        assert not rig.engines[1].started
+        with pytest.raises(
+            RunError, match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06\)"
+        ):
+            await rig.push(wrong=(A,))
+
+
+def test_a_restart_ends_a_quarantine() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push(wrong=(B,))
+        rig.engines[1].die()
+        await asyncio.sleep(5)
+        rig.engines[1].restart()
+        await asyncio.sleep(5)
+        assert rig.router.stale_engines == [B]
+        await rig.push(only_stale=True)
+        assert rig.router.stats()["engines_serving"] == 2
+
+
+def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        rig.engine.die()
+        asyncio.get_running_loop().call_later(25, rig.engine.restart)
+        await rig.push()
+        check(await rig.start(sample()), versions={2})
+
+
+def test_a_push_does_not_wait_for_ever() -> None:
+    @scenario(patience=40.0)
+    async def _(rig: Rig) -> None:
+        rig.engine.die()
+        with pytest.raises(
+            RunError, match=r"no engine was there for weight version 1 within 40 s: http://a:1 dead"
+        ):
+            await rig.push()
+
+
+def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await rig.router.begin_push(2)
+        rig.version = 2
+        rig.engines[0].load(2)
+        rig.engines[1].die()
+        await rig.router.end_push(2, [])
+        rig.router.resume()
+        assert rig.router.engine_states() == {A: "version 2", B: "dead"}
+        check(await rig.start(sample()), versions={2})
+
+
+# Deaths
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0, 0.5))
+def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i, group=0) for i in range(3)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(moment)
+        lengths = [len(s.response_ids) for s in samples]
+        next(e for e in rig.engines if e.started or moment < 0.01).die()
+        for s, task, length in zip(samples, tasks, lengths, strict=True):
+            kept = s.response_ids[:length]
+            check(await task, versions={1})
+            assert s.response_ids[:length] == kept
+        assert (await rig.settle())["lost"] == 0
+
+
+def test_the_only_engine_dies_and_comes_back() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.15)
+        rig.engine.die()
+        await asyncio.sleep(10)
+        kept = len(s.response_ids)
+        assert (s.status, kept, rig.router.stale_engines) == (Status.PARKED, 12, [])
+        rig.engine.restart()
+        await asyncio.sleep(5)
+        assert rig.router.stale_engines == [A]
+        assert len(s.response_ids) == kept, "nothing comes from an engine without the current weights"
+        await rig.push(only_stale=True)
+        check(await task, versions={1})
+        stats = await rig.settle()
+        assert (stats["lost"], stats["engine_deaths"], s.resumes) == (0, 1, 1)
+
+
+def test_a_restart_between_two_probes_is_noticed() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await asyncio.sleep(0.3)  # the next probe is not yet
+        rig.engine.restart()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.1)
+        assert (s.response_ids, s.status) == ([], Status.PARKED)
+        assert rig.router.stats()["discarded_tokens"] == 4
+        assert rig.router.stale_engines == [A]
+        await rig.push(only_stale=True)
+        check(await task, versions={1})
+
+
+def test_an_idle_restart_is_noticed_by_a_probe() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        rig.engine.restart()
+        await asyncio.sleep(3)
+        assert rig.router.stale_engines == [A]
+
+
+def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        rig.engines[0].hung = True
+        await rig.router.interrupt()
+        assert rig.router.engine_states()[A] == "dead"
+        assert {s.status for s in samples} == {Status.PARKED}
+        rig.router.resume()
+        for task in tasks:
+            check(await task, versions={1})
+
+
+def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
+    """A connection that breaks while the engine lives: its own count tells."""
+
+    @scenario(ScriptedEngine(A, chunk=4))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.1)
+        state = rig.router._pool.engines[0]
+        state.died()  # as after a failed request of somebody else
+        await asyncio.sleep(3)
+        check(await task, versions={1})
+        assert s.resumes == 1
+        lost = (await rig.settle())["lost"]
+        assert 0 < lost < 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chaos(seed: int) -> None:
+    """Interrupts, pushes, deaths, restarts and preemptions at random: every sample is what it would have been."""
+
+    @scenario(*(ScriptedEngine(url, ends_at=lambda s: 20 + s % 60, max_running=12) for url in (A, B)))
+    async def _(rig: Rig) -> None:
+        rng = random.Random(seed)
+        await rig.push()
+        samples = [sample(i, seed=rng.randrange(1000), group=i // 4) for i in range(60)]
+        tasks = [rig.start(s, budget=50) for s in samples]
+        while not all(t.done() for t in tasks):
+            await asyncio.sleep(rng.random() * 0.3)
+            engine = rng.choice(rig.engines)
+            what = rng.choice(["interrupt", "push", "die", "restart", "preempt", "nothing"])
+            if what == "interrupt":
+                await rig.router.interrupt()
+                assert not any(s.status is Status.IN_FLIGHT for s in samples)
+                rig.router.resume()
+            elif what == "die":
+                engine.die()
+                await asyncio.sleep(1.5)
+            elif what == "preempt":
+                engine.preempt()
+                await rig.router.interrupt()
+                rig.router.resume()
+            elif what == "restart":
+                engine.restart()
+            elif what == "push":
+                for dead in rig.engines:
+                    if dead.dead:
+                        dead.restart()
+                await rig.push()
+            if rig.router.stale_engines:
+                await rig.push(only_stale=True)
+            if all(e.dead for e in rig.engines):
+                engine.restart()
+        for s in samples:
+            check(s, versions=set(s.versions()), ends_at=20 + s.seed % 60, budget=50)
+        assert (await rig.settle())["in_flight"] == 0
+
+
+def test_canary_gaps_are_quantiles() -> None:
+    from rlsys.router.attest import Agreement
+
+    near_tie = Agreement.of([-1.0] * 5000, [-1.0] * 4999 + [-1.002])
+    assert near_tie.within(Bounds(1e-6, 1e-4))
+    assert not Agreement.of([-1.0] * 100, [-1.0] * 99 + [float("nan")]).within(Bounds(1e-6, 1e-4))
+    assert Agreement.of([-20.0], [-20.002]).mean == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match="2 canary log-probs expected, 1 seen"):
+        Agreement.of([0.0, 0.0], [0.0])
