@@ -56,8 +56,13 @@ def train(config: Config, rollout: RolloutClient) -> None:
 
     def evaluate() -> None:
         result = on_main(rollout.evaluate)
-        write("eval", accuracy=result.accuracy, mean_length=result.mean_length, prompts=result.prompts,
-              truncated=result.truncated)
+        write(
+            "eval",
+            accuracy=result.accuracy,
+            mean_length=result.mean_length,
+            prompts=result.prompts,
+            truncated=result.truncated,
+        )
 
     def save() -> None:
         trainer.save_checkpoint(step)
@@ -104,15 +109,13 @@ def update(config: Config, trainer: Trainer, taken: Taken) -> dict[str, object]:
     order = torch.randperm(len(rows), generator=generator).tolist()
     lr = config.trainer.lr * min(1.0, taken.train_step / max(1, config.trainer.warmup_steps))
     sums: dict[str, Tensor] = {}
-    for k in range(algo.minibatches):
-        part = [rows[i] for i in order[k :: algo.minibatches]]
-        if not part:
-            continue
-        batch = pack(part, config.trainer.token_budget, trainer.dp_rank, trainer.dp_size)
-        if algo.anchor == "old":
+    parts = [[rows[i] for i in order[k :: algo.minibatches]] for k in range(algo.minibatches)]
+    batches = [pack(p, config.trainer.token_budget, trainer.dp_rank, trainer.dp_size) for p in parts if p]
+    if algo.anchor == "old":  # before the first update: later ones would score their own past
+        for batch in batches:
             for micro, old in zip(batch, trainer.logprobs(batch), strict=True):
                 micro.old = old
-
+    for batch in batches:
         result = trainer.train_step(batch, partial(micro_loss, config, taken.weight_version), lr)
         stats.update(loss=result.loss, grad_norm=result.grad_norm, lr=lr)
         for name, value in result.sums.items():
@@ -122,7 +125,9 @@ def update(config: Config, trainer: Trainer, taken: Taken) -> dict[str, object]:
     return stats
 
 
-def micro_loss(config: Config, version: int, logp: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def micro_loss(
+    config: Config, version: int, logp: Tensor, micro: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch `[T]`, and sums for the metrics."""
     algo = config.algo
     anchor, weight = micro.mu, None
@@ -130,7 +135,13 @@ def micro_loss(config: Config, version: int, logp: Tensor, micro: MicroBatch) ->
         anchor = micro.old
         weight = truncated_importance_weight(micro.old, micro.mu, micro.mask, algo.tis_cap)
     loss, sums = clipped_policy_loss(
-        logp, anchor, micro.advantages, micro.mask, clip_low=algo.clip_low, clip_high=algo.clip_high, weight=weight
+        logp,
+        anchor,
+        micro.advantages,
+        micro.mask,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        weight=weight,
     )
     # Only tokens of the current version can agree exactly; older ones differ because the weights did.
     gap = (logp.detach() - micro.mu).abs()[(micro.mask > 0) & (micro.versions == version)]
