@@ -161,6 +161,8 @@ def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
         stats = await rig.settle()
         assert stats["lost"] == 0
         assert stats["received_tokens"] == len(s.response_ids)
+        # The engine leaves such a request out of its count.
+        assert rig.router._pool.engines[0].received == rig.engine.generated < len(s.response_ids)
 
 
 def test_waiting_in_the_engines_queue_costs_no_token() -> None:
@@ -280,6 +282,22 @@ def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
         first = [s.engine for s in samples]
         assert all(len(set(first[i : i + 4])) == 1 for i in range(0, 16, 4))
         assert first.count(A) == first.count(B)
+        await rig.router.interrupt()
+        rig.router.resume()
+        await asyncio.sleep(0.05)
+        assert [s.engine for s in samples] == first
+        await asyncio.gather(*tasks)
+
+
+def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i, group=0) for i in range(20)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        first = [s.engine for s in samples]
+        assert set(first) == {A, B}
         await rig.router.interrupt()
         rig.router.resume()
         await asyncio.sleep(0.05)
@@ -430,6 +448,17 @@ def test_a_restart_between_two_probes_is_noticed() -> None:
         assert rig.router.stale_engines == [A]
         await rig.push(only_stale=True)
         check(await task, versions={1})
+
+
+def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.engine.generated = 500
+        await rig.push()
+        s = await rig.start(sample())
+        stats = await rig.settle()
+        canary = 1
+        assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
 
 
 def test_an_idle_restart_is_noticed_by_a_probe() -> None:
