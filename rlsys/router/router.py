@@ -301,7 +301,7 @@ class Router:
         await engine.client.flush()  # keys and values of the old weights are wrong for the new ones
         await engine.client.set_weight_version(version)
         reported = await engine.client.weight_version()
-        seen = [await engine.client.token_logprobs(c.ids) for c in canaries]
+        seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
         engine.received += len(canaries)  # each asked for one token more
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
         if reported != version:
