@@ -19,6 +19,7 @@ import psutil
 
 from rlsys.config import Config, dump_config, identity_fields, load_config
 from rlsys.errors import UserError
+from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 _LOCK = ".lock"
 _CONFIG = "config.yaml"
@@ -84,16 +85,24 @@ def _try_lock(fd: int) -> bool:
 
 
 def _check_contents(config: Config) -> bool:
-    """Whether there is a run of this config to go on with."""
+    """Whether there is a run of this config to go on with; one that never began binds nobody to its config."""
     path = config.run.dir
     if not (path / _CONFIG).exists():
         foreign = sorted(p.name for p in path.iterdir() if p.name not in (_LOCK, "logs"))
         if foreign:
             raise UserError(f"run.dir = {path}: holds {foreign[0]} but no {_CONFIG}; choose another folder")
         return False
+    if not _begun(path):
+        return False
     if changed := differences(load_config(path / _CONFIG), config):
         raise UserError(f"run.dir = {path}: holds a run of another config ({changed}); choose another folder")
     return True
+
+
+def _begun(path: Path) -> bool:
+    """The trainer writes its first line before the first token is generated."""
+    metrics = path / METRICS_FILE
+    return (metrics.exists() and metrics.stat().st_size > 0) or (path / "checkpoints").exists()
 
 
 def differences(there: Config, here: Config) -> str:

@@ -91,8 +91,13 @@ class Supervisor:
 
     def run(self) -> None:
         """Until the trainer is done; all roles end with it. Raises Stopped, or a failed role's error."""
+        done: dict[str, Any] = {}
         for entry in self._tail.read():
             self._display.entry(entry, live=False)
+            done = entry if entry["kind"] == "run" else done
+        if done.get("event") == "end" and done["step"] >= self._config.trainer.steps:
+            self._say(f"all {done['step']} steps are done already; a larger trainer.steps goes on")
+            return
         try:
             for role in self._plan.roles:
                 self._start(role)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -186,7 +188,9 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        return int(args.run_command(args))
+        code = int(args.run_command(args))
+        sys.stdout.flush()
+        return code
     except RlsysError as e:
         for line in e.log_lines if isinstance(e, RoleFailed) else ():
             print(f"    {line}", file=sys.stderr)
@@ -195,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlsys: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `rlsys ... | head`: who read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 
@@ -62,7 +66,7 @@ class DataConfig(Section):
 class EvalConfig(Section):
     every: Positive = 10
     """Train steps between two held-out evaluations; one runs before the first step and one after the last."""
-    prompts: Positive = 128
+    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
     """Number of held-out prompts; none of them is ever trained on."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""

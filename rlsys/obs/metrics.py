@@ -137,9 +137,10 @@ class MetricsTail:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
         self._at = 0
+        self._lines = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Lines that have become complete since the last call."""
+        """Lines that have become complete since the last call. Raises UserError on one that is not ours."""
         try:
             with self._path.open("rb") as f:
                 f.seek(self._at)
@@ -148,7 +149,10 @@ class MetricsTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        lines = whole.decode("utf-8", errors="replace").splitlines()
+        entries = [_parse(line, self._path, self._lines + n) for n, line in enumerate(lines, 1)]
+        self._lines += len(lines)
+        return entries
 
 
 class MetricsWriter:

@@ -93,7 +93,8 @@ def open_store(path: Path, identity: str, group_size: int) -> sqlite3.Connection
         if _is_new(db, path):
             _create(db, identity, group_size)
         else:
-            _check(db, path, identity)
+            _check(db, path)
+            _claim(db, path, identity, group_size)
         db.execute("PRAGMA synchronous=FULL")
     except sqlite3.Error as e:
         db.close()
@@ -141,14 +142,23 @@ def _create(db: sqlite3.Connection, identity: str, group_size: int) -> None:
     db.execute("COMMIT")
 
 
-def _check(db: sqlite3.Connection, path: Path, identity: str) -> None:
+def _check(db: sqlite3.Connection, path: Path) -> None:
     _check_format(db, path)
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")
-    there = db.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0]
-    if there != identity:
-        raise UserError(f"{path}: rollouts of another config ({there} there, {identity} here)")
+
+
+def _claim(db: sqlite3.Connection, path: Path, identity: str, group_size: int) -> None:
+    """Another config may have a file into which nothing was issued: its first start failed."""
+    meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
+    if meta["identity"] == identity:
+        return
+    if meta["issued"]:
+        raise UserError(f"{path}: rollouts of another config ({meta['identity']} there, {identity} here)")
+    with db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'identity'", (identity,))
+        db.execute("UPDATE meta SET value = ? WHERE key = 'group_size'", (group_size,))
 
 
 def _check_format(db: sqlite3.Connection, path: Path) -> None:

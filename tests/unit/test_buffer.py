@@ -265,8 +265,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 def test_another_runs_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    RolloutBuffer(path, "run a", SIZE).close()
+    made = RolloutBuffer(path, "run a", SIZE)
+    issue(made)
+    made.close()
     refused(path, "rollouts of another config", identity="run b")
+
+
+def test_a_file_without_a_group_serves_another_config(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    RolloutBuffer(path, "run a", SIZE + 1).close()
+    made = RolloutBuffer(path, "run b", SIZE)
+    issue(made)
+    made.close()
+    refused(path, "rollouts of another config", identity="run a")
 
 
 def test_an_empty_file_left_by_a_crash_is_begun_again(tmp_path: Path) -> None:

@@ -102,10 +102,24 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
         choose_ports(config("engine.host=192.0.2.1"))
 
 
+def begin(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"kind": "run", "event": "start", "step": 0, "time": 1.0}\n')
+
+
+def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path: Path) -> None:
+    where = f"run.dir={tmp_path / 'run'}"
+    with open_run_dir(config(where, "data.source=misspelt"), quiet):
+        pass
+    with open_run_dir(config(where), quiet) as run:
+        assert not run.resumed
+        assert load_config(run.path / "config.yaml").data.source != "misspelt"
+
+
 def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where), quiet) as run:
         assert not run.resumed
+        begin(run.path)
     with open_run_dir(config(where, "trainer.steps=99"), quiet) as run:
         assert run.resumed
         assert load_config(run.path / "config.yaml").trainer.steps == 99
@@ -113,8 +127,8 @@ def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) 
 
 def test_a_run_folder_of_another_config_names_what_differs(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
-    with open_run_dir(config(where), quiet):
-        pass
+    with open_run_dir(config(where), quiet) as run:
+        begin(run.path)
     before = (tmp_path / "run/config.yaml").read_text()
     with (
         pytest.raises(UserError, match=r"another config \(rollout\.group_size = 8 there, 4 here\)"),

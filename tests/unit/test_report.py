@@ -112,15 +112,16 @@ def test_tensorboard_gets_the_numbers(run_dir: Path) -> None:
     assert list((run_dir / "tensorboard").glob("events.*"))
 
 
-def test_the_tail_hands_out_whole_lines_once(tmp_path: Path) -> None:
+def test_the_tail_hands_out_whole_lines_and_names_a_foreign_one(tmp_path: Path) -> None:
     tail = MetricsTail(tmp_path)
     assert tail.read() == []
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"a": 1}\n{"a"')
-    assert tail.read() == [{"a": 1}]
-    path.write_text('{"a": 1}\n{"a": 2}\n')
-    assert tail.read() == [{"a": 2}]
-    assert tail.read() == []
+    one, two = ({"kind": "eval", "step": n, "time": 1.0} for n in (1, 2))
+    path.write_text(f'{json.dumps(one)}\n{{"a"')
+    assert tail.read() == [one]
+    path.write_text(f"{json.dumps(one)}\n{json.dumps(two)}\nnot ours\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:3: not JSON"):
+        tail.read()
 
 
 def test_mismatch_bins_by_hand() -> None:

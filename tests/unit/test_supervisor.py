@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -122,6 +123,18 @@ def test_a_finished_trainer_ends_the_run_and_leaves_nothing(stage: Stage) -> Non
     assert [n for n in stage.notes if n.endswith("ended")] == ["rollout ended", "engine-0 ended"]
     assert len(stage.pids()) == 3
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
+
+
+def test_a_run_that_is_done_starts_nothing(stage: Stage) -> None:
+    run = stage.config.run.dir
+    run.mkdir()
+    stage.run()  # claims the folder
+    steps = stage.config.trainer.steps
+    end = {"kind": "run", "event": "end", "step": steps, "time": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(end) + "\n")
+    stage.run(stage.role("trainer", "pass"))
+    assert stage.pids() == []
+    assert f"all {steps} steps are done already; a larger trainer.steps goes on" in stage.display.phases
 
 
 def test_an_engine_that_does_not_start_shows_its_last_lines(stage: Stage) -> None:
