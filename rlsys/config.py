@@ -187,6 +187,8 @@ class EngineConfig(Section):
     """Tokens between two stream chunks: the most that an engine's sudden death can cost a sample."""
     deterministic: bool = True
     """Make a sample's seed decide its tokens, alone or in any batch (SGLang's deterministic inference)."""
+    return_routes: bool = False
+    """Hand over the experts that each token was routed to, for router replay in the trainer."""
     start_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Seconds an engine may take to start."""
     extra_args: list[str] = Field(default_factory=list)

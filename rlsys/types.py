@@ -47,11 +47,27 @@ class VersionSpan:
 
 
 @dataclass(slots=True)
+class RouteSpan:
+    """The experts that the engine chose at sequence positions [start, end) of prompt + response.
+
+    Position p is the forward pass that read token p and predicted token p + 1, so a whole sequence of n tokens has
+    n - 1 of them. `experts`: unsigned little-endian integers `[end - start, layers, topk]`, of one byte where no id
+    of the span exceeds 255 and of two elsewhere: the width is len(experts) / ((end - start) * layers * topk).
+    `layers` counts all layers of the model; a dense one has zeros.
+    """
+
+    start: int
+    end: int
+    experts: bytes
+
+
+@dataclass(slots=True)
 class Segment:
     """What one engine call added to a sample.
 
     `ids` and `mu` have one entry per new token; `spans` count from the segment's first token.
-    `finish` is None while streaming, else "stop", "length" or "abort".
+    `finish` is None while streaming, else "stop", "length" or "abort". `routes` come with the finish, and cover all
+    segments of the call.
     """
 
     ids: list[int]
@@ -60,11 +76,16 @@ class Segment:
     finish: str | None = None
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    routes: RouteSpan | None = None
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled."""
+    """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled.
+
+    `routes` is in order and without overlap. Positions that no span covers have no routes: the engine was not asked
+    for them, or it died before it handed them over; such tokens train without replay.
+    """
 
     sample_id: int
     group_id: int
@@ -81,20 +102,26 @@ class Sample:
     cached_tokens: int = 0  # prompt tokens served from an engine's prefix cache, over all segments
     prefilled_tokens: int = 0  # prompt tokens sent, over all segments
     engine: str | None = None  # url of the engine that holds its prefix
+    routes: list[RouteSpan] = field(default_factory=list)
 
     def append(self, segment: Segment) -> None:
-        """Add a segment's tokens. Raises ValueError when ids, mu and spans disagree; then nothing changed."""
+        """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
         n = len(segment.ids)
         if len(segment.mu) != n:
             raise ValueError(f"sample {self.sample_id}: {n} ids but {len(segment.mu)} log-probs")
         at = 0
         for span in segment.spans:
             if span.start != at or span.end < span.start:
-                raise ValueError(f"sample {self.sample_id}: version spans {segment.spans} do not tile [0, {n})")
+                raise ValueError(
+                    f"sample {self.sample_id}: version spans {segment.spans} do not tile [0, {n})"
+                )
             at = span.end
         if at != n:
             raise ValueError(f"sample {self.sample_id}: version spans cover {at} of {n} tokens")
         base = len(self.response_ids)
+        if segment.routes is not None:
+            self._check_routes(segment.routes, len(self.prompt_ids) + base + n - 1)
+            self.routes.append(segment.routes)
         self.response_ids.extend(segment.ids)
         self.mu.extend(segment.mu)
         for span in segment.spans:
@@ -105,6 +132,20 @@ class Sample:
                 last.end = base + span.end
             else:
                 self.spans.append(VersionSpan(span.version, base + span.start, base + span.end))
+
+    def _check_routes(self, routes: RouteSpan, last: int) -> None:
+        """`last`: the position behind the last one that was predicted from."""
+        first = self.routes[-1].end if self.routes else 0
+        if not first <= routes.start < routes.end == last:
+            raise ValueError(
+                f"sample {self.sample_id}: routes of positions [{routes.start}, {routes.end}), expected up to "
+                f"{last} and from {first} on"
+            )
+        if not routes.experts or len(routes.experts) % (routes.end - routes.start):
+            raise ValueError(
+                f"sample {self.sample_id}: {len(routes.experts)} bytes of routes for {routes.end - routes.start} "
+                "positions"
+            )
 
     @property
     def oldest_version(self) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
 
-from rlsys.types import Segment, VersionSpan
+from rlsys.types import RouteSpan, Segment, VersionSpan
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
@@ -55,8 +57,12 @@ class EngineClient:
         temperature: float,
         seed: int | None,
         stop_ids: Sequence[int],
+        routes_from: int | None = None,
     ) -> AsyncGenerator[Segment, None]:
-        """Segments as they come; only the last one has `finish` set.
+        """Segments as they come; only the last one has `finish` set, and routes if they are asked for.
+
+        `routes_from`: the first position whose routed experts are wanted. What precedes the last token of `ids` has
+        been read before, and a new pass over it may have chosen others.
 
         `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
         new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
@@ -78,14 +84,19 @@ class EngineClient:
             "return_logprob": True,
             "sampling_params": sampling,
         }
+        if routes_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         async with self._session.post(f"{self.url}/generate", json=body) as answer:
             if answer.status != 200:
                 raise EngineError(f"{self.url}/generate: {answer.status} {(await answer.text())[:300]}")
             received = 0
             async for line in answer.content:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    segment = _segment(json.loads(line[6:]), received, self.url)
+                    chunk = json.loads(line[6:])
+                    segment = _segment(chunk, received, self.url)
                     received += len(segment.ids)
+                    if routes_from is not None and segment.prompt_tokens:
+                        segment.routes = _routes(chunk["meta_info"], len(ids), received, routes_from)
                     yield segment
                     if segment.finish is not None:
                         return
@@ -195,8 +206,38 @@ def _segment(chunk: dict[str, Any], received: int, url: str) -> Segment:
     return Segment(
         ids=ids,
         mu=mu,
-        spans=[VersionSpan(int(meta["weight_version"]), 0, len(ids))],
+        spans=_version_spans(meta, received, len(ids)),
         finish=reason["type"] if reason else None,
         cached_tokens=meta.get("cached_tokens", 0),
         prompt_tokens=prompt_tokens,
     )
+
+
+def _version_spans(meta: dict[str, Any], received: int, new: int) -> list[VersionSpan]:
+    """Of a chunk's `new` tokens. SGLang's own spans count from the request's first token, and are there only once
+    the version has changed under the request.
+    """
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return [VersionSpan(int(meta["weight_version"]), 0, new)]
+    cut = [(int(s["version"]), max(0, s["start"] - received), min(new, s["end"] - received)) for s in spans]
+    return [VersionSpan(*c) for c in cut if c[1] < c[2]] or [VersionSpan(cut[-1][0], 0, new)]
+
+
+def _routes(meta: dict[str, Any], prompt: int, received: int, first: int) -> RouteSpan | None:
+    """Of a request's whole sequence from position `first` on; None where the engine has none.
+
+    When the weights changed under the request, only positions that the new ones predicted from: the old ones' routes
+    are gone, since the prefix was read again.
+    """
+    encoded = meta.get("routed_experts")
+    end = prompt + received - 1
+    rows = end - first
+    if encoded is None or rows <= 0:
+        return None
+    experts = np.frombuffer(base64.b64decode(encoded), dtype="<i4").reshape(rows, -1)
+    versions = meta.get("weight_versions") or []
+    if len(versions) > 1:
+        seam = prompt + versions[-1]["start"] - 1
+        first, experts = seam, experts[seam - first :]
+    return RouteSpan(first, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())

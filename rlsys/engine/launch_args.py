@@ -36,6 +36,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
+    if e.return_routes:
+        argv.append("--enable-return-routed-experts")
     if have_cuda():
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * e.tp + i) for i in range(e.tp))
     else:

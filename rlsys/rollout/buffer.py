@@ -302,7 +302,7 @@ class RolloutBuffer:
     def _write(self, sample: Sample) -> None:
         tokens = len(sample.response_ids)
         new = tokens - self._stored.get(sample.sample_id, 0)
-        write_sample(self._db, sample, arrays=new > 0)
+        write_sample(self._db, sample, arrays=new > 0 or bool(sample.routes))  # routes come last
         self._stored[sample.sample_id] = tokens
         self.added_tokens += new
 

@@ -134,6 +134,7 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 context_length=min(context_length, config.engine.max_total_tokens),
                 stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
                 bounds=Bounds.of(config),
+                routes=config.engine.return_routes,
                 patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )
             manager = RolloutManager(config, buffer, router, source, scorer)

@@ -3,7 +3,8 @@
     meta     counters that only grow: issued groups, weight_version, tokens lost
     groups   one row a group ever issued: its prompt, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
-    arrays   response ids (int32) and mu (float64), little-endian; dropped when no checkpoint can want them
+    arrays   response ids (int32), mu (float64), little-endian, and routes (msgpack of RouteSpans); dropped when no
+             checkpoint can want them
     takes    the journal: which groups a train step took, at which weight version
     pushes   the train step whose weights a weight version holds
 
@@ -21,15 +22,16 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rlsys.errors import RunError, UserError
-from rlsys.types import GroupState, Sample, SampleGroup, Status, VersionSpan
+from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Status, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -44,7 +46,9 @@ CREATE TABLE samples (
     prefilled_tokens INTEGER NOT NULL, engine TEXT
 );
 CREATE INDEX samples_by_group ON samples (group_id);
-CREATE TABLE arrays (sample_id INTEGER PRIMARY KEY, response_ids BLOB NOT NULL, mu BLOB NOT NULL);
+CREATE TABLE arrays (
+    sample_id INTEGER PRIMARY KEY, response_ids BLOB NOT NULL, mu BLOB NOT NULL, routes BLOB NOT NULL
+);
 CREATE TABLE takes (
     train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL
 );
@@ -197,8 +201,9 @@ def write_sample(db: sqlite3.Connection, sample: Sample, *, arrays: bool) -> Non
     )  # fmt: skip
     if arrays:
         mu = np.array(sample.mu, dtype="<f8").tobytes()
-        row = (sample.sample_id, ids_to_blob(sample.response_ids), mu)
-        db.execute("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?)", row)
+        routes = msgspec.msgpack.encode(sample.routes)
+        row = (sample.sample_id, ids_to_blob(sample.response_ids), mu, routes)
+        db.execute("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?, ?)", row)
 
 
 def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
@@ -210,7 +215,7 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
         groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
         prompts[row[0]] = blob_to_ids(row[4])
     rows = db.execute(
-        "SELECT samples.*, response_ids, mu FROM samples LEFT JOIN arrays USING (sample_id) "
+        "SELECT samples.*, response_ids, mu, routes FROM samples LEFT JOIN arrays USING (sample_id) "
         f"WHERE group_id IN (SELECT group_id FROM groups WHERE {where}) ORDER BY sample_id",
         values,
     )
@@ -220,7 +225,7 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
 
 
 def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
-    sample_id, group_id, place, seed, status, tokens, spans, *rest, ids, mu = row
+    sample_id, group_id, place, seed, status, tokens, spans, *rest, ids, mu, routes = row
     response_ids = blob_to_ids(ids or b"")
     logp: list[float] = np.frombuffer(mu or b"", dtype="<f8").tolist()
     if not len(response_ids) == len(logp) == tokens:
@@ -230,4 +235,6 @@ def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
         )
     version_spans = [VersionSpan(*s) for s in json.loads(spans)]
     head = (sample_id, group_id, place, prompt_ids, seed, response_ids, logp, version_spans, Status(status))
-    return Sample(*head, *rest)
+    sample = Sample(*head, *rest)
+    sample.routes = msgspec.msgpack.decode(routes, type=list[RouteSpan]) if routes else []
+    return sample

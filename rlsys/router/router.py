@@ -44,8 +44,8 @@ class Router:
     """Belongs to one event loop. Starts with the gate closed: `resume` opens it.
 
     context_length: the most tokens an engine can hold of one sample, the smaller of the model's context and the
-    engine's KV pool. stop_ids: tokens that end a response, all that the engines know. patience: seconds that a push
-    waits for an engine, long enough for one to be restarted.
+    engine's KV pool. stop_ids: tokens that end a response, all that the engines know. routes: ask for the experts of
+    each token. patience: seconds that a push waits for an engine, long enough for one to be restarted.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Router:
         context_length: int,
         stop_ids: Collection[int],
         bounds: Bounds,
+        routes: bool = False,
         patience: float = 300.0,
         strategy: Strategy = prefix_affinity,
     ) -> None:
@@ -64,6 +65,7 @@ class Router:
         self._room = context_length - RESERVED_TOKENS
         self._stop_ids = sorted(stop_ids)
         self._bounds = bounds
+        self._routes = routes
         self._patience = patience
         self._strategy = strategy
         self._open = False
@@ -169,6 +171,7 @@ class Router:
                         temperature=temperature,
                         seed=sample.seed,
                         stop_ids=self._stop_ids,
+                        routes_from=self._routes_from(sample),
                     )
                     async with aclosing(stream):
                         async for segment in stream:
@@ -188,6 +191,12 @@ class Router:
             if not self._pool.in_flight:
                 self._idle.set()
 
+    def _routes_from(self, sample: Sample) -> int | None:
+        """With the prompt at first; then from the last token that is there, which no pass has read yet: the seam."""
+        if not self._routes or sample.sample_id == _EVALUATION:
+            return None
+        return len(sample.prompt_ids) + len(sample.response_ids) - 1 if sample.response_ids else 0
+
     def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
         """After a request. One that is aborted makes a last token, and that may be the one that ends the response:
         SGLang then still calls it aborted, and going on would write past the end.
@@ -201,7 +210,7 @@ class Router:
     def _receive(self, engine: EngineState, sample: Sample, segment: Segment) -> str | None:
         """Add what came to the sample. Returns how the request ended, None while it goes on."""
         tokens = len(segment.ids)
-        if segment.spans[0].version != self._pool.version:
+        if segment.spans[-1].version != self._pool.version:
             # Restarted between two probes: these weights are not what anybody pushed.
             self._counts["discarded_tokens"] += tokens
             engine.lost_weights()

@@ -25,11 +25,16 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_config(tiny_moe: Path) -> Config:
-    """What `engine` was started with: deterministic, a chunk every 4 tokens, 32 requests at once."""
+    """What `engine` was started with: deterministic, a chunk every 4 tokens, 32 requests at once, routes."""
     return Config.model_validate(
         {
             "model": {"path": tiny_moe},
-            "engine": {"stream_interval": 4, "max_running_requests": 32, "max_total_tokens": 16384},
+            "engine": {
+                "stream_interval": 4,
+                "max_running_requests": 32,
+                "max_total_tokens": 16384,
+                "return_routes": True,
+            },
             "weights": {"bucket_mb": 0.1},
         }
     )

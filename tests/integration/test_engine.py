@@ -24,6 +24,7 @@ from tests.integration.servers import TINY_MOE, tiny_moe_model
 pytestmark = pytest.mark.integration
 
 EOS = TINY_MOE["eos_token_id"]
+LAYERS, TOP_K = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
 PROMPT = [1, 4, 20, 40, 21, 40, 22, 30, 23, 5, 6]
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 SLOW = 0.03  # seconds for a forward pass: long enough to interrupt in the middle
@@ -75,7 +76,12 @@ class Stack:
     def __init__(self, config: Config, client: EngineClient) -> None:
         self.client = client
         self.router = Router(
-            [client], vocab_size=128, context_length=512, stop_ids={EOS}, bounds=Bounds.of(config)
+            [client],
+            vocab_size=128,
+            context_length=512,
+            stop_ids={EOS},
+            bounds=Bounds.of(config),
+            routes=config.engine.return_routes,
         )
         self._config = config
 
@@ -120,6 +126,12 @@ async def until(true: Callable[[], bool], task: asyncio.Task[Any]) -> None:
         await asyncio.sleep(0.002)
 
 
+def routes(s: Sample) -> bytes:
+    """Of all positions, one byte each: there are few experts."""
+    assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
+    return b"".join(r.experts for r in s.routes)
+
+
 def worst_gap(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
@@ -148,6 +160,8 @@ def test_interrupted_three_times_equals_unbroken(engine_config: Config, engine: 
         assert lengths == sorted(set(lengths)), "each segment added tokens"
         assert broken.response_ids == unbroken.response_ids
         assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
+        assert routes(broken) == routes(unbroken)
+        assert len(routes(broken)) == (len(PROMPT) + 80 - 1) * LAYERS * TOP_K
         assert (broken.status, broken.resumes, broken.versions()) == (Status.TRUNCATED, 3, [version] * 80)
         # Everything but the last token of each resumed prefix is still in the engine, by both accounts.
         assert broken.cached_tokens == sum(len(PROMPT) + n - 1 for n in lengths)

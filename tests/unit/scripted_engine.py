@@ -7,6 +7,7 @@ same however it is cut into requests, as on a deterministic engine. Tests make s
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import selectors
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -68,6 +69,11 @@ def logprob(seed: int, position: int, weights: int) -> float:
     return -((seed + position * 3 + weights) % 11) / 8
 
 
+def experts(position: int) -> list[int]:
+    """Of one position: two layers, two experts each."""
+    return [position % 8, (position + 3) % 8, position % 5, 300]
+
+
 def canary_logprobs(ids: list[int], weights: int) -> list[float]:
     """Of `ids[1:]`."""
     return [-(i % 5) / 4 - weights for i in ids[1:]]
@@ -87,6 +93,7 @@ class Request:
     aborted: bool = False
     running: bool = False
     preempted: bool = False
+    routes_from: int | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -206,6 +213,8 @@ class ScriptedEngine:
         request = Request(
             body["rid"], body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"]
         )
+        if body.get("return_routed_experts"):
+            request.routes_from = body["routed_experts_start_len"]
         generation = self.requests  # a restarted server has a new dict
         generation[request.rid] = request
         self.started.append(request.ids)
@@ -273,6 +282,10 @@ class ScriptedEngine:
             request.sent = len(request.made)
             if finish:
                 self.generated += len(request.made)
+                if request.routes_from is not None:
+                    rows = range(request.routes_from, first + len(request.made) - 1)
+                    ids32 = b"".join(e.to_bytes(4, "little") for p in rows for e in experts(p))
+                    meta["routed_experts"] = base64.b64encode(ids32).decode()
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(probs, request.made, strict=False)]
         return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n".encode()
 

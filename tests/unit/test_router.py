@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import EOS, Network, ScriptedEngine, canary_logprobs, logprob, run_virtual, token
+from scripted_engine import (
+    EOS,
+    Network,
+    ScriptedEngine,
+    canary_logprobs,
+    experts,
+    logprob,
+    run_virtual,
+    token,
+)
 
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
@@ -35,6 +44,7 @@ class Rig:
             context_length=context,
             stop_ids={EOS},
             bounds=Bounds(1e-6, 1e-4),
+            routes=True,
             patience=patience,
         )
         self.version = 0
@@ -77,6 +87,13 @@ def check(s: Sample, *, versions: set[int], ends_at: int = 40, budget: int = 100
     expected = [token(s.seed, first + i, v) for i, v in enumerate(s.versions())]
     assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
     assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+    for span in s.routes:
+        positions = range(span.start, span.end)
+        assert span.experts == b"".join(e.to_bytes(2, "little") for p in positions for e in experts(p))
+
+
+def positions_with_routes(s: Sample) -> list[int]:
+    return [p for span in s.routes for p in range(span.start, span.end)]
 
 
 def scenario(*args: Any, **kwargs: Any) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
@@ -127,6 +144,7 @@ def test_interrupted_anywhere_equals_unbroken(pauses: list[float], budget: int) 
             assert rig.router.stats()["in_flight"] == 0
             rig.router.resume()
         check(await task, versions={1}, budget=budget)
+        assert positions_with_routes(s) == list(range(len(PROMPT) + len(s.response_ids) - 1))
         assert (await rig.settle())["lost"] == 0
 
 
@@ -410,6 +428,8 @@ def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
             kept = s.response_ids[:length]
             check(await task, versions={1})
             assert s.response_ids[:length] == kept
+            missing = set(range(len(PROMPT) + len(s.response_ids) - 1)) - set(positions_with_routes(s))
+            assert missing == set(range(s.routes[0].start)), "only what died with the engine"
         assert (await rig.settle())["lost"] == 0
 
 
