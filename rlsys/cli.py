@@ -33,6 +33,7 @@ def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
     config = load_config(args.config, args.overrides)
     check_model(config)
+    check_algo(config)
     supervise(config, build_plan(config, choose_ports(config), engine_command))
     show_report(config.run.dir)
     return 0
@@ -66,9 +67,17 @@ def show_report(run_dir: Path) -> None:
     console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
 
 
+def check_algo(config: Config) -> None:
+    """Raises UserError for an algorithm that does not exist or cannot run here."""
+    from rlsys.algo.preflight import check  # imports torch
+
+    check(config)
+
+
 def explain(args: argparse.Namespace) -> int:
     """Show what a config comes to; starts nothing."""
     config = load_config(args.config, args.overrides)
+    check_algo(config)
     first = config.engine.port
     ports = Ports([first + i if first else 0 for i in range(config.engine.count)], 0)
     print(dump_config(config))

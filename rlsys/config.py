@@ -14,28 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rlsys.algo_section import AlgoSection
 from rlsys.errors import UserError
+from rlsys.section import NonNegative, Positive, Section, Share
 
 
 class ConfigError(UserError):
     """A user's mistake in the configuration: one clear line, exit code 2."""
-
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
 
 
 class RunConfig(Section):
@@ -89,21 +76,6 @@ class RolloutConfig(Section):
     """Seconds after which a reward counts as failed and its sample as censored."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without a new token after which a take gives up and the run stops with a message."""
-
-
-class AlgoConfig(Section):
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """Advantage estimator: grpo divides by the group's standard deviation, dr_grpo does not."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Lower clip width of the ratio."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper clip width of the ratio (clip-higher, DAPO)."""
-    anchor: Literal["mu", "old"] = "mu"
-    """What the clipped ratio is taken against: the engine's log-probs, or the trainer's at the start of the step."""
-    tis_cap: Annotated[float, Field(ge=0)] = 2.0
-    """Cap of the truncated importance weight exp(old - mu) when anchor is old; 0 turns the correction off."""
-    minibatches: Positive = 1
-    """Optimizer updates per train step."""
 
 
 class TrainerConfig(Section):
@@ -235,8 +207,8 @@ class Config(Section):
     """Held-out evaluation."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation and APRIL."""
-    algo: AlgoConfig = AlgoConfig()
-    """The objective."""
+    algo: AlgoSection = AlgoSection()
+    """The algorithm: which plug-ins, with which parameters."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer, budget and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
@@ -282,7 +254,7 @@ class Config(Section):
                 f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
                 f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}"
             )
-        if r.group_size == 1 and self.algo.advantage == "grpo":
+        if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
 

@@ -1,7 +1,7 @@
 """THE LOOP. Runs on every trainer rank: `torchrun ... -m rlsys.train --config RUN/config.yaml --rollout URL`.
 
     take      the first groups_per_step groups that finished; what is still in flight is interrupted and parked
-    train     advantages -> packed micro-batches -> clipped policy loss -> optimizer (megatron-core)
+    train     plan -> packed micro-batches -> log-prob passes -> advantages -> loss -> optimizer (megatron-core)
     push      the new weights to every engine, attested; generation goes on, interrupted samples first
 
 Rank 0 talks to the rollout process; what it hears is broadcast, so that all ranks do the same thing.
@@ -17,22 +17,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlsys.algo.advantages import ESTIMATORS
-from rlsys.algo.losses import clipped_policy_loss, truncated_importance_weight
+from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.obs.metrics import MISMATCH_EDGES, MetricsWriter, mismatch_summary
 from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, shuffled
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
 from rlsys.weights.sync import WeightSync
 
 
 def train(config: Config, rollout: RolloutClient) -> None:
-    trainer = Trainer(config)
+    trainer, objective = Trainer(config), Objective(config.algo)
     sync = WeightSync(config, trainer.is_main)
-    step, on_main = trainer.load_checkpoint(), trainer.on_main
+    step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
 
     def push() -> float:
@@ -65,7 +66,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         )
 
     def save() -> None:
-        trainer.save_checkpoint(step)
+        trainer.save_checkpoint(step, objective)
         on_main(lambda: rollout.commit(step))
 
     on_main(lambda: rollout.wait_ready(config.engine.start_timeout))
@@ -79,7 +80,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         start = time.monotonic()
         taken = take()
         rollout_done = time.monotonic()
-        stats = update(config, trainer, taken)
+        stats = update(trainer, objective, taken)
         train_done = time.monotonic()
         time_sync = push()
         end = time.monotonic()
@@ -95,57 +96,39 @@ def train(config: Config, rollout: RolloutClient) -> None:
     write("run", event="end")
 
 
-def update(config: Config, trainer: Trainer, taken: Taken) -> dict[str, object]:
+def update(trainer: Trainer, objective: Objective, taken: Taken) -> dict[str, object]:
     """One train step on the groups taken: `algo.minibatches` optimizer updates. Returns its metrics."""
-    algo = config.algo
-    samples = [s for group in taken.groups for s in group.samples]
-    rewards = torch.tensor([s.reward for s in samples])
-    groups = torch.tensor([s.group_id for s in samples])
-    advantages = ESTIMATORS[algo.advantage](rewards, groups)
-    # A group of equal rewards has no gradient: leaving it out saves its forward pass and its share of the mean.
-    rows = [TrainSample.of(s, float(a)) for s, a in zip(samples, advantages, strict=True) if a != 0]
-    stats: dict[str, object] = {"effective_groups": len({r.group_id for r in rows})}
-    generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + taken.train_step)
-    order = torch.randperm(len(rows), generator=generator).tolist()
+    config = trainer.config
+    plan = objective.plan(sample_table(taken, objective.needs))
+    stats: dict[str, object] = {"effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})}
+    if not plan.rows:  # every group's rewards are equal: nothing to learn
+        return stats
+    updates = shuffled(plan.rows, config.algo.minibatches, (config.run.seed, taken.train_step))
+    batches = [pack_rows(taken, rows, trainer) for rows in updates]
+    score(batches, objective, trainer)
+    objective.finish(plan, [micro for batch in batches for micro in batch], trainer.sum_over_dp)
     lr = config.trainer.lr * min(1.0, taken.train_step / max(1, config.trainer.warmup_steps))
     sums: dict[str, Tensor] = {}
-    parts = [[rows[i] for i in order[k :: algo.minibatches]] for k in range(algo.minibatches)]
-    batches = [pack(p, config.trainer.token_budget, trainer.dp_rank, trainer.dp_size) for p in parts if p]
-    if algo.anchor == "old":  # before the first update: later ones would score their own past
-        for batch in batches:
-            for micro, old in zip(batch, trainer.logprobs(batch), strict=True):
-                micro.old = old
-    for batch in batches:
-        result = trainer.train_step(batch, partial(micro_loss, config, taken.weight_version), lr)
-        stats.update(loss=result.loss, grad_norm=result.grad_norm, lr=lr)
-        for name, value in result.sums.items():
-            sums[name] = sums[name] + value if name in sums else value
-    stats["clip_share"] = float(sums["clipped"] / sums["tokens"]) if sums else 0.0
-    stats.update(mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"])) if sums else {})
-    return stats
+    for i, (rows, batch) in enumerate(zip(updates, batches, strict=True)):
+        if i:
+            rescore(batch, objective, trainer)
+        objective.prepare(batch, trainer.sum_over_dp)
+        rate = lr * objective.lr_factor(plan, rows)
+        share = plan.denominator / len(updates)
+        result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
+        metrics = objective.metrics(result.sums)
+        objective.after_step(trainer.named_parameters(), metrics)
+        stats.update(metrics, loss=result.loss, grad_norm=result.grad_norm, lr=rate)
+        sums = {name: value + sums.get(name, 0) for name, value in result.sums.items()}
+    stats.update(objective.metrics(sums))
+    return stats | mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"]))
 
 
-def micro_loss(
-    config: Config, version: int, logp: Tensor, micro: MicroBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss sum of one packed micro-batch `[T]`, and sums for the metrics."""
-    algo = config.algo
-    anchor, weight = micro.mu, None
-    if algo.anchor == "old":
-        anchor = micro.old
-        weight = truncated_importance_weight(micro.old, micro.mu, micro.mask, algo.tis_cap)
-    loss, sums = clipped_policy_loss(
-        logp,
-        anchor,
-        micro.advantages,
-        micro.mask,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        weight=weight,
-    )
+def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss sum of one packed micro-batch, and sums for the metrics."""
+    loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
     # Only tokens of the current version can agree exactly; older ones differ because the weights did.
-    gap = (logp.detach() - micro.mu).abs()[(micro.mask > 0) & (micro.versions == version)]
-    sums["tokens"] = micro.mask.sum()
+    gap = (scores.logp.detach() - micro.mu).abs()[micro.keep & (micro.versions == micro.version)]
     sums["mismatch"] = gap.sum()
     sums["mismatch_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
     return loss, sums

@@ -106,9 +106,6 @@ INTRO = """# Algorithms
 Made by `python -m rlsys.algo.catalogue > docs/algorithms.md` from the plug-ins themselves; `rlsys algo show NAME`
 prints one of them. A recipe for each method is in `configs/algorithms/`.
 
-**State:** the plug-ins, their tests and recipes are here; `rlsys train` does not read them yet (it knows the
-fields of `rlsys explain`), so the recipes cannot be run so far.
-
 A run's objective is put together from small plug-ins, one kind for each decision. In the config:
 
 ```yaml

@@ -24,6 +24,13 @@ class Hook(Plugin):
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         """After the update. `active_share`: of the policy's tokens that neither clip nor rejection took out."""
 
+    def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors of state, one per parameter of this rank, by its name; the checkpoint keeps them like weights."""
+        return {}
+
+    def load_totals(self, totals: dict[str, Tensor]) -> None:
+        """Go on from `totals` of an earlier process."""
+
 
 def effective_share(log_weight: Tensor) -> float:
     """ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space: long sequences overflow otherwise."""
@@ -96,11 +103,19 @@ class EwmaAnchor(Hook):
 
     def average(self) -> dict[str, Tensor]:
         """The averaged weights by name; empty before the first update."""
-        return {name: total / self._mass for name, total in self._total.items()}
+        return {name: total / self._mass for name, total in self._total.items()} if self._mass else {}
+
+    def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        for name, parameter in parameters:
+            if name not in self._total:
+                self._total[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        return self._total
+
+    def load_totals(self, totals: dict[str, Tensor]) -> None:
+        self._total = dict(totals)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages are tensors: the checkpoint keeps them beside the model."""
-        return {"mass": self._mass, "total": self._total}
+        return {"mass": self._mass}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mass, self._total = float(state["mass"]), dict(state["total"])
+        self._mass = float(state["mass"])

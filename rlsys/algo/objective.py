@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.config import AlgoSection, Anchor
 from rlsys.algo.corrections import CorrectionPlugin
 from rlsys.algo.hooks import Hook
 from rlsys.algo.losses import Loss, Sums, View
@@ -32,6 +31,7 @@ from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
+from rlsys.algo_section import AlgoSection, Anchor
 
 PASSES = frozenset({"old", "now", "behaviour", "ewma", "ref", "entropy", "values"})
 """Needs that forward passes of the trainer serve, as fields of Batch."""
@@ -298,6 +298,15 @@ class Objective:
         for key, plugin in self._named():
             if key in state:
                 plugin.load_state_dict(state[key])
+
+    def averages(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """State of hooks that is as large as the weights; the checkpoint cuts it over ranks like these."""
+        named = list(parameters)
+        return {name: t for hook in self.hooks for name, t in hook.totals(named).items()}
+
+    def load_averages(self, averages: dict[str, Tensor]) -> None:
+        for hook in self.hooks:
+            hook.load_totals(averages)
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rlsys.config import Section
+from rlsys.section import Section
 
 NEEDS: dict[str, str] = {
     "old": "the trainer's log-probs at the start of the step (one forward pass)",

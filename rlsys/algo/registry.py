@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlsys.algo.config import AlgoSection, Spec
 from rlsys.algo.plugin import Plugin
+from rlsys.algo_section import AlgoSection, Spec
 from rlsys.errors import UserError
 from rlsys.plugins import call, parse_params
 

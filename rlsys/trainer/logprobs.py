@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a forward pass says about each token of a micro-batch, `[T]` float32; with gradient in a train step."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+    def to(self, device: torch.device) -> Scores:
+        there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return Scores(**there)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, cu_seqlens: Tensor, temperature: float) -> Tensor:

@@ -7,24 +7,24 @@ the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlsys.algo.batch import Batch
 from rlsys.types import Sample
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample with its advantage; mu and versions have one entry per response token."""
+    """One sample; mu and versions have one entry per response token, `row` is its row in the sample table."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     mu: list[float]
     versions: list[int]
-    advantage: float
-    group_id: int = -1
+    row: int = -1
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -35,45 +35,37 @@ class TrainSample:
             )
 
     @classmethod
-    def of(cls, sample: Sample, advantage: float) -> TrainSample:
-        return cls(
-            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), advantage, sample.group_id
-        )
+    def of(cls, sample: Sample, row: int = -1) -> TrainSample:
+        return cls(sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-@dataclass
-class MicroBatch:
-    """tokens, position_ids, versions `[T]` int64; cu_seqlens `[S+1]` int32; the rest `[T]` float32.
+@dataclass(kw_only=True)
+class MicroBatch(Batch):
+    """What the model needs beside what plug-ins see. `mask` is 1 on response tokens."""
 
-    `mask` is 1 on response tokens, `versions` is -1 on prompt tokens. `old` is empty until somebody scores it.
-    """
-
-    tokens: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    mu: Tensor
-    advantages: Tensor
-    mask: Tensor
-    versions: Tensor
-    old: Tensor = field(default_factory=lambda: torch.empty(0))
+    position_ids: Tensor  # [T] int64
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
         """One sequence `[T]` to be scored, all of it prompt."""
         n, zeros = len(tokens), torch.zeros(len(tokens))
-        cu_seqlens = torch.tensor([0, n], dtype=torch.int32)
-        return cls(tokens, torch.arange(n), cu_seqlens, zeros, zeros, zeros, torch.full((n,), -1))
+        return cls(
+            tokens=tokens,
+            position_ids=torch.arange(n),
+            cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+            rows=torch.tensor([-1]),
+            mu=zeros,
+            mask=zeros,
+            versions=torch.full((n,), -1),
+        )
 
     @property
     def response_tokens(self) -> int:
         """The micro-batch's share of the denominator, fixed before anything else is masked."""
         return int(self.mask.sum())
-
-    def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def padded(self, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, position_ids, cu_seqlens with T made divisible by `multiple`: a sequence of zeros follows."""
@@ -134,8 +126,8 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         tokens=torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        rows=torch.tensor([s.row for s in samples]),
         mu=per_token(0.0, [s.mu for s in samples], torch.float32),
-        advantages=per_token(0.0, [[s.advantage] * len(s.response_ids) for s in samples], torch.float32),
         mask=per_token(0.0, [[1.0] * len(s.response_ids) for s in samples], torch.float32),
         versions=per_token(-1, [s.versions for s in samples], torch.int64),
     )

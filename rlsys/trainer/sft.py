@@ -18,6 +18,7 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.traces import Trace, trace_batches
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
+from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 from rlsys.trainer.trainer import Trainer
 
@@ -59,12 +60,12 @@ def at_temperature_one(config: Config) -> Config:
 
 def as_sample(trace: Trace) -> TrainSample:
     n = len(trace.response_ids)
-    return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n, 0.0)
+    return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n)
 
 
-def cross_entropy(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum of logp over response tokens; `[T]` -> scalar."""
-    return -(logp * micro.mask).sum(), {}
+    return -(scores.logp * micro.mask).sum(), {}
 
 
 def learning_rate(config: Config, step: int) -> float:

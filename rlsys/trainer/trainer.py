@@ -24,20 +24,21 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.hf import HFConfig, write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import checkpoint, setup
 from rlsys.trainer.attention import PackedSequences
-from rlsys.trainer.logprobs import token_logprobs
+from rlsys.trainer.logprobs import Scores, token_logprobs
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.weights import gather_hf
 from rlsys.types import Canary
 
 T = TypeVar("T")
-LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(logp `[T]` with gradient, its micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
+LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(scores with gradient, their micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,21 @@ class Trainer:
 
         At the rollout's temperature when none is given: what the engine calls mu.
         """
+        return [scores.logp for scores in self.score(batch, temperature)]
+
+    def score(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Scores]:
+        """What a forward pass says about each micro-batch, on its own device, without gradient."""
         t = self.config.rollout.temperature if temperature is None else temperature
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(batches).to(self._device)
-            return self._forward(model, micro), lambda output, non_loss_data: _logp(output, micro, t)
+            return self._forward(model, micro), lambda output, non_loss_data: _scores(output, micro, t)
 
         self._model.eval()
         with torch.no_grad():
-            out: list[Tensor] = self._schedule(forward_step, batch, forward_only=True)
+            out: list[Scores] = self._schedule(forward_step, batch, forward_only=True)
         self._model.train()
-        return out
+        return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
 
     def train_step(
         self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
@@ -111,7 +116,7 @@ class Trainer:
         weights unchanged, when a gradient is not finite.
         """
         if denominator is None:
-            denominator = float(self._sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
+            denominator = float(self.sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._transformer.finalize_model_grads_func = partial(_finalize, denominator=denominator)
@@ -122,7 +127,7 @@ class Trainer:
             micro = next(batches).to(self._device)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                total, sums = loss_fn(_logp(output, micro, self.config.rollout.temperature), micro)
+                total, sums = loss_fn(_scores(output, micro, self.config.rollout.temperature), micro)
                 unused = torch.zeros((), dtype=torch.int, device=self._device)
                 return total, unused, {**sums, "loss_sum": total.detach()}
 
@@ -161,15 +166,21 @@ class Trainer:
     def _reduce(self, stored: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Sums over micro-batches and data-parallel ranks, in float64."""
         return {
-            name: self._sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0))
+            name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
             for name in stored[0]
         }
 
-    def _sum_over_dp(self, value: Tensor) -> Tensor:
-        total = value.to(self._device)
-        if self.dp_size > 1:
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return total.cpu()
+    def sum_over_dp(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that hold other sequences, on the device of `value`."""
+        if self.dp_size == 1:
+            return value
+        total = value.to(self._device, copy=True)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.to(value.device)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters, by megatron's names."""
+        return iter(self._module.named_parameters())
 
     # -- weights --------------------------------------------------------------------------------------------
 
@@ -194,19 +205,19 @@ class Trainer:
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int) -> None:
-        """Model, optimizer and random state after `step` steps, in config.run.dir/checkpoints. Atomic."""
+    def save_checkpoint(self, step: int, objective: Objective | None = None) -> None:
+        """Model, optimizer, random state and the objective's, after `step` steps, in `checkpoints`. Atomic."""
         keep = self.config.trainer.keep_checkpoints
-        checkpoint.save(self._checkpoints, step, self._module, self._optimizer, keep)
+        checkpoint.save(self._checkpoints, step, self._module, self._optimizer, keep, objective)
 
-    def load_checkpoint(self) -> int:
+    def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
-        return checkpoint.load(self._checkpoints, self._module, self._optimizer)
+        return checkpoint.load(self._checkpoints, self._module, self._optimizer, objective)
 
 
-def _logp(output: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
+def _scores(output: Tensor, micro: MicroBatch, temperature: float) -> Scores:
     logits = output[0, : len(micro.tokens)]
-    return token_logprobs(logits, micro.tokens, micro.cu_seqlens, temperature)
+    return Scores(token_logprobs(logits, micro.tokens, micro.cu_seqlens, temperature))
 
 
 def _finalize(

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(
     trainer = start(model)
     before = cases.weight_sums(trainer)
     with pytest.raises(RunError, match="the gradient is not finite; the step was not taken"):
-        trainer.train_step(pack(cases.samples(), 512), lambda logp, m: (logp.sum() * torch.inf, {}), 1e-2)
+        trainer.train_step(pack(cases.samples(), 512), lambda s, m: (s.logp.sum() * torch.inf, {}), 1e-2)
     assert cases.weight_sums(trainer) == before
 
 

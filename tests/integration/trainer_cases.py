@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
+from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 from rlsys.trainer.trainer import Trainer
 
@@ -67,15 +68,17 @@ def samples(vocab_size: int = 96, n: int = 10) -> list[TrainSample]:
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))]
         response = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 50))]
         mu = [-abs(rng.gauss(4.5, 0.5)) for _ in response]
-        out.append(TrainSample(prompt, response, mu, [0] * len(response), rng.gauss(0, 1), i))
+        out.append(TrainSample(prompt, response, mu, [0] * len(response), i))
     return out
 
 
-def policy_loss(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """A clipped objective of the shape that GRPO has, and one metric."""
+    logp = scores.logp
+    advantages = micro.expand(torch.randn(10, generator=torch.Generator().manual_seed(0)))
     ratio = (logp - micro.mu).exp()
     clipped = ratio.clamp(0.5, 2.0)
-    loss = -torch.minimum(ratio * micro.advantages, clipped * micro.advantages) * micro.mask
+    loss = -torch.minimum(ratio * advantages, clipped * advantages) * micro.mask
     return loss.sum(), {"gap": ((logp - micro.mu).abs() * micro.mask).sum().detach()}
 
 

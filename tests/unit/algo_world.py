@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.config import AlgoSection
 from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import Reduce, alone
+from rlsys.algo_section import AlgoSection
 
 DOUBLE = torch.float64
 

@@ -52,7 +52,9 @@ def test_clip_by_hand():
 def test_masked_tokens_count_nothing_even_when_not_finite():
     logp = torch.tensor([0.0, -math.inf], requires_grad=True)
     anchor = torch.tensor([0.0, math.nan])
-    loss, _ = clipped_policy_loss(logp, anchor, torch.ones(2), torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.2)
+    loss, _ = clipped_policy_loss(
+        logp, anchor, torch.ones(2), torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.2
+    )
     loss.backward()
     assert loss.item() == -1.0
     assert torch.isfinite(logp.grad).all()

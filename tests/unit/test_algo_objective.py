@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
-from rlsys.algo.config import AlgoSection
 from rlsys.algo.losses import clipped_policy_loss
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import Reduce, threshold, whole_sequences
+from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))

@@ -23,8 +23,8 @@ from algo_world import DOUBLE
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.config import AlgoSection
 from rlsys.algo.objective import Objective
+from rlsys.algo_section import AlgoSection
 
 FOLDER = os.environ.get("RLSYS_PARITY_PACKAGES")
 pytestmark = [

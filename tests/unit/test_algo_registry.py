@@ -12,9 +12,9 @@ from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Samples
 from rlsys.algo.catalogue import EVIDENCE, entries, render_docs, render_list, render_show
-from rlsys.algo.config import AlgoSection
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
+from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config, read_layers
 from rlsys.errors import UserError
 

@@ -41,7 +41,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("rollout.group_size=eight", "rollout.group_size = 'eight': Input should be a valid integer"),
         ("rollout.group_size=0", "rollout.group_size = 0: Input should be greater than or equal to 1"),
         ("rollout.over_provision=0.5", "rollout.over_provision = 0.5: Input should be greater than"),
-        ("algo.advantage=gpro", "algo.advantage = 'gpro': Input should be 'grpo' or 'dr_grpo'"),
+        ("algo.anchor=odl", "algo.anchor = 'odl': Input should be 'mu', 'old'"),
         ("engine.port=70000", "engine.port = 70000: Input should be less than or equal to 65535"),
         ("model.path=", "model.path = None: "),
         ("steps", "override 'steps': expected section.field=value"),

@@ -14,9 +14,7 @@ from rlsys.types import Sample, Segment, VersionSpan
 def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:
     """Token ids that tell which sample and which place they come from."""
     ids = [1000 * mark + i for i in range(prompt + response)]
-    return TrainSample(
-        ids[:prompt], ids[prompt:], [-0.5] * response, [mark] * response, advantage=mark + 0.25, group_id=mark
-    )
+    return TrainSample(ids[:prompt], ids[prompt:], [-0.5] * response, [mark] * response, row=mark)
 
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=40)
@@ -69,7 +67,7 @@ def test_fields_are_aligned_to_their_tokens() -> None:
     assert micro.mask.tolist() == [0, 0, 1, 1, 1, 0, 1]
     assert micro.mu.tolist() == [0, 0, -0.5, -0.5, -0.5, 0, -0.5]
     assert micro.versions.tolist() == [-1, -1, 1, 1, 1, -1, 2]
-    assert micro.advantages.tolist() == [0, 0, 1.25, 1.25, 1.25, 0, 2.25]
+    assert micro.rows.tolist() == [1, 2]
     assert micro.cu_seqlens.dtype == torch.int32
     assert micro.response_tokens == 4
 
@@ -110,9 +108,9 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
     made = Sample(sample_id=1, group_id=7, index=0, prompt_ids=[1, 2], seed=0)
     made.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
     made.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
-    row = TrainSample.of(made, advantage=0.5)
+    row = TrainSample.of(made, row=7)
     assert (row.response_ids, row.mu, row.versions) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
-    assert (row.group_id, len(row)) == (7, 5)
+    assert (row.row, len(row)) == (7, 5)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +121,4 @@ def test_uneven_samples_are_refused(
     prompt: list[int], response: list[int], mu: list[float], versions: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="must not be empty, the last three equal"):
-        TrainSample(prompt, response, mu, versions, 0.0)
+        TrainSample(prompt, response, mu, versions)

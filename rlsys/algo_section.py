@@ -1,4 +1,4 @@
-"""The config section `algo`: which plug-ins make the objective. No torch."""
+"""The config section `algo`: which plug-ins make a run's algorithm. Names only: rlsys.algo builds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlsys.config import Positive, Section
+from rlsys.section import Positive, Section
 
 Anchor = Literal["mu", "old", "behaviour", "interpolated", "ewma"]
 
@@ -33,7 +33,7 @@ class Spec(Section):
 class AlgoSection(Section):
     advantage: Spec = Spec(name="grpo")
     """Rewards of groups -> advantages."""
-    loss: list[Spec] = Field([Spec(name="clip")], min_length=1)
+    loss: list[Spec] = Field(default=[Spec(name="clip")], min_length=1)
     """Terms of the objective; they are added."""
     reducer: Spec = Spec(name="token_mean")
     """What each token counts in the mean."""

@@ -1,0 +1,40 @@
+"""Told before anything starts: a plug-in that does not exist, and a need that nothing serves."""
+
+from __future__ import annotations
+
+from rlsys.algo.objective import ANCHOR_NEEDS
+from rlsys.algo.plugin import NEEDS
+from rlsys.algo.registry import make_all
+from rlsys.algo_section import AlgoSection
+from rlsys.config import Config
+from rlsys.errors import UserError
+
+UNSERVED = {
+    "behaviour": "not in the loop yet",
+    "ewma": "not in the loop yet",
+    "ref": "not in the loop yet",
+    "entropy": "not in the loop yet",
+    "values": "not in the loop yet",
+    "answers": "not in the loop yet",
+    "verdicts": "not in the loop yet",
+    "tool_errors": "this data source runs no tools",
+    "transferred": "not in the loop yet",
+    "prompt_scores": "not in the loop yet",
+}
+"""Need -> why nothing serves it."""
+
+
+def check(config: Config) -> None:
+    """Raises UserError, one line: an unknown name or parameter, or a need that this run cannot serve."""
+    made = make_all(config.algo)
+    for field in ("prompt", "planners", "group_reward"):
+        if getattr(config.algo, field) != getattr(AlgoSection(), field):
+            raise UserError(f"algo.{field}: not in the loop yet")
+    asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[config.algo.anchor]}
+    for field, plugins in made.items():
+        for i, plugin in enumerate(plugins):
+            asked[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
+    for field, needs in asked.items():
+        for need in sorted(needs):
+            if need in UNSERVED:
+                raise UserError(f"{field} needs {need}, {NEEDS[need]}: {UNSERVED[need]}")
