@@ -168,8 +168,9 @@ class EngineConfig(Section):
 
 
 class WeightsConfig(Section):
-    method: Literal["tensor", "disk"] = "tensor"
-    """How weights travel: flattened tensor buckets through shared memory, or a safetensors folder."""
+    method: Literal["tensor", "broadcast", "disk", "disk_delta"] = "tensor"
+    """How weights travel: tensor (buckets in shared memory, one host), broadcast (buckets through a process group,
+    any host), disk (a safetensors folder that all share) or disk_delta (only the tensors that changed)."""
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Size of one bucket in MiB."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None

@@ -200,10 +200,11 @@ class Taken:
 
 @dataclass(slots=True)
 class EngineAddress:
-    """Where a trainer sends weights."""
+    """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none."""
 
     url: str
     tp: int
+    holds: int = -1
 
 
 @dataclass(slots=True)

@@ -268,6 +268,7 @@ class Router:
                 while True:
                     await self._pool.probe()
                     targets = self._pool.stale()
+                    held = {e.url: e.version for e in targets}
                     ready = await asyncio.gather(*(self._try(e, self._prepare(e)) for e in targets))
                     self._pushing = [e for e, ok in zip(targets, ready, strict=True) if ok]
                     if self._pushing or only_stale:
@@ -278,7 +279,7 @@ class Router:
             raise RunError(
                 f"no engine was there for weight version {version} within {self._patience:g} s: {self._states()}"
             ) from None
-        return [EngineAddress(e.url, e.client.tp) for e in self._pushing]
+        return [EngineAddress(e.url, e.client.tp, held[e.url]) for e in self._pushing]
 
     async def _prepare(self, engine: EngineState) -> None:
         if engine.version == NEVER:

@@ -1,36 +1,27 @@
 """Sends a trainer's weights to engines. Runs on every trainer rank: gathering is collective, rank 0 sends.
 
-tensor  flattened buckets in shared memory (CUDA IPC on a GPU): SGLang's own `update_weights_from_tensor`
-disk    a safetensors folder on a path that trainer and engines share: `update_weights_from_disk`
+tensor, broadcast   flattened buckets, see rlsys.weights.transports; one is sent while the next is gathered
+disk                a safetensors folder on a path that trainer and engines share: `update_weights_from_disk`
+disk_delta          the same with only the tensors that have changed since the last push (frozen layers, an adapter);
+                    all of them when an engine does not hold the version before
 """
 
 from __future__ import annotations
 
-import base64
-import http.client
-import json
-import logging
+import hashlib
 import shutil
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
-from rlsys.errors import RunError
-from rlsys.types import EngineAddress, PushTicket
-
-SEND_TIMEOUT = 300.0
-
-
-log = logging.getLogger("rlsys.weights")
-# Engines are on this machine or its network: never through a proxy that the environment names.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+from rlsys.types import PushTicket
+from rlsys.weights.receivers import Receivers
+from rlsys.weights.transports import BroadcastTransport, Bucket, TensorTransport, Transport
 
 
 class WeightSync:
@@ -39,94 +30,92 @@ class WeightSync:
     def __init__(self, config: Config, is_main: bool) -> None:
         self._config = config
         self._is_main = is_main
+        method = config.weights.method
+        self._transport: Transport = BroadcastTransport() if method == "broadcast" else TensorTransport()
+        self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
 
-    def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> None:
-        """Consume `tensors` (collective) and load them into every engine of the ticket.
+    def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
+        """Consume `tensors` (collective) and load them into every engine of the ticket; the bytes sent to each.
 
         An engine that dies meanwhile is left out: end_push finds it dead, and its restart brings the next push.
         Raises RunError when an engine refuses the tensors.
         """
-        receivers = list(ticket.engines)
-        if self._config.weights.method == "disk":
-            folder = self._config.run.dir.resolve() / "weights" / f"version-{ticket.weight_version:06d}"
-            self._push_disk(tensors, folder, receivers)
-            return
-        for bucket in buckets(tensors, int(self._config.weights.bucket_mb * 2**20)):
-            if self._is_main and receivers:
-                self._send_bucket(bucket, receivers)
-
-    def _send_bucket(self, bucket: list[tuple[str, Tensor]], receivers: list[EngineAddress]) -> None:
-        serialize, flattened = _sglang()
-        flat = flattened(named_tensors=bucket)
-        tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        for engine in list(receivers):
-            # One handle of the shared memory for each of the engine's ranks: opening uses it up.
-            handles = [base64.b64encode(serialize(tensors)).decode() for _ in range(engine.tp)]
-            body = {
-                "serialized_named_tensors": handles,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,  # once, after the last bucket, by the router
-            }
-            _send(engine, "/update_weights_from_tensor", body, receivers)
-
-    def _push_disk(
-        self, tensors: Iterable[tuple[str, Tensor]], folder: Path, receivers: list[EngineAddress]
-    ) -> None:
-        if not self._is_main:
+        if not self._is_main or not ticket.engines:
             for _ in tensors:
                 pass
-            return
-        write_hf(folder, self._config.model.path, tensors)
-        for engine in list(receivers):
-            body = {"model_path": str(folder), "flush_cache": False}
-            _send(engine, "/update_weights_from_disk", body, receivers)
-        for old in folder.parent.iterdir():
+            return 0
+        with Receivers(ticket.engines) as receivers:
+            if self._on_disk is not None:
+                return self._on_disk.push(tensors, ticket, receivers)
+            return self._push_buckets(tensors, receivers)
+
+    def close(self) -> None:
+        """Leave the process group, if there is one."""
+        if isinstance(self._transport, BroadcastTransport):
+            self._transport.close()
+
+    def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], receivers: Receivers) -> int:
+        """At most two buckets are held: one on its way, one being gathered."""
+        self._transport.begin(receivers)
+        sent = 0
+        with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
+            under_way = None
+            for bucket in buckets(tensors, int(self._config.weights.bucket_mb * 2**20)):
+                if under_way is not None:
+                    under_way.result()
+                under_way = sender.submit(self._transport.send, bucket, receivers)
+                sent += sum(t.nbytes for _, t in bucket)
+            if under_way is not None:
+                under_way.result()
+        return sent
+
+
+class DiskFolders:
+    """Owns `weights/` in the run folder, and knows what the last push held: a digest per tensor."""
+
+    def __init__(self, config: Config) -> None:
+        self._source = config.model.path
+        self._root = config.run.dir.resolve() / "weights"
+        self._delta = config.weights.method == "disk_delta"
+        self._digests: dict[str, bytes] = {}
+        self._version = -1
+
+    def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket, receivers: Receivers) -> int:
+        folder = self._root / f"version-{ticket.weight_version:06d}"
+        if self._delta:
+            if any(engine.holds != self._version for engine in ticket.engines):
+                self._digests.clear()
+            tensors = self._changed(tensors)
+            if (first := next(tensors, None)) is None:
+                return 0
+            tensors = chain([first], tensors)
+        write_hf(folder, self._source, tensors)
+        body = {"model_path": str(folder), "flush_cache": False}
+        receivers.settle(receivers.ask("/update_weights_from_disk", [body] * len(receivers.present)))
+        self._version = ticket.weight_version
+        for old in self._root.iterdir():
             if old != folder:
                 shutil.rmtree(old)
+        return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+    def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            data = tensor.detach().cpu().contiguous()
+            digest = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
+            if self._digests.get(name) != digest:
+                self._digests[name] = digest
+                yield name, data
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """Neighbouring tensors of one dtype, together at most `max_bytes`; a larger tensor has a bucket for itself."""
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
-        n = tensor.numel() * tensor.element_size()
-        if bucket and (size + n > max_bytes or tensor.dtype != bucket[0][1].dtype):
+        if bucket and (size + tensor.nbytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor.detach()))
-        size += n
+        size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _sglang() -> tuple[Callable[[Any], bytes], Any]:
-    """SGLang's serializer and bucket class; imported here because it takes seconds."""
-    from rlsys.engine.cpu_platform import declare_torchvision_ops
-
-    if not torch.cuda.is_available():
-        declare_torchvision_ops()
-        # The default strategy passes file descriptors over a socket with a secret that another server lacks.
-        torch.multiprocessing.set_sharing_strategy("file_system")
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    return MultiprocessingSerializer.serialize, FlattenedTensorBucket
-
-
-def _send(engine: EngineAddress, path: str, body: dict[str, Any], receivers: list[EngineAddress]) -> None:
-    """POST JSON; an engine that is gone is taken from `receivers`. Raises RunError when it refuses."""
-    request = urllib.request.Request(
-        engine.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    try:
-        with _opener.open(request, timeout=SEND_TIMEOUT) as answer:
-            result = json.loads(answer.read())
-    except urllib.error.HTTPError as e:
-        raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
-    except (OSError, http.client.HTTPException) as e:
-        log.warning("%s: gone in the middle of a push: %s", engine.url, e)
-        receivers.remove(engine)
-        return
-    if not result.get("success"):
-        raise RunError(f"{engine.url}{path}: {result.get('message')}")

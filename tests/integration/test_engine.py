@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RunError
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, PushTicket, Sample, Status
+from rlsys.types import Canary, EngineAddress, PushTicket, Sample, Status
 from rlsys.weights.sync import WeightSync
 from tests.integration.servers import TINY_MOE, tiny_moe_model
 
@@ -83,14 +85,14 @@ class Stack:
             bounds=Bounds.of(config),
             routes=config.engine.return_routes,
         )
-        self._config = config
+        self.sync = WeightSync(config, is_main=True)
 
     async def push(self, seed: int, claimed_seed: int | None = None) -> tuple[int, dict[str, float]]:
         """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics."""
         version = next(self._versions)
         addresses = await self.router.begin_push(version)
-        sync = WeightSync(self._config, is_main=True)
-        await asyncio.to_thread(sync.push, tensors(seed), PushTicket(version, addresses, CANARIES))
+        ticket = PushTicket(version, addresses, CANARIES)
+        self.bytes_sent = await asyncio.to_thread(self.sync.push, tensors(seed), ticket)
         metrics = await self.router.end_push(
             version, canaries(seed if claimed_seed is None else claimed_seed)
         )
@@ -105,9 +107,11 @@ class Stack:
 async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
     async with make_session() as session:
         client = EngineClient(url, session)
+        made = Stack(config, client)
         try:
-            yield Stack(config, client)
+            yield made
         finally:
+            await asyncio.to_thread(made.sync.close)
             await client.abort(None)
             await client.slow_down(None)
 
@@ -216,7 +220,7 @@ def test_a_full_engine_interrupted_gives_back_every_token(engine_config: Config,
     with_stack(engine_config, engine, body)
 
 
-@pytest.mark.parametrize("method", ["tensor", "disk"])
+@pytest.mark.parametrize("method", ["tensor", "broadcast", "disk", "disk_delta"])
 def test_a_push_is_exact(method: str, engine_config: Config, engine: str, tmp_path: Path) -> None:
     weights = engine_config.weights.model_copy(update={"method": method})
     run = engine_config.run.model_copy(update={"dir": tmp_path})
@@ -235,6 +239,34 @@ def test_a_push_is_exact(method: str, engine_config: Config, engine: str, tmp_pa
         expected = logprobs(1, PROMPT + after.response_ids)[len(PROMPT) - 1 :]
         assert worst_gap(after.mu, expected) <= 1e-5
         assert after.cached_tokens == 0, "a push empties the cache"
+        assert s.bytes_sent >= sum(t.nbytes for _, t in tensors(1))
+        version, _ = await s.push(1)
+        again = await s.generate(sample(1), 30)
+        assert (again.response_ids, again.versions()) == (
+            after.response_ids,
+            [version] * len(after.response_ids),
+        )
+        assert (s.bytes_sent == 0) == (method == "disk_delta"), "nothing has changed"
+
+    with_stack(config, engine, body)
+
+
+def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(engine_config: Config, engine: str) -> None:
+    weights = engine_config.weights.model_copy(update={"method": "broadcast"})
+    config = engine_config.model_copy(update={"weights": weights})
+    peer = [sys.executable, str(Path(__file__).with_name("dying_peer.py"))]
+
+    async def body(s: Stack) -> None:
+        version = next(s._versions)
+        addresses = await s.router.begin_push(version)
+        with subprocess.Popen(peer, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            dying = EngineAddress(f"http://127.0.0.1:{int(other.stdout.readline())}", 1)
+            ticket = PushTicket(version, [*addresses, dying], CANARIES)
+            await asyncio.to_thread(s.sync.push, tensors(1), ticket)
+            assert other.wait(timeout=60) == 9
+        await s.router.end_push(version, canaries(1))
+        assert s.router.engine_states() == {engine: f"version {version}"}
 
     with_stack(config, engine, body)
 

@@ -1,0 +1,76 @@
+"""The engines of one push: who is asked, who has gone, and what an answer means."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rlsys.errors import RunError
+from rlsys.types import EngineAddress
+
+SEND_TIMEOUT = 300.0
+
+log = logging.getLogger("rlsys.weights")
+# Engines are on this machine or its network: never through a proxy that the environment names.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Gone(Exception):
+    """Nobody answers at this engine's address any more."""
+
+
+class Receivers:
+    """Engines that take part in a push. One that goes is left out: end_push finds it dead and its restart brings
+    the next push.
+    """
+
+    def __init__(self, engines: Sequence[EngineAddress]) -> None:
+        self.present = list(engines)
+        self._threads = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="push")
+
+    def __enter__(self) -> Receivers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def ask(self, path: str, bodies: Sequence[dict[str, Any]]) -> dict[str, Future[None]]:
+        """Begin one POST to each present engine, all at once. The futures raise Gone or RunError (a refusal)."""
+        return {
+            engine.url: self._threads.submit(post, engine, path, body)
+            for engine, body in zip(self.present, bodies, strict=True)
+        }
+
+    def settle(self, answers: dict[str, Future[None]]) -> None:
+        """Wait for the answers; who is gone is left out. Raises RunError when an engine refuses."""
+        for engine in list(self.present):
+            try:
+                answers[engine.url].result()
+            except Gone as e:
+                self.leave_out(engine, e)
+
+    def leave_out(self, engine: EngineAddress, why: object) -> None:
+        log.warning("%s: gone in the middle of a push: %s", engine.url, why)
+        self.present.remove(engine)
+
+
+def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
+    """Raises Gone when the engine does not answer, RunError when it refuses."""
+    request = urllib.request.Request(
+        engine.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with _opener.open(request, timeout=SEND_TIMEOUT) as answer:
+            result = json.loads(answer.read())
+    except urllib.error.HTTPError as e:
+        raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
+    except (OSError, http.client.HTTPException) as e:
+        raise Gone(f"{e}") from None
+    if not result.get("success"):
+        raise RunError(f"{engine.url}{path}: {result.get('message')}")
