@@ -93,6 +93,8 @@ class TrainerConfig(Section):
     """Largest global gradient norm."""
     token_budget: Positive = 8192
     """Most tokens in one packed micro-batch."""
+    equal_lengths: bool = False
+    """Pad a step's micro-batches to one length: pipeline stages then need not tell each other shapes."""
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
@@ -104,6 +106,8 @@ class ParallelConfig(Section):
     """Tensor parallel size."""
     pp: Positive = 1
     """Pipeline parallel size."""
+    vpp: Positive = 1
+    """Virtual pipeline stages per rank, interleaved; more than 1 needs pp > 1."""
     cp: Positive = 1
     """Context parallel size."""
     ep: Positive = 1
@@ -112,6 +116,8 @@ class ParallelConfig(Section):
     """Tensor parallel size of the experts; tp when not given."""
     dp: Positive | None = None
     """Data parallel size; the smallest that expert parallelism allows when not given."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts; allgather needs trainer.equal_lengths."""
 
     @property
     def expert_tp(self) -> int:
@@ -139,6 +145,8 @@ class ParallelConfig(Section):
                 f"tp*cp*dp = {lanes} ranks cannot be divided by ep*etp = {need}; "
                 f"raise parallel.dp to a multiple of {need}"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} interleaves pipeline stages, but pp = 1; use pp >= 2")
         return self
 
 
@@ -244,6 +252,11 @@ class Config(Section):
             raise ValueError(
                 f"trainer.token_budget = {t.token_budget} cannot hold one response of "
                 f"rollout.max_response_tokens = {r.max_response_tokens}"
+            )
+        if p.dispatcher == "allgather" and not t.equal_lengths:
+            raise ValueError(
+                "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
+                "it gathers equally many tokens from every rank"
             )
         if self.engine.max_total_tokens < r.max_response_tokens:
             raise ValueError(

@@ -1,17 +1,22 @@
 """Core attention over packed sequences where there is no Transformer Engine.
 
-Shapes: T packed tokens, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key and
-value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence.
+Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`,
+key and value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence.
+Under context parallelism (c ranks) keys and values are gathered: right and simple, with all keys in memory.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,21 +57,27 @@ class Padding:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, which can also say how to pad them."""
+    """Megatron's description of packed sequences, and what our own attention needs beside it.
+
+    Lengths are those of whole sequences, also where context parallelism gives this rank a part of each. `place`
+    `[c T]` then names where each token stands once the ranks' tokens are gathered.
+    """
 
     lengths: list[int] = field(default_factory=list)
+    place: Tensor | None = None
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-        on_device, longest = cu_seqlens.to(device), max(lengths)
+    def of(cls, lengths: list[int], device: torch.device, place: Tensor | None = None) -> PackedSequences:
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        longest = max(lengths)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
+            place=None if place is None else place.to(device),
         )
 
     @cached_property
@@ -107,6 +118,11 @@ class PackedAttention(DotProductAttention):
     Padding stands behind the real keys, so the causal mask alone hides it.
     """
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # upstream's refuses more; its own state does not depend on it
+        super().__init__(alone, *args, **kwargs)
+
     def forward(
         self,
         query: Tensor,
@@ -119,15 +135,53 @@ class PackedAttention(DotProductAttention):
     ) -> Tensor:
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params=PackedSequences.of(...)")
+        if packed_seq_params.place is not None:
+            return self._chunks(query, key, value, packed_seq_params)
         padding = packed_seq_params.padding
         sizes = [rows * longest for rows, longest in padding.rectangles]
         queries, keys, values = (_Pad.apply(t, padding).split(sizes) for t in (query, key, value))
         out = []
         for (rows, longest), *qkv in zip(padding.rectangles, queries, keys, values, strict=True):
-            q, k, v = (t.view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in qkv)
-            attended = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            out.append(attended.transpose(1, 2).reshape(rows * longest, -1))
+            q, k, v = (t.view(rows, longest, *t.shape[1:]) for t in qkv)
+            out.append(self._attend(q, k, v, first_query=0).reshape(rows * longest, -1))
         unpadded: Tensor = _Unpad.apply(torch.cat(out), padding)
         return unpadded
+
+    def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """This rank's two chunks of each sequence (rlsys.trainer.share) against the gathered keys before them."""
+        group = parallel_state.get_context_parallel_group()
+        ranks, rank = group.size(), group.rank()
+        keys, values = (
+            gather_from_sequence_parallel_region(t, group=group)[packed.place].split(packed.lengths)
+            for t in (key, value)
+        )
+        queries = query.split([n // ranks for n in packed.lengths])
+        out = []
+        for q, k, v in zip(queries, keys, values, strict=True):
+            size = len(q) // 2
+            for part, chunk in zip(q.split(size), (rank, 2 * ranks - 1 - rank), strict=True):
+                seen = (chunk + 1) * size
+                attended = self._attend(part[None], k[None, :seen], v[None, :seen], first_query=chunk * size)
+                out.append(attended.reshape(size, -1))
+        return torch.cat(out)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, first_query: int) -> Tensor:
+        """query `[rows, a, n, d]` against key, value `[rows, b, g, d]` -> `[rows, a, n, d]`; causal.
+
+        The first query stands beside key `first_query`.
+        """
+        mask = None
+        if first_query:
+            whole = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
+            mask = whole.tril(first_query)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        attended = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return attended.transpose(1, 2)

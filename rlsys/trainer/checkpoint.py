@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlsys.algo.objective import Objective
 from rlsys.convert.hf import publish
 from rlsys.errors import RunError
+from rlsys.trainer.chunks import Chunks
 
 _AVERAGE = "average."
 """Before the keys of averaged weights."""
@@ -54,7 +55,7 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def _state(model: Any, optimizer: Any, objective: Objective | None, loading: bool) -> dict[str, Any]:
+def _state(model: Chunks, optimizer: Any, objective: Objective | None, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_OPTIMIZER)
     if objective is not None and (averages := objective.averages(model.named_parameters())):
@@ -62,19 +63,19 @@ def _state(model: Any, optimizer: Any, objective: Objective | None, loading: boo
     return state
 
 
-def _averages(model: Any, averages: dict[str, Tensor]) -> dict[str, Any]:
+def _averages(model: Chunks, averages: dict[str, Tensor]) -> dict[str, Any]:
     """Averaged weights `{parameter's name: tensor}`, cut over ranks like the weights: any layout can load them."""
-    like = model.sharded_state_dict(prefix=_AVERAGE)
+    like = model.shards(_AVERAGE)
     out = {}
     for name, value in averages.items():
-        shard = like[_AVERAGE + name]
+        shard = like[name]
         dtype = {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}  # the other kind has none
         out[name] = replace(shard, data=value, **dtype)
     return out
 
 
 def save(
-    folder: Path, step: int, model: Any, optimizer: Any, keep: int, objective: Objective | None = None
+    folder: Path, step: int, model: Chunks, optimizer: Any, keep: int, objective: Objective | None = None
 ) -> None:
     """Collective. After it, the newest `keep` checkpoints are left."""
     target = path_of(folder, step)
@@ -98,7 +99,7 @@ def save(
     dist.barrier()
 
 
-def load(folder: Path, model: Any, optimizer: Any, objective: Objective | None = None) -> int:
+def load(folder: Path, model: Chunks, optimizer: Any, objective: Objective | None = None) -> int:
     """Load the newest checkpoint into model and optimizer; its step, or 0 when there is none. Collective."""
     found = steps(folder)
     if not found:

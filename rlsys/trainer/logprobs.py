@@ -1,4 +1,4 @@
-"""Logits -> log-probs of the tokens that are there. Shapes: T packed tokens, V vocabulary, S sequences."""
+"""What the logits say about the tokens that are there. Shapes: T tokens of a micro-batch, V vocabulary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+
+from rlsys.trainer.share import Share
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,13 @@ class Scores:
         return Scores(**there)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, cu_seqlens: Tensor, temperature: float) -> Tensor:
+def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
     """Log-prob of each token given its predecessors, `[T]` float32; 0 at the first token of a sequence.
 
-    `logits` `[T, V / tp]` are this tensor-parallel rank's columns, and are overwritten: no second `[T, V]` is
-    made, neither by the temperature nor by megatron's cross entropy. tokens `[T]`, cu_seqlens `[S+1]`.
+    `logits` are those of `share`: its tokens, and this tensor-parallel rank's columns `V / tp`. They are
+    overwritten: no second copy is made, neither by the temperature nor by megatron's cross entropy.
     """
     logits = logits.float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    following = -vocab_parallel_cross_entropy(logits, tokens.roll(-1))
-    first = torch.zeros_like(tokens, dtype=torch.bool)
-    first[cu_seqlens[:-1].long()] = True
-    return following.roll(1).masked_fill(first, 0.0)
+    return share.aligned(-vocab_parallel_cross_entropy(logits, share.following))

@@ -18,6 +18,7 @@ from rlsys.config import Config
 from rlsys.convert.hf import HFConfig
 from rlsys.errors import UserError
 from rlsys.trainer.attention import PackedAttention
+from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.weights import load_hf
 
 
@@ -27,6 +28,7 @@ def check_layout(config: Config, hf: HFConfig) -> None:
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
     for name, size, what, total in (
+        ("pp * vpp", p.pp * p.vpp, "layers", hf.layers),
         ("tp", p.tp, "key-value heads", hf.kv_heads),
         ("tp", p.tp, "attention heads", hf.heads),
         ("tp", p.tp, "vocab_size", hf.vocab_size),
@@ -36,9 +38,6 @@ def check_layout(config: Config, hf: HFConfig) -> None:
     ):
         if total % size:
             raise UserError(f"parallel.{name} = {size} does not divide {what} = {total} of {path}")
-    for name, size in (("pp", p.pp), ("cp", p.cp)):
-        if size > 1:
-            raise UserError(f"parallel.{name} = {size}: not supported yet; use 1")
 
 
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
@@ -81,12 +80,16 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         persist_layer_norm=False,
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        # With two stages the default exchange confuses the two directions of interleaved chunks, silently.
+        overlap_p2p_comm=p.vpp > 1,
+        batch_p2p_comm=p.vpp == 1,
         context_parallel_size=p.cp,
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.expert_tp,
         sequence_parallel=p.tp > 1,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
+        variable_seq_lengths=not config.trainer.equal_lengths,
+        moe_token_dispatcher_type=p.dispatcher,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -108,25 +111,35 @@ def layer_spec(transformer: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def build_model(config: Config, hf: HFConfig) -> GPTModel:
-    """This rank's part of the model, weights loaded from `config.model.path`."""
+def build_model(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
+    """This rank's part of the model on `device`, weights loaded from `config.model.path`."""
     check_layout(config, hf)
     transformer = transformer_config(config, hf)
+    vpp = config.parallel.vpp
+    stages = range(vpp) if vpp > 1 else [None]
+    chunks = Chunks([_chunk(transformer, hf, stage).to(device) for stage in stages])
+    load_hf(chunks, config.model.path, hf)
+    for name, parameter in chunks.named_parameters():
+        if ".experts." in name:
+            # One optimizer shape for any ep; must precede DDP.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+    return chunks
+
+
+def _chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> GPTModel:
+    """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
+    where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
         transformer,
         layer_spec(transformer),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.context_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_theta,
-    ).to(transformer.params_dtype)  # torch's norms are born in float32
-    load_hf(model, config.model.path, hf)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # One optimizer shape for any ep; must precede DDP.
-            parameter.allreduce = False
-    return model
+        vp_stage=stage,
+    )
+    return model.to(transformer.params_dtype)  # torch's norms are born in float32

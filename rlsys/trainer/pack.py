@@ -44,9 +44,7 @@ class TrainSample:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """What the model needs beside what plug-ins see. `mask` is 1 on response tokens."""
-
-    position_ids: Tensor  # [T] int64
+    """`mask` is 1 on response tokens."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
@@ -54,7 +52,6 @@ class MicroBatch(Batch):
         n, zeros = len(tokens), torch.zeros(len(tokens))
         return cls(
             tokens=tokens,
-            position_ids=torch.arange(n),
             cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
             rows=torch.tensor([-1]),
             mu=zeros,
@@ -67,35 +64,25 @@ class MicroBatch(Batch):
         """The micro-batch's share of the denominator, fixed before anything else is masked."""
         return int(self.mask.sum())
 
-    def padded(self, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens, position_ids, cu_seqlens with T made divisible by `multiple`: a sequence of zeros follows."""
-        missing = -len(self.tokens) % multiple
-        if not missing:
-            return self.tokens, self.position_ids, self.cu_seqlens
-        end = self.cu_seqlens[-1:] + missing
-        return (
-            torch.cat([self.tokens, self.tokens.new_zeros(missing)]),
-            torch.cat([self.position_ids, torch.arange(missing, device=self.tokens.device)]),
-            torch.cat([self.cu_seqlens, end]),
-        )
-
 
 def pack(
-    samples: Sequence[TrainSample], token_budget: int, dp_rank: int = 0, dp_size: int = 1
+    samples: Sequence[TrainSample], token_budget: int, dp_rank: int = 0, dp_size: int = 1, multiple: int = 1
 ) -> list[MicroBatch]:
     """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
 
-    Longest first into the bin with the fewest tokens; the number of bins is the smallest multiple of `dp_size`
-    that fits. A sample longer than `token_budget` has a bin for itself. A rank left without samples computes
-    a masked copy of the shortest one. Depends on (samples, budget, dp_size) only, so ranks agree.
+    Longest first into the bin with the fewest tokens; the number of bins is the smallest that fits and gives each
+    of `dp_size` ranks a multiple of `multiple` (interleaved pipelines need one). A sample longer than
+    `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one. Depends
+    on the samples and on numbers alike on all ranks, so ranks agree.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
     total = sum(len(s) for s in samples)
-    bins = max(1, -(-total // (token_budget * dp_size))) * dp_size
+    round_size = dp_size * multiple
+    bins = max(1, -(-total // (token_budget * round_size))) * round_size
     while (filled := _fill(samples, order, bins, token_budget)) is None:
-        bins += dp_size
+        bins += round_size
     shortest = samples[order[-1]]
     return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in filled[dp_rank::dp_size]]
 
@@ -124,7 +111,6 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
     lengths = [len(s) for s in samples]
     return MicroBatch(
         tokens=torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         rows=torch.tensor([s.row for s in samples]),
         mu=per_token(0.0, [s.mu for s in samples], torch.float32),

@@ -19,7 +19,7 @@ from rlsys.data.traces import Trace, trace_batches
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 
 
@@ -38,7 +38,7 @@ def sft(config: Config) -> None:
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
         rows = [as_sample(trace) for trace in traces]
-        batch = pack(rows, config.trainer.token_budget, trainer.dp_rank, trainer.dp_size)
+        batch = trainer.pack(rows)
         lr = learning_rate(config, step)
         result = trainer.train_step(batch, cross_entropy, lr)
         seconds, tokens = time.monotonic() - start, sum(len(r.response_ids) for r in rows)

@@ -11,7 +11,7 @@ import torch
 
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
 
@@ -35,7 +35,7 @@ def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[Micro
     """This rank's micro-batches of these rows of the sample table."""
     samples = [s for group in taken.groups for s in group.samples]
     chosen = [TrainSample.of(samples[r], r) for r in rows]
-    batch = pack(chosen, trainer.config.trainer.token_budget, trainer.dp_rank, trainer.dp_size)
+    batch = trainer.pack(chosen)
     for micro in batch:
         micro.version = taken.weight_version
     return batch

@@ -29,10 +29,10 @@ from rlsys.config import Config
 from rlsys.convert.hf import HFConfig, write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import checkpoint, setup
-from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.logprobs import Scores, token_logprobs
 from rlsys.trainer.model import build_model
-from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.share import Share, padded_lengths
 from rlsys.trainer.weights import gather_hf
 from rlsys.types import Canary
 
@@ -61,16 +61,16 @@ class Trainer:
         self.is_main = self.rank == 0
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self._module = build_model(config, self.hf).to(self._device)
-        self._transformer = self._module.config
-        self._model = DistributedDataParallel(
-            self._transformer,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            self._module,
-        )
-        self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), [self._model])
+        self._chunks = build_model(config, self.hf, self._device)
+        self._transformer = self._chunks.config
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self._models = [
+            DistributedDataParallel(self._transformer, ddp, module) for module in self._chunks.modules
+        ]
+        self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._checkpoints = config.run.dir / "checkpoints"
+        self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
 
     def on_main(self, call: Callable[[], T]) -> T:
         """Run `call` on rank 0 only; every rank gets what it returned."""
@@ -96,14 +96,18 @@ class Trainer:
         """What a forward pass says about each micro-batch, on its own device, without gradient."""
         t = self.config.rollout.temperature if temperature is None else temperature
 
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(batches).to(self._device)
-            return self._forward(model, micro), lambda output, non_loss_data: _scores(output, micro, t)
+        def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
+            return _scores(output, share, t)
 
-        self._model.eval()
+        for model in self._models:
+            model.eval()
+        # An interleaved pipeline takes rounds of micro-batches; what fills the last one is not looked at.
+        filled = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
         with torch.no_grad():
-            out: list[Scores] = self._schedule(forward_step, batch, forward_only=True)
-        self._model.train()
+            stored = self._schedule(score_micro, filled, forward_only=True)[: len(batch)]
+        for model in self._models:
+            model.train()
+        out = self._from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
         return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
 
     def train_step(
@@ -120,20 +124,16 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._transformer.finalize_model_grads_func = partial(_finalize, denominator=denominator)
-        self._model.zero_grad_buffer()
+        for model in self._models:
+            model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(batches).to(self._device)
+        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, sums = loss_fn(_scores(output, share, self.config.rollout.temperature), micro)
+            unused = torch.zeros((), dtype=torch.int, device=self._device)
+            return total, unused, {**sums, "loss_sum": total.detach()}
 
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                total, sums = loss_fn(_scores(output, micro, self.config.rollout.temperature), micro)
-                unused = torch.zeros((), dtype=torch.int, device=self._device)
-                return total, unused, {**sums, "loss_sum": total.detach()}
-
-            return self._forward(model, micro), loss
-
-        stored: list[dict[str, Tensor]] = self._schedule(forward_step, batch, forward_only=False)
+        stored: list[dict[str, Tensor]] = self._schedule(loss, batch, forward_only=False)
         # Looked at before the step: Adam would carry one NaN into every weight.
         self._optimizer.prepare_grads()
         if not math.isfinite(self._optimizer.get_grad_norm()):
@@ -142,33 +142,70 @@ class Trainer:
         sums = self._reduce(stored)
         return StepResult(float(sums.pop("loss_sum") / denominator), float(grad_norm), sums)
 
-    def _schedule(self, forward_step: Any, batch: list[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Megatron's pipeline schedule over the micro-batches; what the loss functions stored."""
+    def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
+        """This rank's micro-batches of `samples`, which every rank gives alike."""
+        return pack(samples, self.config.trainer.token_budget, self.dp_rank, self.dp_size, self._round)
+
+    def _schedule(
+        self,
+        finish: Callable[[Tensor, Share, MicroBatch], Any],
+        batch: list[MicroBatch],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's pipeline schedule over the micro-batches.
+
+        What `finish(logits, share, micro)` gave for each of them; empty on all stages but the last.
+        """
+        length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
+        cp_group = parallel_state.get_context_parallel_group()
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+            micro = next(batches).to(self._device)
+            share = Share.of(micro, self.config.parallel.tp, cp_group, self._device, length)
+            output = model(share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed)
+            return output, lambda out, non_loss_data=False: finish(out, share, micro)
+
+        iterators = [iter(batch) for _ in self._models]
         stored: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batch),
-            model=[self._model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._models,
             num_microbatches=len(batch),
-            seq_length=self.config.trainer.token_budget,
+            seq_length=length or self.config.trainer.token_budget,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return stored
 
-    def _forward(self, model: Any, micro: MicroBatch) -> Tensor:
-        """Logits `[1, T', V / tp]`; T' is T made divisible, because sequence parallelism cuts tokens evenly."""
-        tokens, positions, cu_seqlens = micro.padded(self.config.parallel.tp)
-        packed = PackedSequences.of(cu_seqlens, self._device)
-        output: Tensor = model(tokens[None], positions[None], None, packed_seq_params=packed)
-        return output
+    def _common_length(self, batch: list[MicroBatch]) -> int:
+        """The length that the longest of all ranks' micro-batches has once it can be cut."""
+        p = self.config.parallel
+        sizes = [(m.cu_seqlens[1:] - m.cu_seqlens[:-1]).tolist() for m in batch]
+        longest = torch.tensor(
+            max(sum(padded_lengths(lengths, p.tp, p.cp)) for lengths in sizes), device=self._device
+        )
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return int(longest)
+
+    def _from_last_stage(self, value: T) -> T:
+        """`value` of the last pipeline stage, on all of them. Tensors in it must be on the CPU."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        return box[0]
 
     def _reduce(self, stored: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Sums over micro-batches and data-parallel ranks, in float64."""
-        return {
-            name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
-            for name in stored[0]
-        }
+        return self._from_last_stage(
+            {
+                name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
+                for name in (stored[0] if stored else ())
+            }
+        )
 
     def sum_over_dp(self, value: Tensor) -> Tensor:
         """The sum over the ranks that hold other sequences, on the device of `value`."""
@@ -180,13 +217,13 @@ class Trainer:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters, by megatron's names."""
-        return iter(self._module.named_parameters())
+        return self._chunks.named_parameters()
 
     # -- weights --------------------------------------------------------------------------------------------
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), experts one by one, always in the same order, on every rank."""
-        return gather_hf(self._module, self.hf)
+        return gather_hf(self._chunks, self.hf)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder that serves by itself. Atomic."""
@@ -208,16 +245,16 @@ class Trainer:
     def save_checkpoint(self, step: int, objective: Objective | None = None) -> None:
         """Model, optimizer, random state and the objective's, after `step` steps, in `checkpoints`. Atomic."""
         keep = self.config.trainer.keep_checkpoints
-        checkpoint.save(self._checkpoints, step, self._module, self._optimizer, keep, objective)
+        checkpoint.save(self._checkpoints, step, self._chunks, self._optimizer, keep, objective)
 
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
-        return checkpoint.load(self._checkpoints, self._module, self._optimizer, objective)
+        return checkpoint.load(self._checkpoints, self._chunks, self._optimizer, objective)
 
 
-def _scores(output: Tensor, micro: MicroBatch, temperature: float) -> Scores:
-    logits = output[0, : len(micro.tokens)]
-    return Scores(token_logprobs(logits, micro.tokens, micro.cu_seqlens, temperature))
+def _scores(output: Tensor, share: Share, temperature: float) -> Scores:
+    """Of logits `[1, P / c, V / tp]`."""
+    return Scores(token_logprobs(output[0], share, temperature))
 
 
 def _finalize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,7 +15,10 @@ from torch.nn import Parameter
 from rlsys.convert.hf import HFConfig, HFTensors
 from rlsys.convert.layout import Entry, check_names, entries, to_hf, to_megatron
 from rlsys.errors import UserError
+from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.shards import shard, unshard
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 # The Transformer Engine spec fuses a norm into the linear layer behind it.
 _TE_NAMES = {
@@ -26,11 +28,15 @@ _TE_NAMES = {
 
 
 class LocalParameters:
-    """The parameters of one rank, found by the entries of the name table."""
+    """The parameters of one rank, found by the entries of the name table, and who else holds which. Collective."""
 
-    def __init__(self, model: GPTModel, hf: HFConfig) -> None:
+    def __init__(self, model: Chunks, hf: HFConfig) -> None:
         self._by_name = dict(model.named_parameters())
         self._experts = hf.experts // parallel_state.get_expert_model_parallel_world_size()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        dtypes = {name: parameter.dtype for name, parameter in self._by_name.items()}
+        self._stages: list[dict[str, torch.dtype]] = [{} for _ in range(self.pp_group.size())]
+        dist.all_gather_object(self._stages, dtypes, group=self.pp_group)
 
     @property
     def names(self) -> set[str]:
@@ -40,23 +46,24 @@ class LocalParameters:
         """Expert-parallel rank that holds it; None when all ranks do."""
         return None if entry.expert is None else entry.expert // self._experts
 
-    def name(self, entry: Entry) -> str:
-        """Its name on the rank that owns it."""
-        name = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
-        if name in self._by_name:
-            return name
-        head, fused = next(
-            ((name.removesuffix(plain), te) for plain, te in _TE_NAMES.items() if name.endswith(plain)),
-            (name, ""),
+    def place(self, entry: Entry) -> tuple[int, str, torch.dtype]:
+        """Its pipeline stage, its name on the rank that owns it, its dtype. Raises UserError when it has none."""
+        plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
+        fused = next(
+            (plain.removesuffix(end) + te for end, te in _TE_NAMES.items() if plain.endswith(end)), plain
         )
-        return head + fused
+        for stage, dtypes in enumerate(self._stages):
+            for name in (plain, fused):
+                if name in dtypes:
+                    return stage, name, dtypes[name]
+        raise UserError(f"the model has no parameter {plain} for {', '.join(entry.hf)}")
 
     def __getitem__(self, name: str) -> Parameter:
         return self._by_name[name]
 
 
-def load_hf(model: GPTModel, folder: Path, hf: HFConfig) -> None:
-    """Fill this rank's parameters from `folder`, tensor by tensor.
+def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
+    """Fill this rank's parameters from `folder`, tensor by tensor. Collective.
 
     Raises UserError that names a missing, unknown or mis-shaped tensor.
     """
@@ -65,35 +72,53 @@ def load_hf(model: GPTModel, folder: Path, hf: HFConfig) -> None:
     local = LocalParameters(model, hf)
     rank, filled = parallel_state.get_expert_model_parallel_rank(), set()
     for entry in entries(hf):
-        if local.owner(entry) not in (None, rank):
+        stage, name, _ = local.place(entry)
+        here = [name] if stage == local.pp_group.rank() else []
+        if hf.tied and name == _EMBEDDING and _HEAD in local.names:
+            here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
+        if not here or local.owner(entry) not in (None, rank):
             continue
         full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
-        name = local.name(entry)
-        parameter = local[name]
-        with torch.no_grad():
-            parameter.copy_(shard(full, entry.rule))
-        if entry.rule.cut is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron marks shards when it initialises them, which we skip; unmarked ones count as copies in
-            # the gradient norm.
-            set_tensor_model_parallel_attributes(parameter, True, entry.rule.cut, 1)
-        filled.add(name)
+        for name in here:
+            parameter = local[name]
+            with torch.no_grad():
+                parameter.copy_(shard(full, entry.rule))
+            if entry.rule.cut is not None and not hasattr(parameter, "tensor_model_parallel"):
+                # Megatron marks shards when it initialises them, which we skip; unmarked ones count as copies
+                # in the gradient norm.
+                set_tensor_model_parallel_attributes(parameter, True, entry.rule.cut, 1)
+            filled.add(name)
     if rest := sorted(local.names - filled):
         raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
 
 
-def gather_hf(model: GPTModel, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor), experts one by one, always in the same order. Collective: every rank iterates.
+def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor), experts one by one, always in the same order, on every rank. Collective.
 
-    A tensor may be a view of a parameter: use it before the next optimizer step.
+    One parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a
+    view of a parameter: use it before the next optimizer step.
     """
     local = LocalParameters(model, hf)
-    group = parallel_state.get_expert_model_parallel_group()
     for entry in entries(hf):
-        part = local[local.name(entry)].detach()
-        owner = local.owner(entry)
-        if owner is not None and group.size() > 1:
-            # Experts have one shape everywhere, so this rank's own is the mould for another's.
-            part = part if owner == group.rank() else torch.empty_like(part)
-            dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
-        full = unshard(part, entry.rule)
-        yield from zip(entry.hf, to_hf(entry.rule, full, hf), strict=True)
+        stage, name, dtype = local.place(entry)
+        if stage == local.pp_group.rank():
+            tensors = to_hf(entry.rule, _whole(local, entry, name), hf)
+        else:
+            device = next(model.named_parameters())[1].device
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.hf.values()]
+        if local.pp_group.size() > 1:
+            tensors = [t.contiguous() for t in tensors]
+            for tensor in tensors:
+                dist.broadcast(tensor, dist.get_global_rank(local.pp_group, stage), local.pp_group)
+        yield from zip(entry.hf, tensors, strict=True)
+
+
+def _whole(local: LocalParameters, entry: Entry, name: str) -> Tensor:
+    """The full parameter from all ranks of this pipeline stage. Collective."""
+    group = parallel_state.get_expert_model_parallel_group()
+    part, owner = local[name].detach(), local.owner(entry)
+    if owner is not None and group.size() > 1:
+        # Experts have one shape everywhere, so this rank's own is the mould for another's.
+        part = part if owner == group.rank() else torch.empty_like(part)
+        dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
+    return unshard(part, entry.rule)

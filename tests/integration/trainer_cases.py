@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 
 BUDGET = 128
@@ -24,14 +25,14 @@ SEQUENCES = [[5, 3, 80, 41, 7, 7], [9] * 20]
 
 
 def write_model(folder: Path, architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> Path:
-    """A tiny random model, made by transformers: 2 layers, hidden 64, 8 experts, top-2, fp32."""
+    """A tiny random model, made by transformers: 4 layers, hidden 64, 8 experts, top-2, fp32."""
     from rlsys.engine.cpu_platform import declare_torchvision_ops
 
     declare_torchvision_ops()
     import transformers
 
     sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
         "initializer_range": 0.2, "tie_word_embeddings": False,
     }  # fmt: skip
@@ -84,7 +85,7 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
     """[loss, gradient norm, metric] of `n` optimizer steps on the same samples."""
-    batch = pack(samples(), trainer.config.trainer.token_budget, trainer.dp_rank, trainer.dp_size)
+    batch = trainer.pack(samples())
     out = []
     for _ in range(n):
         result = trainer.train_step(batch, policy_loss, lr)
@@ -100,19 +101,38 @@ def weight_sums(trainer: Trainer) -> dict[str, float]:
     return {name: float(t.double().abs().sum()) for name, t in trainer.named_hf_tensors()}
 
 
+LR = 1e-4  # of the layouts; small, so that rounding is not amplified by Adam's first steps
+
+
+def sections(layout: str) -> dict[str, dict[str, Any]]:
+    """ "ep=2,dispatcher=allgather,padded" as config sections."""
+    parallel: dict[str, Any] = {}
+    for word in layout.split(","):
+        key, _, value = word.partition("=")
+        if value:
+            parallel[key] = int(value) if value.isdigit() else value
+    return {"parallel": parallel, "trainer": {"equal_lengths": "padded" in layout}}
+
+
 def main(workplace: Path, layouts: list[str]) -> None:
-    """In each layout ("ep=2,etp=1"): three steps from the model, then one from the checkpoint of one rank."""
-    seen = {}
+    """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
+
+    The checkpoint is the one that one rank saved in workplace/run; a layout with "save" leaves its own in
+    workplace/LAYOUT.
+    """
     for layout in layouts:
-        parallel = {k: int(v) for k, v in (pair.split("=") for pair in layout.split(","))}
-        trainer = Trainer(config_of(workplace / "model", workplace / "run", parallel=parallel))
-        three, logps, sums = steps(trainer, 3), canary_logps(trainer), weight_sums(trainer)
-        loaded = trainer.load_checkpoint()
-        seen[layout] = {
-            "steps": three, "canaries": logps, "sums": sums, "loaded": loaded, "fourth": steps(trainer, 1)
-        }  # fmt: skip
+        start = time.monotonic()
+        run = workplace / (layout if "save" in layout else "run")
+        trainer = Trainer(config_of(workplace / "model", run, **sections(layout)))
+        seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
+        seen |= {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
+        if "save" in layout:
+            trainer.save_checkpoint(3)
+        seen |= {"loaded": trainer.load_checkpoint(), "fourth": steps(trainer, 1, LR)}
+        seen["seconds"] = time.monotonic() - start
         if trainer.is_main:
-            (workplace / "seen.json").write_text(json.dumps(seen))
+            with (workplace / "seen.jsonl").open("a") as file:
+                file.write(json.dumps([layout, seen]) + "\n")
         trainer.close()
 
 

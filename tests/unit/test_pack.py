@@ -62,7 +62,6 @@ def test_ranks_carry_almost_equal_loads(sizes: list[int]) -> None:
 def test_fields_are_aligned_to_their_tokens() -> None:
     (micro,) = pack([sample(2, 3, 1), sample(1, 1, 2)], token_budget=100)
     assert micro.tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001]
-    assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert micro.cu_seqlens.tolist() == [0, 5, 7]
     assert micro.mask.tolist() == [0, 0, 1, 1, 1, 0, 1]
     assert micro.mu.tolist() == [0, 0, -0.5, -0.5, -0.5, 0, -0.5]
@@ -90,13 +89,13 @@ def test_packing_is_the_same_every_time() -> None:
     assert [m.tokens.tolist() for m in first] == [m.tokens.tolist() for m in second]
 
 
-def test_padding_makes_the_number_of_tokens_divisible() -> None:
-    (micro,) = pack([sample(2, 3, 1)], token_budget=100)
-    tokens, positions, cu_seqlens = micro.padded(4)
-    assert tokens.tolist() == [1000, 1001, 1002, 1003, 1004, 0, 0, 0]
-    assert positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert cu_seqlens.tolist() == [0, 5, 8]
-    assert micro.padded(5)[0] is micro.tokens
+def test_the_number_of_micro_batches_is_a_multiple_for_interleaved_pipelines() -> None:
+    batch = pack([sample(1, 3, i) for i in range(3)], token_budget=100, multiple=2)
+    assert [m.response_tokens for m in batch] == [6, 3]
+    (first, empty) = pack([sample(1, 3, 0)], token_budget=100, multiple=2)
+    assert first.response_tokens == 3
+    assert empty.response_tokens == 0
+    assert empty.tokens.tolist() == first.tokens.tolist()
 
 
 def test_nothing_to_pack_is_a_mistake() -> None:

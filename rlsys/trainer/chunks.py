@@ -1,0 +1,45 @@
+"""This rank's part of the model: one GPTModel, or several where pipeline stages are interleaved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from torch.nn import Parameter
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+
+
+class Chunks:
+    """Names its parameters as the whole model does: layers are counted from the model's first, not the chunk's."""
+
+    def __init__(self, modules: list[GPTModel]) -> None:
+        self.modules = modules
+        self.config = modules[0].config
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                yield self._whole_name(module, name), parameter
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Megatron's description of every parameter for a checkpoint, one entry a chunk."""
+        return {str(i): module.sharded_state_dict() for i, module in enumerate(self.modules)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, module in enumerate(self.modules):
+            module.load_state_dict(state[str(i)])
+
+    def shards(self, prefix: str) -> dict[str, Any]:
+        """The same descriptions by parameter, under checkpoint keys that begin with `prefix`."""
+        return {
+            self._whole_name(module, name.removeprefix(prefix)): shard
+            for module in self.modules
+            for name, shard in module.sharded_state_dict(prefix=prefix).items()
+        }
+
+    @staticmethod
+    def _whole_name(module: GPTModel, name: str) -> str:
+        return _LAYER.sub(lambda m: str(module.decoder.layers[int(m[0])].layer_number - 1), name)

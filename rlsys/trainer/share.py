@@ -1,0 +1,101 @@
+"""Which tokens of a micro-batch this rank computes: all, or under context parallelism its chunks of each sequence.
+
+Shapes: T tokens of the micro-batch, P tokens once it is padded, c context-parallel ranks. Every sequence is cut
+into 2c equal chunks and rank r computes chunks r and 2c-1-r, so that all ranks see as many keys (the order that
+megatron's rotary embedding and Transformer Engine expect). Padding ends a sequence or is one of its own: no real
+token attends to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlsys.trainer.attention import PackedSequences
+from rlsys.trainer.pack import MicroBatch
+
+
+def chunk_order(lengths: list[int], cp: int) -> Tensor:
+    """`[P]`: the padded token at each place, when the tokens of rank 0, rank 1, ... stand one after another."""
+    if cp == 1:
+        return torch.arange(sum(lengths))
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    chunks = []
+    for rank in range(cp):
+        for start, length in zip(starts, lengths, strict=False):
+            size = length // (2 * cp)
+            for chunk in (rank, 2 * cp - 1 - rank):
+                chunks.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
+    return torch.cat(chunks)
+
+
+def padded_lengths(lengths: list[int], tp: int, cp: int, total: int = 0) -> list[int]:
+    """Lengths that every rank can cut evenly, at least `total` tokens; what is missing is a sequence of its own."""
+    chunks = 2 * cp if cp > 1 else 1
+    padded = [-(-n // chunks) * chunks for n in lengths]
+    missing = max(0, total - sum(padded))
+    missing += -(sum(padded) + missing) % (chunks * tp)
+    return [*padded, missing] if missing else padded
+
+
+@dataclass(frozen=True)
+class Share:
+    """tokens, position_ids, following `[P / c]` int64: this rank's tokens and the token behind each of them.
+
+    `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    following: Tensor
+    packed: PackedSequences
+    place: Tensor
+    first: Tensor
+    cp_group: ProcessGroup
+
+    @classmethod
+    def of(
+        cls, micro: MicroBatch, tp: int, cp_group: ProcessGroup, device: torch.device, total: int = 0
+    ) -> Share:
+        """Padded to at least `total` tokens."""
+        cp = cp_group.size()
+        starts, ends = micro.cu_seqlens[:-1].long().cpu(), micro.cu_seqlens[1:].long().cpu()
+        sizes = ends - starts
+        padded = padded_lengths(sizes.tolist(), tp, cp, total)
+        padded_starts = torch.tensor([0, *padded]).cumsum(0)[: len(sizes)]
+        at = torch.arange(len(micro.tokens)) + torch.repeat_interleave(padded_starts - starts, sizes)
+        order = chunk_order(padded, cp)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        mine = order.chunk(cp)[cp_group.rank()]
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(len(order)).index_copy(0, at, values)
+
+        tokens = micro.tokens.cpu()
+        positions = torch.cat([torch.arange(n) for n in padded])
+        return cls(
+            tokens=spread(tokens)[mine].to(device),
+            position_ids=positions[mine].to(device),
+            following=spread(tokens.roll(-1))[mine].to(device),
+            packed=PackedSequences.of(padded, device, place if cp > 1 else None),
+            place=place[at].to(device),
+            first=starts.to(device),
+            cp_group=cp_group,
+        )
+
+    def aligned(self, following: Tensor) -> Tensor:
+        """Values of the tokens behind, `[P / c]` -> values of the tokens themselves, `[T]`; 0 where none is before.
+
+        Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the
+        rank's own share only, so that the sum over ranks counts each token once.
+        """
+        if self.cp_group.size() > 1:
+            following = gather_from_sequence_parallel_region(
+                following, tensor_parallel_output_grad=False, group=self.cp_group
+            )
+        return following[self.place].roll(1).index_fill(0, self.first, 0.0)

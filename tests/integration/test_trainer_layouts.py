@@ -1,0 +1,96 @@
+"""The matrix: every layout trains as one rank does, on packed micro-batches and on padded ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+
+from rlsys.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    2: (
+        "tp=2",
+        "pp=2",
+        "pp=2,vpp=2",
+        "ep=2",
+        "cp=2",
+        "dp=2",
+        "tp=2,ep=2,etp=1",
+        "tp=2,padded",
+        "pp=2,padded",
+        "pp=2,vpp=2,padded",
+        "ep=2,padded",
+        "ep=2,dispatcher=allgather,padded",
+        "cp=2,padded",
+        "pp=2,vpp=2,save",
+    ),
+    4: (
+        "tp=2,ep=2,dp=2",
+        "tp=2,ep=2,etp=1,dp=2",
+        "pp=2,ep=2,dp=2",
+        "tp=2,pp=2",
+        "cp=2,pp=2,vpp=2",
+        "cp=2,ep=2,tp=2,etp=1",
+        "tp=2,pp=2,padded",
+        "tp=2,ep=2,dp=2,dispatcher=allgather,padded",
+        "tp=2,ep=2,etp=1,dp=2,save",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    cases.write_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(workplace: Path) -> dict[str, Any]:
+    """What one rank sees; it leaves a checkpoint of step 3."""
+    trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
+    seen: dict[str, Any] = {"before": cases.canary_logps(trainer), "steps": cases.steps(trainer, 3, cases.LR)}
+    trainer.save_checkpoint(3)
+    seen |= {"after": cases.canary_logps(trainer), "sums": cases.weight_sums(trainer)}
+    seen["fourth"] = cases.steps(trainer, 1, cases.LR)
+    trainer.close()
+    return seen
+
+
+def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
+    return torch.allclose(torch.tensor(got), torch.tensor(expected), **tolerance)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_layout_trains_as_one_rank_does(ranks: int, workplace: Path, alone: dict[str, Any]) -> None:
+    """Log-probs, three optimizer steps (loss, gradient norm, metric), log-probs, weights, a fourth step from a
+    checkpoint of one rank; and one rank goes on from a checkpoint of several."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    (workplace / "seen.jsonl").unlink(missing_ok=True)
+    command = [*torchrun, cases.__file__, str(workplace), *LAYOUTS[ranks]]
+    subprocess.run(command, check=True, env=env, timeout=600)
+    seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
+    assert tuple(seen) == LAYOUTS[ranks]
+    for layout, got in seen.items():
+        assert near(got["before"], alone["before"], rtol=0, atol=1e-5), layout
+        assert near(got["steps"], alone["steps"], rtol=1e-5), layout
+        assert near(got["after"], alone["after"], rtol=0, atol=1e-5), layout
+        assert got["sums"] == pytest.approx(alone["sums"], rel=1e-5), layout
+        assert got["loaded"] == 3
+        assert near(got["fourth"], alone["fourth"], rtol=1e-5), layout
+    (saved,) = (layout for layout in LAYOUTS[ranks] if "save" in layout)
+    trainer = Trainer(cases.config_of(workplace / "model", workplace / saved))
+    assert trainer.load_checkpoint() == 3
+    assert near(cases.steps(trainer, 1, cases.LR), alone["fourth"], rtol=1e-5)
+    trainer.close()
