@@ -96,7 +96,10 @@ class Sample:
     mu: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     status: Status = Status.PARKED
-    reward: float | None = None
+    reward: float | None = None  # what advantages see
+    named_rewards: dict[str, float] | None = None  # its parts, where the reward function names them
+    plain_reward: float | None = None  # the reward function's, where a group reward took its place
+    answer: str | None = None  # the canonical final answer
     censor_reason: str | None = None
     resumes: int = 0  # how often it went on after an interruption with tokens in hand
     cached_tokens: int = 0  # prompt tokens served from an engine's prefix cache, over all segments
@@ -161,12 +164,16 @@ class Sample:
 
 @dataclass(slots=True)
 class Prompt:
-    """One problem. `entry` is what the reward function needs to judge a response."""
+    """One problem. `entry` is what the reward function needs to judge a response.
+
+    `question` is the user's message, which `algo.prompt` may put in another way; empty where a source gives chats.
+    """
 
     index: int
     text: str
     ids: list[int]
     entry: dict[str, Any]
+    question: str = ""
 
 
 @dataclass(slots=True)

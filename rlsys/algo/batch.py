@@ -68,13 +68,15 @@ class Samples:
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup], step: int = 0) -> Samples:
-        """The table of complete groups. Raises ValueError for a sample without a reward."""
+        """The table of complete groups; rewards `[N, R]` if they are named. Raises ValueError for a missing one."""
         samples = [s for group in groups for s in group.samples]
         if missing := [s.sample_id for s in samples if s.reward is None]:
             raise ValueError(f"samples {missing[:5]} have no reward")
         lengths = [len(s.response_ids) for s in samples]
+        named = [list(s.named_rewards.values()) if s.named_rewards else [s.reward] for s in samples]
+        rewards = torch.tensor(named, dtype=torch.float32)
         return cls(
-            rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            rewards=rewards if rewards.shape[1] > 1 else rewards[:, 0],
             group_ids=torch.tensor([s.group_id for s in samples]),
             lengths=torch.tensor(lengths),
             step=step,

@@ -50,6 +50,13 @@ class Planner(Plugin):
         """Samples that a new group starts with."""
         return group_size
 
+    def limit(self, size: int) -> int:
+        """Most samples that a group which starts with `size` can ever have."""
+        return size
+
+    def forget(self, group_id: int) -> None:
+        """The group was dropped before it could be decided."""
+
     def decide(self, group: SampleGroup) -> Decision:
         """What happens to a group whose samples are all done."""
         return Accept()
@@ -68,6 +75,12 @@ def start_size(planners: Sequence[Planner], group_size: int) -> int:
     for planner in planners:
         group_size = planner.size(group_size)
     return group_size
+
+
+def largest_size(planners: Sequence[Planner], group_size: int) -> int:
+    """Most samples that a group can ever have."""
+    size = start_size(planners, group_size)
+    return max([size, *(p.limit(size) for p in planners)])
 
 
 def rewards_of(group: SampleGroup) -> list[float]:
@@ -177,6 +190,12 @@ class Dars(Planner):
     """A sample is a success when its reward is above this."""
     _stage: dict[str, int] = PrivateAttr(default_factory=dict)
 
+    def limit(self, size: int) -> int:
+        return max(size, self.largest)
+
+    def forget(self, group_id: int) -> None:
+        self._stage.pop(str(group_id), None)
+
     def extra(self, p: float, n: int) -> int:
         """Further samples for accuracy `p` of `n`."""
         p = p or 0.5 / n
@@ -245,6 +264,9 @@ class Xrpo(Planner):
     _scores: list[float] = PrivateAttr(default_factory=list)
     _seen: int = PrivateAttr(default=0)
 
+    def limit(self, size: int) -> int:
+        return max(size, self.largest)
+
     def half_width(self, spread: float, n: int) -> float:
         return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
 
@@ -307,6 +329,13 @@ class Lens(Planner):
 
     def needs(self) -> frozenset[str]:
         return frozenset({"prompt_scores"})
+
+    def limit(self, size: int) -> int:
+        return 2 * size
+
+    def forget(self, group_id: int) -> None:
+        self._scores.pop(group_id, None)
+        self._cleaned.discard(group_id)
 
     def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
         """Disagreement of policy and reference on each prompt token of a group, told before `decide`."""

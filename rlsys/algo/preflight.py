@@ -5,7 +5,6 @@ from __future__ import annotations
 from rlsys.algo.objective import ANCHOR_NEEDS
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import make_all
-from rlsys.algo_section import AlgoSection
 from rlsys.config import Config
 from rlsys.errors import UserError
 
@@ -15,7 +14,6 @@ UNSERVED = {
     "ref": "not in the loop yet",
     "entropy": "not in the loop yet",
     "values": "not in the loop yet",
-    "answers": "not in the loop yet",
     "verdicts": "not in the loop yet",
     "tool_errors": "this data source runs no tools",
     "transferred": "not in the loop yet",
@@ -27,9 +25,6 @@ UNSERVED = {
 def check(config: Config) -> None:
     """Raises UserError, one line: an unknown name or parameter, or a need that this run cannot serve."""
     made = make_all(config.algo)
-    for field in ("prompt", "planners", "group_reward"):
-        if getattr(config.algo, field) != getattr(AlgoSection(), field):
-            raise UserError(f"algo.{field}: not in the loop yet")
     asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[config.algo.anchor]}
     for field, plugins in made.items():
         for i, plugin in enumerate(plugins):

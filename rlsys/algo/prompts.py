@@ -47,6 +47,9 @@ class PromptChooser(Plugin):
     def hear(self, group: SampleGroup) -> None:
         """A group has its rewards."""
 
+    def forget(self, group_id: int) -> None:
+        """A group was dropped before it had them."""
+
 
 class InOrder(PromptChooser):
     """Prompts in the order of their source, each with the source's own template."""
@@ -103,6 +106,9 @@ class Vade(PromptChooser):
             score[list(self._under_way.values())] = -1.0
         self._under_way[group_id] = int(score.argmax())
         return self._under_way[group_id]
+
+    def forget(self, group_id: int) -> None:
+        self._under_way.pop(group_id, None)
 
     def hear(self, group: SampleGroup) -> None:
         self._under_way.pop(group.group_id, None)

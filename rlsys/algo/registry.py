@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlsys.algo.plugin import Plugin
@@ -110,7 +110,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
 }
 
-SECTION_KINDS: dict[str, str] = {
+SECTION_KINDS: Mapping[str, str] = {
     "prompt": "prompt",
     "planners": "planner",
     "group_reward": "group_reward",
@@ -145,11 +145,11 @@ def make(field: str, kind: str, spec: Spec) -> Any:
     return _adapt(load(field, KINDS[kind][0]), found, spec.params)
 
 
-def make_all(section: AlgoSection) -> dict[str, list[Any]]:
-    """Every plug-in that a config section names, by field; one plug-in is a list of one."""
+def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:
+    """Every plug-in that these fields of the section name, by field; one plug-in is a list of one."""
     out = {}
-    for field, kind in SECTION_KINDS.items():
-        value = getattr(section, field)
+    for field in fields:
+        kind, value = SECTION_KINDS[field], getattr(section, field)
         specs = value if isinstance(value, list) else [] if value is None else [value]
         out[field] = [
             make(f"algo.{field}" + (f"[{i}]" if isinstance(value, list) else ""), kind, spec)

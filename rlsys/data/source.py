@@ -121,8 +121,9 @@ class ReasoningGymSource:
         return entry
 
     def _prompt(self, index: int, entry: Entry) -> Prompt:
-        text = self._tokenizer.apply_chat([{"role": "user", "content": self._render(entry)}])
-        return Prompt(index=index, text=text, ids=self._tokenizer.encode(text), entry=entry)
+        question = self._render(entry)
+        text = self._tokenizer.apply_chat([{"role": "user", "content": question}])
+        return Prompt(index, text, self._tokenizer.encode(text), entry, question)
 
     def _names(self) -> str:
         return ", ".join(t.name for t in self._tasks)
@@ -205,7 +206,8 @@ class JsonlSource:
 
     def _prompt(self, index: int, row: Entry) -> Prompt:
         text = self._tokenizer.apply_chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}])
-        return Prompt(index=index, text=text, ids=self._tokenizer.encode(text), entry=row)
+        question = "" if row.get("messages") else row["prompt"]
+        return Prompt(index, text, self._tokenizer.encode(text), row, question)
 
 
 def _key(row: Entry) -> str:

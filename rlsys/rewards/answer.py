@@ -25,6 +25,12 @@ def final_answer(response_text: str, eos_token: str) -> str | None:
     return answer.strip() if opened and closed else None
 
 
+def canonical_answer(response_text: str, eos_token: str) -> str | None:
+    """The final answer as votes compare it: single blanks, no case; None where there is none."""
+    answer = final_answer(response_text, eos_token)
+    return " ".join(answer.casefold().split()) if answer else None
+
+
 def reasoning_gym(config: Config) -> Score:
     """1 when the task's own verifier gives full marks, else 0.
 
@@ -54,6 +60,17 @@ def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
 
     verifier: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
     return verifier
+
+
+def answer_and_format(config: Config) -> Callable[[Prompt, str], dict[str, float]]:
+    """Two named rewards: `answer`, full marks of the task's verifier; `format`, 1 for a final answer at all."""
+    right, eos_token = reasoning_gym(config), Tokenizer(config.model.path).eos_token
+
+    def score(prompt: Prompt, response_text: str) -> dict[str, float]:
+        found = final_answer(response_text, eos_token) is not None
+        return {"answer": right(prompt, response_text), "format": float(found)}
+
+    return score
 
 
 def exact_answer(config: Config) -> Score:

@@ -43,12 +43,12 @@ class RolloutBuffer:
     memory; `taken` reads it back.
     """
 
-    def __init__(self, path: Path, identity: str, group_size: int) -> None:
+    def __init__(self, path: Path, identity: str, largest_group: int) -> None:
         self._path = path
-        self._group_size = group_size
+        self._largest_group = largest_group
         self._lock = WriterLock(path)
         try:
-            self._db = open_store(path, identity, group_size)
+            self._db = open_store(path, identity, largest_group)
         except UserError:
             self._lock.release()
             raise
@@ -89,22 +89,43 @@ class RolloutBuffer:
 
     def issue(self, prompt: Prompt, seeds: Sequence[int]) -> SampleGroup:
         """A new ACTIVE group of this prompt, one sample a seed."""
-        if len(seeds) != self._group_size:
-            raise ValueError(f"{len(seeds)} seeds for a group of {self._group_size} samples")
         group_id = self._issued
-        first = group_id * self._group_size
-        samples = [Sample(first + i, group_id, i, prompt.ids, seed) for i, seed in enumerate(seeds)]
-        group = SampleGroup(group_id, prompt.index, samples)
+        group = SampleGroup(group_id, prompt.index, [])
+        samples = self._new_samples(group, prompt.ids, seeds)
         with self._writing():
-            row = (group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids))
-            self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", row)
+            row = (
+                group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids), len(samples)
+            )  # fmt: skip
+            self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for sample in samples:
                 self._write(sample)
             self._set_meta("issued", group_id + 1)
         self._issued += 1
+        group.samples = samples
         self.groups[group_id] = group
         self.counts[group.state] += 1
         return group
+
+    def grow(self, group: SampleGroup, seeds: Sequence[int]) -> list[Sample]:
+        """Further samples of an ACTIVE group, one a seed; what it has is written with them."""
+        samples = self._new_samples(group, group.samples[0].prompt_ids, seeds)
+        size = len(group.samples) + len(samples)
+        with self._writing():
+            for sample in (*group.samples, *samples):
+                self._write(sample)
+            self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
+        group.samples.extend(samples)
+        return samples
+
+    def _new_samples(self, group: SampleGroup, prompt_ids: list[int], seeds: Sequence[int]) -> list[Sample]:
+        """Ids leave room for the largest group there can be."""
+        have = len(group.samples)
+        if not 0 < len(seeds) <= self._largest_group - have:
+            raise ValueError(
+                f"{len(seeds)} seeds for a group that has {have} of at most {self._largest_group} samples"
+            )
+        first = group.group_id * self._largest_group
+        return [Sample(first + i, group.group_id, i, prompt_ids, seed) for i, seed in enumerate(seeds, have)]
 
     def save(self, samples: Iterable[Sample]) -> None:
         """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
@@ -141,6 +162,17 @@ class RolloutBuffer:
     def active(self) -> list[SampleGroup]:
         """Oldest first."""
         return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
+
+    @property
+    def planning(self) -> str:
+        """What `set_planning` stored last; empty before."""
+        with sqlite_errors(self._path):
+            return str(self._db.execute("SELECT value FROM meta WHERE key = 'planning'").fetchone()[0])
+
+    def set_planning(self, state: str) -> None:
+        """The planners' state, committed together with what they decided."""
+        with self._writing():
+            self._db.execute("UPDATE meta SET value = ? WHERE key = 'planning'", (state,))
 
     # Train steps
 

@@ -1,6 +1,6 @@
 """The ledger: how many groups, samples and tokens are in each state, and whether they add up (invariant 3).
 
-Counted from the rows, and held against what is kept apart from them: the counter of issued groups, the group
+Counted from the rows, and held against what is kept apart from them: the counter of issued groups, each group's
 size, the journal of takes. `rlsys ledger RUN` reads the file of a running or ended run.
 """
 
@@ -24,7 +24,8 @@ class Ledger:
     """`issued_groups` is the counter, everything else comes from rows. By state: all of them, also at 0."""
 
     issued_groups: int
-    group_size: int
+    sizes: dict[str, int]
+    """Samples that the groups of each state say they have."""
     groups: dict[str, int]
     samples: dict[str, int]
     tokens: dict[str, int]
@@ -57,9 +58,10 @@ class Ledger:
 
 
 def count(db: sqlite3.Connection) -> Ledger:
-    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'group_size', 'lost')"))
-    groups, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(3))
-    groups.update(db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'lost')"))
+    groups, sizes, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(4))
+    for state, n, size in db.execute("SELECT state, count(*), sum(size) FROM groups GROUP BY state"):
+        groups[state], sizes[state] = n, size
     by_state = "FROM samples JOIN groups USING (group_id) GROUP BY state"
     for state, n, length in db.execute(f"SELECT state, count(*), sum(tokens) {by_state}"):
         samples[state], tokens[state] = n, length
@@ -68,7 +70,7 @@ def count(db: sqlite3.Connection) -> Ledger:
     in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
     return Ledger(
         issued_groups=meta["issued"],
-        group_size=meta["group_size"],
+        sizes=sizes,
         groups=groups,
         samples=samples,
         tokens=tokens,
@@ -87,10 +89,10 @@ def check_conservation(ledger: Ledger) -> None:
     if sum(ledger.groups.values()) != ledger.issued_groups:
         raise RunError(f"ledger: {ledger.issued_groups} groups were issued, but {states}")
     for name, n in ledger.groups.items():
-        if ledger.samples[name] != n * ledger.group_size:
+        if ledger.samples[name] != ledger.sizes[name]:
             raise RunError(
-                f"ledger: {n} groups of {ledger.group_size} samples are {name}, but "
-                f"{ledger.samples[name]} samples"
+                f"ledger: the {n} groups that are {name} have {ledger.sizes[name]} samples, but there are "
+                f"{ledger.samples[name]}"
             )
     if ledger.trained_twice:
         raise RunError(f"ledger: {ledger.trained_twice} groups were trained on in more than one step")

@@ -19,6 +19,7 @@ from rlsys.data import PromptSource
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check_conservation
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.step_metrics import step_metrics
@@ -37,14 +38,21 @@ class RolloutManager:
     """Owns where the trainer is. Groups are the buffer's, running samples the runner's, engines the router's."""
 
     def __init__(
-        self, config: Config, buffer: RolloutBuffer, router: Router, source: PromptSource, scorer: Scorer
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Router,
+        source: PromptSource,
+        scorer: Scorer,
+        planning: Planning,
     ) -> None:
         self._config = config
         self._buffer = buffer
         self._router = router
         self._source = source
         self._scorer = scorer
-        self._runner = SampleRunner(config, buffer, router, source, scorer)
+        planning.restore(buffer.planning)
+        self._runner = SampleRunner(config, buffer, router, planning, scorer)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -121,7 +129,7 @@ class RolloutManager:
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Greedy on the held-out prompts; right is a reward of 1. What cannot be judged is not among `prompts`."""
+        """Greedy on the held-out prompts; right is a full reward. What cannot be judged is not among `prompts`."""
         async with self._command:
             prompts = self._source.heldout(self._config.eval.prompts)
             budget = self._config.rollout.max_response_tokens
@@ -131,11 +139,11 @@ class RolloutManager:
             verdicts = await asyncio.gather(
                 *(self._scorer.score(p, s.ids) for p, s in zip(prompts, segments, strict=True))
             )
-            judged = [v.reward for v in verdicts if v.reward is not None]
+            judged = [v for v in verdicts if v.reward is not None]
             if not judged:
                 raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
             return EvalResult(
-                accuracy=sum(reward >= 1 for reward in judged) / len(judged),
+                accuracy=sum(v.right for v in judged) / len(judged),
                 prompts=len(judged),
                 mean_length=sum(len(s.ids) for s in segments) / len(segments),
                 truncated=sum(s.finish == "length" for s in segments),

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine, Iterable
+from typing import Any
 
+from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
-from rlsys.data import PromptSource
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
@@ -39,12 +41,12 @@ class SampleRunner:
     """
 
     def __init__(
-        self, config: Config, buffer: RolloutBuffer, router: Router, source: PromptSource, scorer: Scorer
+        self, config: Config, buffer: RolloutBuffer, router: Router, planning: Planning, scorer: Scorer
     ) -> None:
         self._config = config
         self._buffer = buffer
         self._router = router
-        self._source = source
+        self._planning = planning
         self._scorer = scorer
         self.wake = asyncio.Event()
         self.settled = 0
@@ -77,7 +79,10 @@ class SampleRunner:
         await self.stop([s.sample_id for g in groups for s in g.samples])
         for group in groups:
             self._prompts.pop(group.group_id, None)
+            if group.state is GroupState.ACTIVE:
+                self._planning.close(group, rewarded=False)
             self._buffer.finish(group, state)
+        self._save_planning()
         self._pending = deque(p for p in self._pending if p[0].state is GroupState.ACTIVE)
         self._held = deque(g for g in self._held if g.state is GroupState.ACTIVE)
 
@@ -131,25 +136,37 @@ class SampleRunner:
             return False
         if self._held:
             group = self._held.popleft()
-            prompt = self._source.train(group.prompt_index)
-            if prompt.ids != group.samples[0].prompt_ids:
-                raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
+            prompt = self._planning.again(group)
         else:
-            group_id, size = self._buffer.next_group_id, self._config.rollout.group_size
-            prompt = self._source.train(group_id)
-            seeds = [sample_seed(self._config.run.seed, group_id, i) for i in range(size)]
-            group = self._buffer.issue(prompt, seeds)
+            group_id = self._buffer.next_group_id
+            prompt = self._planning.prompt(group_id)
+            group = self._buffer.issue(prompt, self._seeds(group_id, range(self._planning.size)))
+            self._save_planning()
             self._flush_soon()
         self._prompts[group.group_id] = prompt
-        self._pending.extend((group, s) for s in group.samples if not is_settled(s))
+        waiting = [s for s in group.samples if not is_settled(s)]
+        self._pending.extend((group, s) for s in waiting)
+        if not waiting:  # a restart came between its last reward and its decision
+            self._watch(group.samples[-1].sample_id, self._conclude(group))
         return True
+
+    def _seeds(self, group_id: int, places: Iterable[int]) -> list[int]:
+        return [sample_seed(self._config.run.seed, group_id, i) for i in places]
+
+    def _save_planning(self) -> None:
+        """With the decisions that changed it: both are committed by the same flush."""
+        if state := self._planning.state():
+            self._buffer.set_planning(state)
 
     def _start(self, group: SampleGroup, sample: Sample) -> None:
         if not sample.status.terminal:
             self._generating.add(sample.sample_id)
-        task = asyncio.create_task(self._run(group, sample), name=f"sample {sample.sample_id}")
-        self._tasks[sample.sample_id] = task
-        task.add_done_callback(lambda t: self._ended(sample.sample_id, t))
+        self._watch(sample.sample_id, self._run(group, sample))
+
+    def _watch(self, sample_id: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"sample {sample_id}")
+        self._tasks[sample_id] = task
+        task.add_done_callback(lambda t: self._ended(sample_id, t))
 
     async def _run(self, group: SampleGroup, sample: Sample) -> None:
         """One sample to its reward, or to the reason why it has none."""
@@ -169,23 +186,43 @@ class SampleRunner:
         if sample.status is not Status.CENSORED:
             verdict = await self._scorer.score(prompt, sample.response_ids)
             if verdict.reason is None:
-                sample.reward = verdict.reward
+                sample.reward, sample.named_rewards = verdict.reward, verdict.named
+                sample.answer = verdict.answer
             else:
                 sample.status, sample.censor_reason = Status.CENSORED, verdict.reason
-        self._settle(group)
-
-    def _settle(self, group: SampleGroup) -> None:
-        """A sample of the group has its reward or its reason; the last one decides the group."""
         self.settled += 1
-        if not all(is_settled(s) for s in group.samples):
-            return
-        del self._prompts[group.group_id]
+        if all(is_settled(s) for s in group.samples):
+            await self._conclude(group)
+
+    async def _conclude(self, group: SampleGroup) -> None:
+        """Every sample of the group has its reward or its reason: what becomes of it."""
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
-        self._buffer.finish(group, GroupState.READY if reason is None else GroupState.CENSORED)
+        if reason is None:
+            reason = await self._planning.reward(self._prompts[group.group_id], group)
+        state = GroupState.CENSORED
+        if reason is None:
+            decision = self._planning.decide(group)
+            if isinstance(decision, More):
+                self._grow(group, decision)
+                return
+            state = GroupState.READY if isinstance(decision, Accept) else GroupState.FILTERED
+        del self._prompts[group.group_id]
+        self._planning.close(group, rewarded=reason is None)
+        self._buffer.finish(group, state)
+        self._save_planning()
         self._flush_soon()
         self._watch_censored(group, reason)
-        self._fill()  # a censored group makes room
+        self._fill()  # a filtered or a censored group makes room
         self.wake.set()
+
+    def _grow(self, group: SampleGroup, more: More) -> None:
+        """The group gets further samples, ahead of all that wait: its siblings are done and grow old."""
+        places = range(len(group.samples), len(group.samples) + more.samples)
+        samples = self._buffer.grow(group, self._seeds(group.group_id, places))
+        self._save_planning()
+        self._flush_soon()
+        self._pending.extendleft((group, s) for s in reversed(samples))
+        self._fill()
 
     def _watch_censored(self, group: SampleGroup, reason: str | None) -> None:
         """One censored group is counted and left out; nothing but censored groups is no run."""

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlsys.rewards import RewardFn
 from rlsys.types import Prompt
@@ -13,10 +14,18 @@ from rlsys.types import Prompt
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reward, or the reason for none: exactly one of the two."""
+    """A reward, or the reason for none: exactly one of the two. `named`: the parts that the reward is the sum of."""
 
     reward: float | None = None
     reason: str | None = None
+    named: dict[str, float] | None = None
+    answer: str | None = None
+
+    @property
+    def right(self) -> bool:
+        """Full marks; of named rewards, in the first."""
+        first = next(iter(self.named.values())) if self.named else self.reward
+        return first is not None and first >= 1
 
 
 class Scorer:
@@ -26,9 +35,16 @@ class Scorer:
     nobody else.
     """
 
-    def __init__(self, reward_fn: RewardFn, decode: Callable[[Sequence[int]], str], timeout: float) -> None:
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        decode: Callable[[Sequence[int]], str],
+        timeout: float,
+        answer: Callable[[str], str | None] = lambda text: None,
+    ) -> None:
         self._reward_fn = reward_fn
         self._decode = decode
+        self._answer = answer
         self._timeout = timeout
         self.hung = 0
 
@@ -48,6 +64,8 @@ class Scorer:
         if (error := task.exception()) is not None:
             return Verdict(reason=f"reward raised {type(error).__name__}: {error}")
         reward = task.result()
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        named = reward if isinstance(reward, dict) else None
+        parts: list[Any] = list(named.values()) if named else [reward]
+        if not all(isinstance(r, int | float) and math.isfinite(r) for r in parts):
             return Verdict(reason=f"reward is {reward!r}, not a finite number")
-        return Verdict(reward=float(reward))
+        return Verdict(reward=float(sum(parts)), named=named, answer=self._answer(text))

@@ -26,9 +26,10 @@ from rlsys.engine.client import EngineClient, make_session
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
-from rlsys.rewards import build_reward
+from rlsys.rewards import build_reward, canonical_answer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import EndPushRequest, Result, StepRequest, encode, encode_error
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
@@ -123,8 +124,14 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
     tokenizer = Tokenizer(config.model.path)
     vocab_size, context_length = read_model_limits(config.model.path)
     source = build_source(config, tokenizer)
-    scorer = Scorer(build_reward(config), tokenizer.decode, config.rollout.reward_timeout)
-    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), config.rollout.group_size)
+    scorer = Scorer(
+        build_reward(config),
+        tokenizer.decode,
+        config.rollout.reward_timeout,
+        lambda text: canonical_answer(text, tokenizer.eos_token),
+    )
+    planning = Planning(config, source, tokenizer)
+    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
     try:
         async with make_session() as session:
             engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
@@ -137,7 +144,7 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 routes=config.engine.return_routes,
                 patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )
-            manager = RolloutManager(config, buffer, router, source, scorer)
+            manager = RolloutManager(config, buffer, router, source, scorer, planning)
             watch = EngineWatch(engines, router)
             await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
             log.info("stopping: parking what is in flight")

@@ -1,7 +1,7 @@
 """rollouts.sqlite: how it is opened, what its tables are, how rows become samples. No state of a run here.
 
-    meta     counters that only grow: issued groups, weight_version, tokens lost
-    groups   one row a group ever issued: its prompt, its state, its place in the order of completion
+    meta     counters that only grow: issued groups, weight_version, tokens lost; and the planners' state
+    groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
     arrays   response ids (int32), mu (float64), little-endian, and routes (msgpack of RouteSpans); dropped when no
              checkpoint can want them
@@ -31,19 +31,19 @@ from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Status, Vers
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, state TEXT NOT NULL,
-    train_step INTEGER, ready_order INTEGER, prompt_ids BLOB NOT NULL
+    train_step INTEGER, ready_order INTEGER, prompt_ids BLOB NOT NULL, size INTEGER NOT NULL
 );
 CREATE INDEX groups_by_state ON groups (state);
 CREATE TABLE samples (
     sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
     reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-    prefilled_tokens INTEGER NOT NULL, engine TEXT
+    prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE arrays (
@@ -83,7 +83,7 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         raise RunError(f"{path}: cannot go on writing: {e}") from None
 
 
-def open_store(path: Path, identity: str, group_size: int) -> sqlite3.Connection:
+def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connection:
     """Create the file or open the one of this run. In autocommit: the caller begins transactions.
 
     Raises UserError, with nothing written, when the file is no SQLite file, damaged, not ours, of another
@@ -95,10 +95,10 @@ def open_store(path: Path, identity: str, group_size: int) -> sqlite3.Connection
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
         if _is_new(db, path):
-            _create(db, identity, group_size)
+            _create(db, identity, largest_group)
         else:
             _check(db, path)
-            _claim(db, path, identity, group_size)
+            _claim(db, path, identity, largest_group)
         db.execute("PRAGMA synchronous=FULL")
     except sqlite3.Error as e:
         db.close()
@@ -133,14 +133,14 @@ def _is_new(db: sqlite3.Connection, path: Path) -> bool:
     return not _pragma(db, "application_id") and not tables
 
 
-def _create(db: sqlite3.Connection, identity: str, group_size: int) -> None:
+def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("BEGIN IMMEDIATE")
     db.execute(f"PRAGMA application_id={_APPLICATION_ID}")
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
     for statement in _SCHEMA.split(";\n"):
         db.execute(statement)
-    meta = {"identity": identity, "group_size": group_size}
+    meta = {"identity": identity, "largest_group": largest_group, "planning": ""}
     counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost"), 0)
     db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
     db.execute("COMMIT")
@@ -153,7 +153,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")
 
 
-def _claim(db: sqlite3.Connection, path: Path, identity: str, group_size: int) -> None:
+def _claim(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
     """Another config may have a file into which nothing was issued: its first start failed."""
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
     if meta["identity"] == identity:
@@ -162,7 +162,7 @@ def _claim(db: sqlite3.Connection, path: Path, identity: str, group_size: int) -
         raise UserError(f"{path}: rollouts of another config ({meta['identity']} there, {identity} here)")
     with db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'identity'", (identity,))
-        db.execute("UPDATE meta SET value = ? WHERE key = 'group_size'", (group_size,))
+        db.execute("UPDATE meta SET value = ? WHERE key = 'largest_group'", (largest_group,))
 
 
 def _check_format(db: sqlite3.Connection, path: Path) -> None:
@@ -192,11 +192,13 @@ def write_sample(db: sqlite3.Connection, sample: Sample, *, arrays: bool) -> Non
     status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
     spans = json.dumps([[s.version, s.start, s.end] for s in sample.spans])
     db.execute(
-        "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 16)})",
         (
             sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
             len(sample.response_ids), spans, sample.reward, sample.censor_reason, sample.resumes,
             sample.cached_tokens, sample.prefilled_tokens, sample.engine,
+            None if sample.named_rewards is None else json.dumps(sample.named_rewards),
+            sample.plain_reward, sample.answer,
         ),
     )  # fmt: skip
     if arrays:
@@ -226,6 +228,7 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
 
 def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
     sample_id, group_id, place, seed, status, tokens, spans, *rest, ids, mu, routes = row
+    reward, censor_reason, resumes, cached, prefilled, engine, named_rewards, plain_reward, answer = rest
     response_ids = blob_to_ids(ids or b"")
     logp: list[float] = np.frombuffer(mu or b"", dtype="<f8").tolist()
     if not len(response_ids) == len(logp) == tokens:
@@ -234,7 +237,10 @@ def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
             "log-probs are kept"
         )
     version_spans = [VersionSpan(*s) for s in json.loads(spans)]
-    head = (sample_id, group_id, place, prompt_ids, seed, response_ids, logp, version_spans, Status(status))
-    sample = Sample(*head, *rest)
-    sample.routes = msgspec.msgpack.decode(routes, type=list[RouteSpan]) if routes else []
-    return sample
+    return Sample(
+        sample_id, group_id, place, prompt_ids, seed, response_ids, logp, version_spans, Status(status),
+        reward=reward, censor_reason=censor_reason, resumes=resumes, cached_tokens=cached,
+        prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
+        named_rewards=json.loads(named_rewards) if named_rewards else None,
+        routes=msgspec.msgpack.decode(routes, type=list[RouteSpan]) if routes else [],
+    )  # fmt: skip

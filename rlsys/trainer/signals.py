@@ -5,7 +5,9 @@ Every rank calls every function together, and gets the same table and the same r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,8 +22,17 @@ CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
 
 
 def sample_table(taken: Taken, needs: Collection[str]) -> Samples:
-    """One row per sample of the step, in the order of its groups."""
-    return Samples.of(taken.groups, taken.train_step - 1)
+    """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
+    table = Samples.of(taken.groups, taken.train_step - 1)
+    samples = [s for group in taken.groups for s in group.samples]
+    if "answers" in needs:
+        table = replace(table, answers=torch.tensor([answer_id(s.answer) for s in samples]))
+    return table
+
+
+def answer_id(answer: str | None) -> int:
+    """The same number for the same answer in every process, of 24 bits, which float32 holds; -1 for none."""
+    return -1 if answer is None else zlib.crc32(answer.encode()) & 0xFFFFFF
 
 
 def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[list[int]]:

@@ -58,7 +58,10 @@ def test_figures_hand_counted(run_dir: Path) -> None:
     ("damage", "message"),
     [
         ("DELETE FROM groups WHERE group_id = 7", "10 groups were issued, but .*ready 0"),
-        ("DELETE FROM samples WHERE sample_id = 3", "4 groups of 2 samples are trained, but 7 samples"),
+        (
+            "DELETE FROM samples WHERE sample_id = 3",
+            "the 4 groups that are trained have 8 samples, but there are 7",
+        ),
         ("UPDATE takes SET group_ids = '[0, 1, 2]' WHERE train_step = 1", "1 groups were trained on in more"),
         ("UPDATE groups SET train_step = 2 WHERE group_id = 0", r"disagree on the train step of .*\(0, 1\)"),
         ("UPDATE groups SET state = 'ready', train_step = NULL WHERE group_id = 3", "disagree"),

@@ -21,6 +21,7 @@ from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.step_metrics import quantile
 from rlsys.rollout.store import FILE_NAME
@@ -59,10 +60,11 @@ class Rig:
 
     def __init__(self, config: Config, length: Callable[[Sample], int], reward: Reward) -> None:
         self.router = ScriptedRouter(length)
-        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, "run", config.rollout.group_size)
+        planning = Planning(config, Numbers(), None)
+        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, "run", planning.largest)
         self.scorer = Scorer(reward, lambda ids: "x" * len(ids), config.rollout.reward_timeout)
         router: Any = self.router
-        self.manager = RolloutManager(config, self.buffer, router, Numbers(), self.scorer)
+        self.manager = RolloutManager(config, self.buffer, router, Numbers(), self.scorer, planning)
 
     async def push(self) -> None:
         await self.manager.end_push(await self.manager.begin_push(), [])
@@ -700,7 +702,7 @@ def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) ->
             await r.start()
             await r.take(1)
         async with rig(config, slow_group_zero) as r:
-            r.manager._runner._source = Shifted()
+            r.manager._runner._planning._source = Shifted()
             await r.start(1)
             with pytest.raises(UserError, match="prompt 0 is not what it was"):
                 await r.manager.take(2)

@@ -1,0 +1,111 @@
+"""Planning: the algorithm's plug-ins on the rollout's side. What a group is asked, its size, what becomes of it.
+
+    group id -> prompt chooser -> Prompt          its samples -> group reward -> planners -> Accept | Drop | More
+
+It decides; the runner carries out. Its state is that of its plug-ins: the buffer commits it together with what
+was decided, so a restart neither forgets nor repeats a decision.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rlsys.algo.group_rewards import GroupReward, Judge, Response
+from rlsys.algo.planners import Decision, Planner, decide, largest_size, start_size
+from rlsys.algo.prompts import PromptChooser, Template
+from rlsys.algo.registry import make_all
+from rlsys.config import Config
+from rlsys.data import PromptSource, Tokenizer
+from rlsys.errors import UserError
+from rlsys.types import Prompt, SampleGroup
+
+FIELDS = ("prompt", "planners", "group_reward")
+"""Of the config section `algo`: the plug-ins that act here."""
+
+
+class Planning:
+    """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask."""
+
+    def __init__(
+        self, config: Config, source: PromptSource, tokenizer: Tokenizer | None, judge: Judge | None = None
+    ) -> None:
+        made = make_all(config.algo, FIELDS)
+        self._chooser: PromptChooser = made["prompt"][0]
+        self._planners: list[Planner] = made["planners"]
+        self._reward: GroupReward | None = next(iter(made["group_reward"]), None)
+        self._source, self._tokenizer, self._judge = source, tokenizer, judge
+        group_size = config.rollout.group_size
+        self.size = start_size(self._planners, group_size)
+        """Samples that a group starts with."""
+        self.largest = largest_size(self._planners, group_size)
+        """Samples that it can ever have."""
+
+    def prompt(self, group_id: int) -> Prompt:
+        """What a new group is asked."""
+        return self._put(group_id, self._source.train(self._chooser.index(group_id)))
+
+    def again(self, group: SampleGroup) -> Prompt:
+        """What a group from before a restart was asked. Raises UserError when the source gives something else now."""
+        prompt = self._put(group.group_id, self._source.train(group.prompt_index))
+        if prompt.ids != group.samples[0].prompt_ids:
+            raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
+        return prompt
+
+    def _put(self, group_id: int, prompt: Prompt) -> Prompt:
+        """The prompt in the words of the group's template."""
+        template = self._chooser.template(group_id)
+        if template == Template():
+            return prompt
+        if not prompt.question:
+            raise UserError("algo.prompt: data.source gives whole chats, and only a question can be put anew")
+        text = self._text.apply_chat(template.messages(prompt.question)) + template.opening
+        return Prompt(prompt.index, text, self._text.encode(text), prompt.entry, prompt.question)
+
+    async def reward(self, prompt: Prompt, group: SampleGroup) -> str | None:
+        """Set the rewards that need the whole group; why the group cannot be used, None when it can."""
+        if self._reward is None:
+            return None
+        plain = [s.reward if s.plain_reward is None else s.plain_reward for s in group.samples]
+        responses = [
+            Response(self._text.decode(s.response_ids), s.answer, s.mu, reward)
+            for s, reward in zip(group.samples, plain, strict=True)
+        ]
+        rewards = await self._reward(prompt.text, responses, self._judge)
+        if None in rewards:
+            return f"{type(self._reward).__name__} could not judge {rewards.count(None)} samples of the group"
+        for sample, before, reward in zip(group.samples, plain, rewards, strict=True):
+            sample.plain_reward, sample.reward, sample.named_rewards = before, reward, None
+        return None
+
+    def decide(self, group: SampleGroup) -> Decision:
+        """What becomes of a group whose samples all have their rewards."""
+        return decide(self._planners, group)
+
+    def close(self, group: SampleGroup, *, rewarded: bool) -> None:
+        """The group is decided, or was dropped without rewards."""
+        if rewarded:
+            self._chooser.hear(group)
+        else:
+            self._chooser.forget(group.group_id)
+            for planner in self._planners:
+                planner.forget(group.group_id)
+
+    @property
+    def _text(self) -> Tokenizer:
+        assert self._tokenizer is not None, "these plug-ins need a tokenizer"
+        return self._tokenizer
+
+    def state(self) -> str:
+        """JSON; empty when no plug-in has a state."""
+        states = {str(i): state for i, p in enumerate(self._plugins()) if (state := p.state_dict())}
+        return json.dumps(states) if states else ""
+
+    def restore(self, state: str) -> None:
+        """Go on from `state()` of an earlier process."""
+        plugins = self._plugins()
+        for place, found in (json.loads(state) if state else {}).items():
+            plugins[int(place)].load_state_dict(found)
+
+    def _plugins(self) -> list[Any]:
+        return [self._chooser, *self._planners, *([self._reward] if self._reward else [])]

@@ -1,0 +1,213 @@
+"""The algorithm's plug-ins on the rollout's side, called by the manager: asked, filtered, grown, judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_manager import Numbers, ids, make_config, rig, run, settle
+
+from rlsys.algo.group_rewards import Judge, Response
+from rlsys.config import Config
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.planning import Planning
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup
+
+BUDGET = {"rollout": {"groups_per_step": 2, "group_size": 2}}
+
+
+def config_of(tmp_path: Path, **algo: Any) -> Config:
+    return make_config(tmp_path, algo=algo, **BUDGET)
+
+
+def mixed_in_odd_groups(sample: Sample) -> int:
+    """Rewards (1 for an odd length) differ in odd groups and agree in even ones."""
+    return 3 if sample.group_id % 2 == 0 or sample.index % 2 == 0 else 4
+
+
+def test_groups_of_equal_rewards_are_filtered_and_others_started_in_their_place(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(config_of(tmp_path, planners=["dapo"]), mixed_in_odd_groups) as r:
+            await r.start()
+            taken = await r.take(1)
+            assert ids(taken.groups) == [1, 3]  # staleness 0: the filtered made room for exactly these
+            assert taken.metrics["filtered"] == 2
+            assert r.buffer.ledger().groups["filtered"] == 2
+
+    run(test())
+
+
+def test_a_filter_gives_in_after_so_many_drops(tmp_path: Path) -> None:
+    async def test() -> None:
+        dapo = {"name": "dapo", "drops": 3}
+        async with rig(config_of(tmp_path, planners=[dapo])) as r:  # all rewards are 1
+            await r.start()
+            taken = await r.take(1)
+            assert ids(taken.groups) == [3, 7]
+
+    run(test())
+
+
+def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(config_of(tmp_path, planners=["mc_grpo"])) as r:
+            await r.start()
+            assert [len(g.samples) for g in (await r.take(1)).groups] == [3, 3]
+
+    run(test())
+
+
+DARS = {"name": "dars", "signal": "plain", "largest": 6}
+"""Of two wrong answers (p = 1/4): hardness asks for ceil((1.5 - 0.75) / 0.375) = 2 more."""
+
+
+def test_hard_groups_grow_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        def wrong_in_group_zero(sample: Sample) -> int:
+            return 4 if sample.group_id == 0 else 3
+
+        async with rig(config_of(tmp_path, planners=[DARS]), wrong_in_group_zero) as r:
+            await r.start()
+            first, second = (await r.take(1)).groups
+            assert [s.index for s in first.samples] == [0, 1, 2, 3]
+            assert len({s.seed for s in first.samples}) == 4
+            assert [s.sample_id for s in second.samples] == [6, 7]  # ids leave room for the largest group
+            ledger = r.buffer.ledger()
+            assert (ledger.samples["trained"], ledger.sizes["trained"]) == (6, 6)
+
+    run(test())
+
+
+def test_a_restart_neither_repeats_nor_forgets_that_a_group_grew(tmp_path: Path) -> None:
+    async def test() -> None:
+        def slow_second_stage(sample: Sample) -> int:
+            return 4 if sample.index < 2 else 12
+
+        config = config_of(tmp_path, planners=[DARS])
+        async with rig(config, slow_second_stage) as r:
+            await r.start()
+            take = asyncio.create_task(r.manager.take(1))
+            for _ in range(6):
+                await settle()
+                r.router.tick()
+            take.cancel()
+            assert [len(g.samples) for g in r.buffer.active()] == [4, 4]
+        async with rig(config, slow_second_stage) as r:
+            await r.start()
+            assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
+
+    run(test())
+
+
+class Lengths:
+    """A tokenizer of text that is as long as its ids; it answers with the length."""
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        return "x" * len(response_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % 100 for c in text]
+
+    def apply_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **algo: Any) -> Planning:
+    tokenizer: Any = Lengths()
+    return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, judge)
+
+
+def group_of(answers: Sequence[str | None], rewards: Sequence[float]) -> SampleGroup:
+    samples = [
+        Sample(i, 0, i, [1], 0, [5] * (i + 1), [-0.5] * (i + 1), reward=r, answer=a)
+        for i, (a, r) in enumerate(zip(answers, rewards, strict=True))
+    ]
+    return SampleGroup(0, 0, samples)
+
+
+def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_path: Path) -> None:
+    async def test() -> None:
+        plan, group = planning(tmp_path, group_reward="ttrl"), group_of(["7", "7", None], [0, 0, 1])
+        for _ in range(2):  # a second time, as after a restart: the same
+            assert await plan.reward(Numbers().train(0), group) is None
+            assert [s.reward for s in group.samples] == [1, 1, 0]
+            assert [s.plain_reward for s in group.samples] == [0, 0, 1]
+
+    run(test())
+
+
+def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def judge(text: str) -> str:
+        asked.append(text)
+        return r"\boxed{-1}" if "xx" in text else r"\boxed{0}"
+
+    async def mute(text: str) -> str:
+        return "no verdict"
+
+    async def test() -> None:
+        group = group_of(["a", "b", "c"], [1, 1, 0])
+        plan = planning(tmp_path, judge, group_reward="fapo")
+        assert await plan.reward(Numbers().train(0), group) is None
+        assert [s.reward for s in group.samples] == [0, 1, -1]
+        assert len(asked) == 2
+        silent = planning(tmp_path, mute, group_reward="fapo")
+        assert "could not judge 2" in str(
+            await silent.reward(Numbers().train(0), group_of(["a"] * 2, [1, 1]))
+        )
+
+    run(test())
+
+
+async def nobody(prompt: str, responses: Sequence[Response], judge: Judge | None) -> list[float | None]:
+    return [None] * len(responses)
+
+
+def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
+    async def test() -> None:
+        config = config_of(tmp_path, group_reward="test_planning:nobody")
+        async with rig(config) as r:
+            r.manager._runner._planning._tokenizer = Lengths()
+            await r.start()
+            with pytest.raises(RunError, match="the last 4 groups could not be used"):
+                await r.take(1)
+            assert r.buffer.counts[GroupState.CENSORED] >= 4
+
+    run(test())
+
+
+class Questions(Numbers):
+    def train(self, index: int) -> Prompt:
+        return Prompt(index, f"{index}+1", [index], {}, f"{index}+1")
+
+
+def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
+    plan = planning(tmp_path, source=Questions(), prompt="prompt_augmentation")
+    texts = [plan.prompt(i).text for i in range(20)]
+    assert len({t.replace(str(i), "N", 1) for i, t in enumerate(texts)}) > 3
+    group = SampleGroup(3, 3, [Sample(3, 3, 0, plan.prompt(3).ids, 0)])
+    assert plan.again(group) == plan.prompt(3)
+    group.samples[0].prompt_ids = [1]
+    with pytest.raises(UserError, match="prompt 3 is not what it was"):
+        plan.again(group)
+    with pytest.raises(UserError, match="gives whole chats"):
+        [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
+
+
+def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
+    async def test() -> None:
+        config = config_of(tmp_path, prompt={"name": "vade", "pool": 8})
+        async with rig(config, mixed_in_odd_groups) as r:
+            await r.start()
+            asked = [g.prompt_index for g in (await r.take(1)).groups]
+            assert asked != [0, 1]
+            before = r.manager._runner._planning.state()
+        async with rig(config, mixed_in_odd_groups) as r:
+            assert r.manager._runner._planning.state() == before
+            assert all(str(index) in before for index in asked)
+
+    run(test())
