@@ -1,9 +1,13 @@
 """Keeps one command and everything it starts: `python -m launch.keeper [--grace SECONDS] -- COMMAND ...`.
 
 The command runs in a session of its own, out of reach of the terminal's Ctrl-C. It is ended, with all its
-descendants, when it exits itself, on SIGTERM, and when standard input reaches its end: the supervisor holds
-the other end of that pipe, so its death, even by kill -9, ends every role. The exit code is passed on
-(128 + n for signal n).
+descendants, when it exits itself, on an order, on SIGTERM (unless shielded), and when standard input reaches its
+end: the supervisor holds the other end of that pipe, also across machines (srun, a Ray actor), so its death, even
+by kill -9, ends every role. The exit code is passed on (128 + n for signal n).
+
+Orders are single bytes on standard input: `E` end within the grace time, `Q` end at once, `S` ask for stacks
+(SIGUSR2 to those descendants that catch it). `--shielded`: a scheduler sends SIGTERM to every task of a job long
+before it kills; only the supervisor knows in which order roles may end, so signals count for nothing then.
 
 Ending: SIGTERM to the command alone, because servers end their own helpers in order and take a helper's
 sudden death for a crash; when it has ended, SIGTERM to what it left behind; `grace` seconds after the first,
@@ -34,8 +38,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Keeper:
     """Owns one command and its descendants from start to end."""
 
-    def __init__(self, command: list[str], grace: float) -> None:
+    def __init__(
+        self, command: list[str], grace: float, *, shielded: bool = False, gpus: str | None = None
+    ) -> None:
         self._grace = grace
+        self._shielded = shielded
         self._exit_code: int | None = None
         self._end = False
         self._end_now = False
@@ -50,8 +57,9 @@ class Keeper:
                 libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
         self._pid = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper
-        ).pid
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
+            env=os.environ if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible(gpus)},
+        ).pid  # fmt: skip
 
     def _listen(self) -> int:
         """Signals and the lifeline wake one selector: no polling, no signal lost between two looks."""
@@ -59,9 +67,13 @@ class Keeper:
         os.set_blocking(wake, False)
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_end", True))
+        deaf = [signal.SIGINT, signal.SIGCHLD]
+        if self._shielded:
+            deaf += [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_end", True))
         signal.signal(signal.SIGQUIT, lambda *_: setattr(self, "_end_now", True))
-        for other in (signal.SIGINT, signal.SIGCHLD):
+        for other in deaf:
             signal.signal(other, lambda *_: None)  # not SIG_IGN: the command would inherit that
         self._selector.register(wake, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -91,10 +103,21 @@ class Keeper:
             if key.fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
-            elif not os.read(key.fd, 4096):
-                self._end = True
-                self._selector.unregister(key.fd)
+            else:
+                self._obey(os.read(key.fd, 4096))
         self._reap()
+
+    def _obey(self, orders: bytes) -> None:
+        if not orders:  # the supervisor is gone
+            self._end = True
+            self._selector.unregister(sys.stdin.fileno())
+        self._end |= b"E" in orders
+        self._end_now |= b"Q" in orders
+        if b"S" in orders:
+            for process in self._rest():
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                    if catches(process.pid, signal.SIGUSR2):
+                        process.send_signal(signal.SIGUSR2)
 
     def _reap(self) -> None:
         """Collect the command and adopted orphans that have ended."""
@@ -115,15 +138,34 @@ class Keeper:
                 process.send_signal(number)
 
 
+def visible(gpus: str) -> str:
+    """CUDA_VISIBLE_DEVICES for the indices "0,1": counted among what the scheduler gave, if it gave a list."""
+    given = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    return ",".join(given[int(i)] if given else i for i in gpus.split(","))
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for the signal: others it would end."""
+    with open(f"/proc/{pid}/status") as f:
+        mask = next((line.split()[1] for line in f if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command; end it and its descendants together.")
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--shielded", action="store_true", help="end by orders only, not by SIGTERM")
+    parser.add_argument("--gpus", help="which of the node's GPUs the command sees, as 0,1")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     try:
-        return Keeper(args.command, args.grace).run()
+        return Keeper(args.command, args.grace, shielded=args.shielded, gpus=args.gpus).run()
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
+        return 2
+    except IndexError:
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        print(f"rlsys: error: launch.gpus_per_node: GPU {args.gpus} of {given} [exit 2]", file=sys.stderr)
         return 2
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from launch.layout import Layout, Share
 from rlsys.config import Config
+from rlsys.errors import UserError
 
 Kind = Literal["engine", "rollout", "trainer"]
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 """(config, index of the engine, its port) -> command line and environment."""
+
+LOOPBACK = "127.0.0.1"
 
 THREADS = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores
@@ -27,11 +29,20 @@ THREADS = {
 
 
 @dataclass(frozen=True)
-class Role:
-    """One process to start.
+class Node:
+    """One machine of the run: its name for the scheduler, its address for the other machines."""
 
+    name: str
+    address: str = LOOPBACK
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process to start on node `node` of the run.
+
+    Roles of one `unit` live and die together: the trainer's nodes, or those of an engine that spans several.
     `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's gives its
-    counts as JSON.
+    counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds.
     """
 
     name: str
@@ -40,6 +51,13 @@ class Role:
     env: dict[str, str] = field(default_factory=dict)
     ready_url: str | None = None
     start_timeout: float | None = None
+    unit: str = ""
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.unit:
+            object.__setattr__(self, "unit", self.name)
 
     @property
     def log_name(self) -> str:
@@ -48,10 +66,15 @@ class Role:
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of one machine: the engines' in order, and the rollout process's."""
+    """The engines' ports in order, the rollout process's, and where the nodes of one unit meet.
+
+    `trainer_meeting` and `engine_meetings` are used by units on several nodes only.
+    """
 
     engines: list[int]
     rollout: int
+    trainer_meeting: int = 0
+    engine_meetings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,83 +82,112 @@ class Plan:
     """All roles in the order in which they start; they end in the reverse order."""
 
     roles: list[Role]
+    nodes: list[Node] = field(default_factory=lambda: [Node("localhost")])
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {**base, **THREADS, **role.env}
 
+    def unit(self, name: str) -> list[Role]:
+        return [role for role in self.roles if role.unit == name]
 
-def build_plan(config: Config, ports: Ports, engine_command: EngineCommand) -> Plan:
-    """The roles of `config` on one machine. Port 0 stands for one that is chosen at the start."""
-    run_config = str(config.run.dir / "config.yaml")
-    host = "127.0.0.1" if config.engine.host == "0.0.0.0" else config.engine.host
-    engine_urls = [f"http://{host}:{port}" for port in ports.engines]
-    rollout_url = f"http://127.0.0.1:{ports.rollout}"
-    roles = []
-    for index, (port, url) in enumerate(zip(ports.engines, engine_urls, strict=True)):
-        argv, env = engine_command(config, index, port)
-        timeout = config.engine.start_timeout
-        roles.append(Role(f"engine-{index}", "engine", argv, env, f"{url}/health", timeout))
-    rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", run_config]
-    rollout += ["--port", str(ports.rollout)]
-    for url in engine_urls:
-        rollout += ["--engine", url]
+
+def build_plan(
+    config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
+) -> Plan:
+    """The roles of `config` on `nodes`. Port 0 stands for one that is chosen at the start.
+
+    Raises UserError when the weights cannot reach an engine on another machine.
+    """
+    roles, urls = [], []
+    for index, shares in enumerate(layout.engines):
+        url = f"http://{_engine_host(config, nodes, shares[0])}:{ports.engines[index]}"
+        urls.append(url)
+        _check_reach(config, index, nodes[shares[0].node], nodes[0])
+        roles += _engine(config, index, shares, nodes, ports, url, engine_command)
+    rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
+    rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
+    rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
-    roles.append(_trainer(config, "rlsys.train", "--rollout", rollout_url))
-    return Plan(roles)
+    arguments = ["--rollout", rollout_url]
+    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
+    return Plan(roles, nodes)
 
 
-def build_sft_plan(config: Config) -> Plan:
+def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> Plan:
     """Fine-tuning on traces: the trainer alone."""
-    return Plan([_trainer(config, "rlsys.trainer.sft")])
+    return Plan(_trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", []), nodes)
 
 
-def _trainer(config: Config, module: str, *args: str) -> Role:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    torchrun += ["--nproc-per-node", str(config.parallel.world_size), "-m", module]
-    return Role("trainer", "trainer", [*torchrun, "--config", str(config.run.dir / "config.yaml"), *args])
+def _run_config(config: Config) -> str:
+    return str(config.run.dir / "config.yaml")
 
 
-def describe_plan(plan: Plan) -> str:
-    """The roles and their command lines, as text."""
-    lines = []
-    for role in plan.roles:
-        own = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(role.env.items()))
-        command = shlex.join([Path(role.argv[0]).name, *role.argv[1:]])
-        lines.append(f"{role.name:10}  {own + ' ' if own else ''}{command}")
-    return "\n".join(lines)
+def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
+    """The address that others use. On one machine the configured one, where 0.0.0.0 is reached by loopback."""
+    if len(nodes) > 1:
+        return nodes[share.node].address
+    return LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host
 
 
-def describe_arithmetic(config: Config) -> str:
-    """How many samples, groups and ranks the numbers of the config come to, one fact a line."""
-    r, p, n = config.rollout, config.parallel, config.samples_per_step
-    per_rank = n // (p.data_parallel * config.algo.minibatches)
-    capacity = config.engine.count * config.engine.max_running_requests
-    facts = [
-        f"one step trains      {r.groups_per_step} groups x {r.group_size} samples = {n} samples",
-        f"in flight            {config.slots} samples (over_provision {r.over_provision:g}), "
-        f"{config.engine.count} engine(s) decode up to {capacity} at once",
-        f"mode                 {mode(config)}",
-        f"an optimizer update  {n // config.algo.minibatches} samples, {per_rank} on each of "
-        f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens",
-        f"trainer ranks        {p.world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.data_parallel}; "
-        f"experts ep {p.ep} x etp {p.expert_tp}",
-        f"whole run            {config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-        f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
-    ]
-    return "\n".join(facts)
+def _check_reach(config: Config, index: int, engine: Node, trainer: Node) -> None:
+    if config.weights.method == "tensor" and engine.address != trainer.address:
+        raise UserError(
+            f"weights.method = tensor passes through one machine's memory, but engine-{index} is on {engine.name} "
+            f"and trainer rank 0 on {trainer.name}; use weights.method=broadcast, or disk"
+        )
 
 
-def mode(config: Config) -> str:
-    """What the three numbers make: see the table in docs/architecture.md."""
-    r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} versions old"
-    if config.launch.placement == "disaggregated" and r.max_staleness > 0:
-        return f"asynchronous, {stale}"
-    if r.over_provision > 1:
-        return f"APRIL: the rest is interrupted when enough are done; {stale}"
-    return "synchronous, on-policy" if r.max_staleness == 0 else f"synchronous with surplus, {stale}"
+def _engine(
+    config: Config,
+    index: int,
+    shares: list[Share],
+    nodes: list[Node],
+    ports: Ports,
+    url: str,
+    engine_command: EngineCommand,
+) -> list[Role]:
+    """One role, or one for each node that the engine spans; the first one answers requests."""
+    name = f"engine-{index}"
+    spans = len(shares) > 1
+    roles = []
+    for part, share in enumerate(shares):
+        local = config
+        if len(nodes) > 1:  # listens to the other machines, and to them only
+            engine = config.engine.model_copy(update={"host": nodes[share.node].address})
+            local = config.model_copy(update={"engine": engine})
+        argv, env = engine_command(local, index, ports.engines[index])
+        if spans:
+            meeting = f"{nodes[shares[0].node].address}:{ports.engine_meetings[index]}"
+            argv = [*argv, "--nnodes", str(len(shares)), "--node-rank", str(part)]
+            argv += ["--dist-init-addr", meeting]
+        if share.gpus:
+            env = {k: v for k, v in env.items() if k != "CUDA_VISIBLE_DEVICES"}
+        roles.append(
+            Role(
+                f"{name}.{part}" if spans else name, "engine", argv, env,
+                ready_url=f"{url}/health" if part == 0 else None,
+                start_timeout=config.engine.start_timeout, unit=name, node=share.node, gpus=share.gpus,
+            )
+        )  # fmt: skip
+    return roles
 
 
-def evaluations(config: Config) -> int:
-    """One before the first step, one every eval.every steps, one after the last."""
-    steps, every = config.trainer.steps, config.eval.every
-    return 1 + -(-steps // every)
+def _trainer(
+    config: Config, layout: Layout, nodes: list[Node], meeting: int, module: str, arguments: list[str]
+) -> list[Role]:
+    """One torchrun for each node; ranks are numbered through in the order of the nodes."""
+    roles = []
+    shares = layout.trainer
+    for part, share in enumerate(shares):
+        argv = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
+        if len(shares) == 1:
+            argv.append("--standalone")
+        else:
+            argv += ["--nnodes", str(len(shares)), "--node-rank", str(part), "--rdzv-backend", "static"]
+            argv += ["--master-addr", nodes[shares[0].node].address, "--master-port", str(meeting)]
+        argv += ["--nproc-per-node", str(share.count), "-m", module, "--config", _run_config(config)]
+        name = "trainer" if len(shares) == 1 else f"trainer-{part}"
+        roles.append(
+            Role(name, "trainer", [*argv, *arguments], unit="trainer", node=share.node, gpus=share.gpus)
+        )
+    return roles

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
 
+from launch.backends import END, END_NOW, STACKS, Backend
 from launch.plan import Role
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import parse_error
@@ -19,34 +17,29 @@ LINE_WIDTH = 300
 
 
 class RoleFailed(RunError):
-    """A role ended. `log_lines` are its last ones, empty when its message already says why."""
+    """A role ended. `log_lines` are its last ones, empty when its message is the role's own words."""
 
-    def __init__(self, message: str, log_lines: list[str]) -> None:
+    def __init__(self, message: str, log_lines: list[str], *, own_words: bool = False) -> None:
         super().__init__(message)
         self.log_lines = log_lines
+        self.own_words = own_words
 
 
 class RoleProcess:
-    """Owns one start of one role: keeper, lifeline, and where in the log this start begins."""
+    """Owns one start of one role: its handle at the backend, and where in the log this start begins."""
 
-    def __init__(self, role: Role, env: dict[str, str], log: Path, *, grace: float, lock_fd: int) -> None:
+    def __init__(self, backend: Backend, role: Role, env: dict[str, str], log: Path) -> None:
         self.role = role
         self.ready = False
         self.started = time.monotonic()
         self.log = log
-        with log.open("ab") as out:
-            self._log_start = out.tell()
-            # The pipe is the lifeline: when this process ends, however, the keeper reads its end.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "launch.keeper", "--grace", str(grace), "--", *role.argv],
-                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env,
-                start_new_session=True, pass_fds=(lock_fd,),
-            )  # fmt: skip
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._handle = backend.start(role, env, log)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; 128 + n after signal n."""
-        return self._keeper.poll()
+        return self._handle.exit_code
 
     @property
     def seconds(self) -> float:
@@ -54,13 +47,15 @@ class RoleProcess:
 
     def end(self, *, now: bool) -> None:
         """Ask it to end within its grace time, or at once. Returns before it has."""
-        if self._keeper.poll() is None:
-            self._keeper.send_signal(signal.SIGQUIT if now else signal.SIGTERM)
+        self._handle.order(END_NOW if now else END)
+
+    def ask_for_stacks(self) -> None:
+        """Those of its processes that know how write their stacks to logs/stacks."""
+        self._handle.order(STACKS)
 
     def release(self) -> None:
-        """After its end: close the lifeline."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        """After its end: let go of what led to it."""
+        self._handle.release()
 
     def failure(self, what: str) -> RlsysError:
         """The error of a role that `what` ("exited with code 1", ...): its own words where it left some."""
@@ -69,7 +64,11 @@ class RoleProcess:
             if found := parse_error(line):
                 message, code = found
                 code = self.exit_code if code is None else code
-                return UserError(message) if code == UserError.exit_code else RoleFailed(message, [])
+                return (
+                    UserError(message)
+                    if code == UserError.exit_code
+                    else RoleFailed(message, [], own_words=True)
+                )
         return RoleFailed(f"{self.role.name} {what}; its log: {self.log}", lines[-LAST_LINES:])
 
     def _output(self) -> list[str]:

@@ -1,11 +1,12 @@
 """Starts the roles of a plan, watches them, ends them: trainer first, then rollout, then engines.
 
-    engine    dies after it was ready: restarted once, on its port; the router brings it up to date
-              dies before, or a second time: the run stops
-    rollout   dies: the run stops (nothing is lost: the next start goes on from the store)
-    trainer   exits with 0: the run is done; with anything else: the run stops
+    engine    dies: restarted on its port; the router brings it up to date
+    rollout   dies: restarted from its store, and the trainer with it
+    trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
 
-The supervisor is the only owner of restarts: neither torchrun nor an engine restarts anything.
+A role that never worked, or that says itself why it cannot go on, is not restarted; the others wait longer each time,
+and after launch.max_restarts without a train step the run stops. The supervisor is the only owner of restarts:
+neither torchrun nor an engine nor a scheduler's actor restarts anything.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from launch.backends import Backend
 from launch.plan import Plan, Role
-from launch.process import RoleProcess
+from launch.process import RoleFailed, RoleProcess
 from launch.rundir import RunDir
 from rlsys.config import Config
-from rlsys.errors import RlsysError, RunError
+from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.metrics import MetricsTail
 
 POLL_SECONDS = 0.2
@@ -33,6 +36,10 @@ STATUS_SECONDS = 1.0
 _PROBE_TIMEOUT = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
+_ENDING_SHARE = 1 / 3
+"""Of the time that a preemption leaves, kept for ending the processes."""
+_KINDS = ("engine", "rollout", "trainer")
+"""Each depends on those before it."""
 
 
 class Display(Protocol):
@@ -48,11 +55,12 @@ class Stopped(RlsysError):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on with this run")
+        self.number = number
         self.exit_code = 128 + number
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP; the first asks for a clean stop, the second for an immediate one."""
+    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,7 +68,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignals]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         before = {n: signal.signal(n, self._hear) for n in numbers}
         try:
             yield self
@@ -77,15 +85,24 @@ class Supervisor:
     """Owns the processes of one run. Not for use from several threads."""
 
     def __init__(
-        self, config: Config, plan: Plan, run_dir: RunDir, display: Display, stop: StopSignals
+        self,
+        config: Config,
+        plan: Plan,
+        backend: Backend,
+        run_dir: RunDir,
+        display: Display,
+        stop: StopSignals,
     ) -> None:
         self._config = config
         self._plan = plan
+        self._backend = backend
         self._run_dir = run_dir
         self._display = display
         self._stop = stop
         self._processes: dict[str, RoleProcess] = {}
-        self._restarted: set[str] = set()
+        self._restarts: Counter[str] = Counter()
+        """Of each unit, since the last train step."""
+        self._hurried = False
         self._next_status = 0.0
         self._tail = MetricsTail(run_dir.path)
 
@@ -103,8 +120,10 @@ class Supervisor:
                 self._start(role)
             self._say("starting " + ", ".join(role.name for role in self._plan.roles))
             while not self._trainer_done():
-                if self._stop.count:
-                    raise Stopped(self._stop.number)
+                if number := self._stop_signal():
+                    if number in (signal.SIGTERM, signal.SIGUSR1):
+                        self._leave()
+                    raise Stopped(number)
                 self._watch()
                 self._observe()
                 time.sleep(POLL_SECONDS)
@@ -113,53 +132,103 @@ class Supervisor:
             self._end_all()
 
     def _start(self, role: Role) -> None:
-        launch = self._config.launch
-        self._processes[role.name] = RoleProcess(
-            role, self._plan.environment(role), self._run_dir.log(role.log_name),
-            grace=launch.grace_seconds, lock_fd=self._run_dir.lock_fd,
-        )  # fmt: skip
+        env, log = self._plan.environment(role), self._run_dir.log(role.log_name)
+        self._processes[role.name] = RoleProcess(self._backend, role, env, log)
+
+    def _stop_signal(self) -> int:
+        """What asks for a stop; 0: nothing does."""
+        if self._stop.count:
+            return self._stop.number
+        return signal.SIGTERM if self._backend.preempted() else 0
 
     def _trainer_done(self) -> bool:
         return all(p.exit_code == 0 for p in self._processes.values() if p.role.kind == "trainer")
 
     def _watch(self) -> None:
-        for process in list(self._processes.values()):
-            if process.exit_code is not None:
-                self._on_death(process)
-            elif not process.ready:
+        if any(self._died(p) for p in self._processes.values()):
+            self._on_death()
+        for process in self._processes.values():
+            if not process.ready and process.exit_code is None:
                 self._check_ready(process)
 
-    def _on_death(self, process: RoleProcess) -> None:
-        role = process.role
-        if role.kind == "trainer" and process.exit_code == 0:
-            return
-        if role.kind == "engine" and process.ready and role.name not in self._restarted:
-            self._restarted.add(role.name)
-            process.release()
-            self._say(f"{role.name} died (exit code {process.exit_code}); restarting it once")
-            self._start(role)
-            return
-        raise self._cause()
+    def _died(self, process: RoleProcess) -> bool:
+        """Engines and the rollout process end when they are told to, never by themselves."""
+        code = process.exit_code
+        return code is not None and (code != 0 or process.role.kind != "trainer")
 
-    def _cause(self) -> RlsysError:
-        """Roles fall like dominoes: give the others a moment, then blame the one that the rest depends on."""
+    # -- restarts -----------------------------------------------------------------------------------------------
+
+    def _on_death(self) -> None:
+        """Restart what died and what cannot go on without it, or raise the error of what is to blame."""
+        dead = self._settled()
+        if self._stop_signal():  # a scheduler that signals every process: they end because the run does
+            return
+        first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
+        unit, before = first.role.unit, self._restarts[first.role.unit]
+        again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
+        error = first.failure(f"exited with code {first.exit_code}{again}")
+        says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.own_words)
+        if says_why or not first.ready or before >= self._config.launch.max_restarts:
+            raise error
+        self._restarts[unit] += 1
+        units = {p.role.unit for p in dead}
+        if "rollout" in units:  # the trainer's place in the step is lost with it
+            units.add("trainer")
+        wait = 2.0**before - 1
+        also = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
+        self._say(f"{first.role.name} died (exit code {first.exit_code}); restart {before + 1}{also}")
+        self._restart(units, wait)
+
+    def _settled(self) -> list[RoleProcess]:
+        """Who is dead. Roles fall like dominoes, and a dying one is often noticed by the others first: give them a
+        moment, unless engines alone are concerned, which nobody dies of."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         processes = self._processes.values()
         while time.monotonic() < deadline and any(p.exit_code is None for p in processes):
+            if all(p.role.kind == "engine" and p.ready for p in processes if self._died(p)):
+                break
             time.sleep(POLL_SECONDS)
-        dead = [p for p in processes if p.exit_code not in (None, 0) or self._ended_early(p)]
-        first = min(dead, key=lambda p: ("engine", "rollout", "trainer").index(p.role.kind))
-        again = " again, after one restart" if first.role.name in self._restarted else ""
-        return first.failure(f"exited with code {first.exit_code}{again}")
+        return [p for p in processes if self._died(p)]
 
-    def _ended_early(self, process: RoleProcess) -> bool:
-        """Engines and the rollout process end when they are told to, never by themselves."""
-        return process.exit_code == 0 and process.role.kind != "trainer"
+    def _restart(self, units: set[str], wait: float) -> None:
+        """Roles of the units start again, in the plan's order, after all of them have ended."""
+        roles = [role for role in self._plan.roles if role.unit in units]
+        for kind in reversed(_KINDS):
+            self._end([self._processes[r.name] for r in roles if r.kind == kind], now=kind == "trainer")
+        until = time.monotonic() + wait
+        while time.monotonic() < until and not self._stop_signal():
+            time.sleep(POLL_SECONDS)
+        for role in roles:
+            self._start(role)
+
+    # -- preemption ---------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """The nodes will be taken away: tokens are parked and on disk first, then the trainer saves what it has if
+        that fits, and leaves by itself. Who is not done in time is ended."""
+        total = self._config.launch.preemption_seconds
+        deadline = time.monotonic() + total * (1 - _ENDING_SHARE)
+        self._say(f"the run must leave within {total:g} s: parking what is in flight")
+        self._hurried = True
+        rollout = self._processes.get("rollout")
+        if rollout is None or rollout.exit_code is not None or not rollout.role.ready_url:
+            return
+        url = rollout.role.ready_url.replace("/status", f"/leave?seconds={total * (1 - _ENDING_SHARE):g}")
+        if get(url, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
+            self._say("the rollout process did not park in time; it keeps what it has on disk")
+        trainers = [p for p in self._processes.values() if p.role.kind == "trainer"]
+        while time.monotonic() < deadline and any(p.exit_code is None for p in trainers):
+            self._observe()
+            time.sleep(POLL_SECONDS)
+        left = all(p.exit_code == 0 for p in trainers)
+        self._say("the trainer has left by itself" if left else "the trainer did not leave in time")
+
+    # -- readiness and figures ----------------------------------------------------------------------------------
 
     def _check_ready(self, process: RoleProcess) -> None:
         role = process.role
         if role.ready_url is None:
-            process.ready = True
+            process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
         elif get(role.ready_url) is not None:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
@@ -169,12 +238,19 @@ class Supervisor:
     def _observe(self) -> None:
         for entry in self._tail.read():
             self._display.entry(entry, live=True)
+            self._on_entry(entry)
         if time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + STATUS_SECONDS
         rollout = self._processes.get("rollout")
         if rollout and rollout.ready and rollout.role.ready_url and (body := get(rollout.role.ready_url)):
             self._display.status(json.loads(body))
+
+    def _on_entry(self, entry: dict[str, Any]) -> None:
+        for process in self._processes.values():
+            process.ready |= process.role.kind == "trainer"
+        if entry["kind"] == "step":
+            self._restarts.clear()
 
     def _say(self, text: str) -> None:
         self._display.phase(text)
@@ -185,19 +261,20 @@ class Supervisor:
         """The rollout process needs its engines to park what is in flight, the trainer needs both."""
         if any(p.exit_code is None for p in self._processes.values()):
             self._say("stopping")
-        for kind in ("trainer", "rollout", "engine"):
-            self._end([p for p in self._processes.values() if p.role.kind == kind])
+        for kind in reversed(_KINDS):
+            # In a hurry there is nothing to wait for but the rollout process: the others hold nothing.
+            now = self._hurried and kind != "rollout"
+            self._end([p for p in self._processes.values() if p.role.kind == kind], now=now)
 
-    def _end(self, processes: list[RoleProcess]) -> None:
+    def _end(self, processes: list[RoleProcess], *, now: bool) -> None:
         for process in processes:
-            process.end(now=False)
-        hurried = False
+            process.end(now=now)
         deadline = time.monotonic() + self._config.launch.grace_seconds + _STOP_MARGIN
         while any(p.exit_code is None for p in processes):
             if time.monotonic() > deadline:
                 raise RunError(f"{processes[0].role.name}: its keeper does not end; see {processes[0].log}")
-            if self._stop.count > 1 and not hurried:
-                hurried = True
+            if self._stop.count > 1 and not now:
+                now = True
                 for process in processes:
                     process.end(now=True)
             time.sleep(POLL_SECONDS / 4)
@@ -205,10 +282,10 @@ class Supervisor:
             process.release()
 
 
-def get(url: str) -> bytes | None:
-    """Body of a 200 answer; None for any other answer, or none: the caller asks again."""
+def get(url: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
+    """Body of a 200 answer; None for any other answer, or none: the caller asks again. With `data`: a POST."""
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT) as answer:
+        with urllib.request.urlopen(url, data, timeout=timeout) as answer:
             return bytes(answer.read())
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return None

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
-from launch.plan import Plan, Ports, build_plan, build_sft_plan, describe_arithmetic, describe_plan
+from launch.backends import Backend, open_backend
+from launch.commands import add_commands, must_be_run
+from launch.describe import describe_arithmetic, describe_plan
+from launch.layout import lay_out
+from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
-from launch.supervisor import StopSignals, Supervisor
+from launch.supervisor import Stopped, StopSignals, Supervisor
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
@@ -34,7 +39,13 @@ def train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     check_model(config)
     check_algo(config)
-    supervise(config, build_plan(config, choose_ports(config), engine_command))
+    layout = lay_out(config)
+
+    def plan(backend: Backend) -> Plan:
+        ports = choose_ports(config, layout, backend.free_ports)
+        return build_plan(config, layout, backend.nodes, ports, engine_command)
+
+    supervise(config, plan)
     show_report(config.run.dir)
     return 0
 
@@ -43,21 +54,31 @@ def sft(args: argparse.Namespace) -> int:
     """Fine-tune on traces: how the quickstart's checkpoint was made."""
     config = load_config(args.config, args.overrides)
     check_model(config)
-    supervise(config, build_sft_plan(config))
+    layout = lay_out(config)
+    supervise(
+        config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))
+    )
     print(f"model: {config.run.dir / 'model'}")
     return 0
 
 
-def supervise(config: Config, plan: Plan) -> None:
+def supervise(config: Config, make_plan: Callable[[Backend], Plan]) -> None:
     """Run the plan's processes under the live display until they are done."""
     console = Console()
     title = f"rlsys {config.run.dir}"
     with (
         StopSignals().listening() as stop,
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
-        make_progress(config.trainer.steps, title, console) as display,
+        contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
     ):
-        Supervisor(config, plan, run_dir, display, stop).run()
+        plan = make_plan(backend)
+        with make_progress(config.trainer.steps, title, console) as display:
+            try:
+                Supervisor(config, plan, backend, run_dir, display, stop).run()
+            except Stopped as stopped:
+                if stopped.number == signal.SIGUSR1:  # the time limit is near: go on in another session
+                    backend.requeue()
+                raise
 
 
 def show_report(run_dir: Path) -> None:
@@ -79,10 +100,14 @@ def explain(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     check_algo(config)
     first = config.engine.port
-    ports = Ports([first + i if first else 0 for i in range(config.engine.count)], 0)
+    engines = config.engine.count
+    ports = Ports([first + i if first else 0 for i in range(engines)], 0, 0, (0,) * engines)
+    nodes = [Node("localhost")]
+    if config.launch.nodes > 1:  # names and addresses are the scheduler's
+        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
     print(dump_config(config))
     print(describe_arithmetic(config), end="\n\n")
-    print(describe_plan(build_plan(config, ports, engine_command)))
+    print(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
     if not first:
         print("(port 0: a free one is chosen at the start)")
     return 0
@@ -129,11 +154,6 @@ def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
     return table
 
 
-def must_be_run(run: Path) -> None:
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run folder")
-
-
 def algo(args: argparse.Namespace) -> int:
     """List the algorithms that a config can name, or show one."""
     from rlsys.algo.catalogue import render_list, render_show
@@ -166,7 +186,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="rlsys", description="RL post-training of MoE language models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: object, help: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
         sub.set_defaults(run_command=run)
         return sub
@@ -190,6 +210,7 @@ def make_parser() -> Parser:
     which = sub.add_subparsers(required=True, metavar="list|show")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
+    add_commands(add)
     add("doctor", doctor, "show what this machine has and what is missing")
     return parser
 

@@ -188,12 +188,24 @@ class WeightsConfig(Section):
 
 
 class LaunchConfig(Section):
-    backend: Literal["local"] = "local"
-    """What starts the processes."""
+    backend: Literal["local", "slurm", "ray"] = "local"
+    """What starts the processes: this machine, tasks of a Slurm job, or actors of a Ray cluster."""
+    nodes: Positive = 1
+    """Machines of the run; more than one needs the backend slurm or ray, and a run.dir that all of them see."""
+    gpus_per_node: NonNegative = 0
+    """GPUs of the run on each node; 0 leaves devices to the processes themselves (one machine, or no GPU)."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines rest while the trainer works; disaggregated: generation goes on meanwhile."""
     grace_seconds: Annotated[float, Field(gt=0)] = 15.0
     """Seconds a process has to end by itself before it is killed."""
+    preemption_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL; no longer checkpoint is begun."""
+    max_restarts: NonNegative = 3
+    """Restarts of a role without a train step between them; one more death stops the run."""
+    srun_args: list[str] = Field(default_factory=list)
+    """Further arguments of each role's srun, as of a container plug-in; used by the backend slurm."""
+    silence_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds without a token, a score or a metric after which the log tells who waits for whom."""
 
 
 class SFTConfig(Section):
@@ -267,6 +279,10 @@ class Config(Section):
             raise ValueError(
                 f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
                 f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}"
+            )
+        if self.launch.nodes > 1 and self.launch.backend == "local":
+            raise ValueError(
+                f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local is one machine"
             )
         if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")

@@ -45,9 +45,11 @@ def train(config: Config, rollout: RolloutClient) -> None:
         on_main(lambda: rollout.end_push(ticket, canaries))
         return time.monotonic() - start
 
-    def take() -> Taken:
-        """The groups of this step; an engine that came back without weights gets them first."""
+    def take() -> Taken | None:
+        """The groups of this step; an engine that came back without weights gets them first. None: leave."""
         while (taken := on_main(lambda: rollout.take(step))) is None:
+            if on_main(rollout.leaving) is not None:
+                return None
             push()
         return taken
 
@@ -65,9 +67,11 @@ def train(config: Config, rollout: RolloutClient) -> None:
             truncated=result.truncated,
         )
 
-    def save() -> None:
+    def save() -> float:
+        start = time.monotonic()
         trainer.save_checkpoint(step, objective)
         on_main(lambda: rollout.commit(step))
+        return time.monotonic() - start
 
     on_main(lambda: rollout.wait_ready(config.engine.start_timeout))
     on_main(lambda: rollout.restore(step))
@@ -75,10 +79,16 @@ def train(config: Config, rollout: RolloutClient) -> None:
     push()
     if step == 0:
         evaluate()
+    saved, save_seconds = step, float("inf")  # not measured yet
     while step < config.trainer.steps:
         step += 1
         start = time.monotonic()
-        taken = take()
+        if (taken := take()) is None:
+            step -= 1
+            if step > saved and (on_main(rollout.leaving) or 0.0) > save_seconds:
+                save()
+            write("run", event="leave")
+            return
         rollout_done = time.monotonic()
         stats = update(trainer, objective, taken)
         train_done = time.monotonic()
@@ -92,7 +102,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         if step % config.eval.every == 0 or step == config.trainer.steps:
             evaluate()
         if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
-            save()
+            saved, save_seconds = step, save()
     write("run", event="end")
 
 

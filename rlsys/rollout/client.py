@@ -53,9 +53,14 @@ class RolloutClient:
     def take(self, train_step: int) -> Taken | None:
         """Groups of the step about to be trained (1-based), by group id; the same ones when asked again.
 
-        None: an engine needs the current weights first; push, then call again.
+        None: an engine needs the current weights first; push, then call again. Or the run is `leaving`.
         """
         return self._command("take", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+
+    def leaving(self) -> float | None:
+        """Seconds that are left to save and go, because the machines will be taken away; None: nothing such."""
+        left: float | None = self.status()["leaving"]
+        return left
 
     def begin_push(self) -> PushTicket:
         """Where to send the weights, and under which version."""

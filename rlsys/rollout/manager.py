@@ -63,6 +63,8 @@ class RolloutManager:
         self._long_responses: list[list[int]] = []
         """The longest ones taken last, with their prompts."""
         self._lost_seen = 0
+        self._leave_by: float | None = None
+        """Loop time by which the trainer must have left; None as long as nobody asked for it."""
 
     # Commands of the trainer
 
@@ -79,9 +81,12 @@ class RolloutManager:
     async def take(self, train_step: int) -> Taken | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
 
-        None when an engine came back without the current weights: push, then ask again.
+        None when an engine came back without the current weights: push, then ask again; and when the run is
+        leaving (`status`): there will be no more groups.
         """
         async with self._command:
+            if self._leave_by is not None:
+                return None
             next_step = self._done_steps + (not self._push_due)
             if self._policy_step is None or train_step not in (self._done_steps, next_step):
                 raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
@@ -157,6 +162,17 @@ class RolloutManager:
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
             self._runner.flush()
 
+    async def leave(self, seconds: float) -> None:
+        """The machines will be taken away: a waiting take gives up, everything is parked and on disk afterwards.
+
+        The trainer has about so many seconds to save what it has.
+        """
+        self._leave_by = asyncio.get_running_loop().time() + seconds
+        self._runner.wake.set()
+        async with self._command:
+            await self._rest()
+            self._runner.flush()
+
     async def close(self) -> None:
         """Park what is in flight, durably, and end every task."""
         try:
@@ -190,7 +206,12 @@ class RolloutManager:
             "weight_version": self._buffer.weight_version,
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
+            "leaving": self._seconds_left(),
         }
+
+    def _seconds_left(self) -> float | None:
+        """None: nobody asked the run to leave."""
+        return None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
 
     def _totals(self) -> dict[str, float]:
         stats = self._router.stats()
@@ -211,10 +232,12 @@ class RolloutManager:
             self._generate(policy_step)
             await self._watched(self._wait_for_ready(wanted), f"{wanted} groups of a train step")
         ready = self._buffer.ready()
-        return ready[:wanted] if len(ready) >= wanted else None
+        return ready[:wanted] if len(ready) >= wanted and self._leave_by is None else None
 
     async def _wait_for_ready(self, wanted: int) -> None:
-        while len(self._buffer.ready()) < wanted and not self._router.stale_engines:
+        while (
+            len(self._buffer.ready()) < wanted and not self._router.stale_engines and self._leave_by is None
+        ):
             self._runner.raise_failure()
             self._runner.wake.clear()
             with contextlib.suppress(TimeoutError):  # a stale engine wakes nobody
@@ -275,7 +298,8 @@ class RolloutManager:
         surplus that grows old, and what a take with enough of it interrupts would have been prefilled for nothing.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
-        if not self._colocated and caught_up and self._policy_step is not None:
+        stays = self._leave_by is None
+        if not self._colocated and caught_up and stays and self._policy_step is not None:
             self._generate(self._policy_step)
 
     async def _rest(self) -> None:

@@ -54,10 +54,15 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Applicat
     async def status(_: web.Request) -> web.Response:
         return web.json_response({**manager.status(), "engines_ready": ready()})
 
+    async def leave(request: web.Request) -> web.Response:
+        await manager.leave(float(request.query["seconds"]))
+        return web.json_response(manager.status())
+
     app = web.Application(client_max_size=LARGEST_REQUEST)
     app.add_routes(
         [
             web.get("/status", status),
+            web.post("/leave", leave),  # the supervisor's only command
             web.post("/restore", _command(StepRequest, lambda r: manager.restore(r.train_step))),
             web.post("/take", _command(StepRequest, lambda r: manager.take(r.train_step))),
             web.post("/begin_push", _command(type(None), lambda _: manager.begin_push())),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from launch.plan import THREADS
-from launch.ports import choose_ports
+from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.cpu_platform import declare_torchvision_ops
 from rlsys.engine.launch_args import engine_command
@@ -51,7 +51,7 @@ def write_tiny_moe(folder: Path, seed: int) -> Path:
 @contextmanager
 def running_engine(config: Config, folder: Path) -> Iterator[str]:
     """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end."""
-    port = choose_ports(config).engines[0]
+    port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
     url = f"http://{config.engine.host}:{port}"

@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 
 from launch import bootstrap
-from launch.plan import (
-    Ports,
-    build_plan,
-    build_sft_plan,
-    describe_arithmetic,
-    describe_plan,
-    evaluations,
-    mode,
-)
-from launch.ports import choose_ports
+from launch.describe import describe_arithmetic, describe_plan, evaluations, mode
+from launch.layout import Share, lay_out
+from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
+from launch.ports import choose_ports, free_ports
 from launch.preflight import check_model
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
@@ -38,11 +32,24 @@ def engine_command(c: Config, index: int, port: int) -> tuple[list[str], dict[st
     return ["python", "-m", "engine", str(index), str(port)], {"SOME": "1 2"}
 
 
+def planned(*overrides: str) -> Plan:
+    c = config(*overrides)
+    layout, n = lay_out(c), c.launch.nodes
+    nodes = [Node(f"n{i}", f"10.0.0.{i}") for i in range(n)] if n > 1 else [Node("localhost")]
+    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)))
+    return build_plan(c, layout, nodes, ports, engine_command)
+
+
+def chosen(*overrides: str) -> Ports:
+    c = config(*overrides)
+    return choose_ports(c, lay_out(c), lambda node, n: free_ports(c.engine.host, n))
+
+
 def quiet(_: str) -> None: ...
 
 
 def test_the_plan_names_every_process_in_order() -> None:
-    plan = build_plan(config("engine.count=2", "parallel.ep=2"), Ports([5000, 5001], 6000), engine_command)
+    plan = planned("engine.count=2", "parallel.ep=2")
     assert [r.name for r in plan.roles] == ["engine-0", "engine-1", "rollout", "trainer"]
     engine, rollout, trainer = plan.roles[1], plan.roles[2], plan.roles[3]
     assert engine.ready_url == "http://127.0.0.1:5001/health"
@@ -55,7 +62,9 @@ def test_the_plan_names_every_process_in_order() -> None:
 
 
 def test_fine_tuning_needs_the_trainer_alone() -> None:
-    assert [r.name for r in build_sft_plan(config()).roles] == ["trainer"]
+    assert [
+        r.name for r in build_sft_plan(config(), lay_out(config()), [Node("localhost")], Ports([], 0)).roles
+    ] == ["trainer"]
 
 
 def test_the_arithmetic_is_spelled_out() -> None:
@@ -84,22 +93,105 @@ def test_a_port_in_use_is_named() -> None:
         held.listen(1)
         port = held.getsockname()[1]
         with pytest.raises(UserError, match=rf"engine\.port = {port}: port {port} of 127\.0\.0\.1 is in use"):
-            choose_ports(config(f"engine.port={port}"))
+            chosen(f"engine.port={port}")
 
 
 def test_free_ports_differ() -> None:
-    ports = choose_ports(config("engine.count=4"))
+    ports = chosen("engine.count=4")
     assert len({*ports.engines, ports.rollout}) == 5
+
+
+def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
+    layout = lay_out(c := config("engine.count=2", "launch.nodes=2", "launch.backend=slurm"))
+    ports = choose_ports(c, layout, lambda node, n: [*range(20000, 20000 + n), *free_ports("", n)])
+    every = [*ports.engines, *ports.engine_meetings, ports.rollout, ports.trainer_meeting]
+    assert len(set(every)) == len(every) == 6
+
+
+def test_ranks_and_engines_of_cpu_nodes() -> None:
+    two = lay_out(config("launch.nodes=2", "launch.backend=slurm", "parallel.ep=2", "engine.count=3"))
+    assert two.trainer == [Share(0, 1), Share(1, 1)]
+    assert two.engines == [[Share(0, 1)], [Share(1, 1)], [Share(0, 1)]]
+    apart = lay_out(
+        config("launch.nodes=3", "launch.backend=slurm", "parallel.ep=4", "launch.placement=disaggregated")
+    )
+    assert apart.trainer == [Share(0, 2), Share(1, 2)]
+    assert apart.engines == [[Share(2, 1)]]
+
+
+def gpus(nodes: int, per_node: int, *overrides: str) -> Config:
+    where = (f"launch.nodes={nodes}", f"launch.gpus_per_node={per_node}", "launch.backend=slurm")
+    return config(*where, *overrides)
+
+
+def test_colocated_trainer_and_engines_share_the_gpus() -> None:
+    layout = lay_out(gpus(2, 4, "parallel.ep=8", "engine.count=2", "engine.tp=4"))
+    every = [Share(0, 4, (0, 1, 2, 3)), Share(1, 4, (0, 1, 2, 3))]
+    assert layout.trainer == every
+    assert layout.engines == [[every[0]], [every[1]]]
+
+
+def test_disaggregated_splits_may_be_uneven() -> None:
+    layout = lay_out(
+        gpus(2, 8, "parallel.ep=2", "parallel.dp=10", "engine.count=3", "engine.tp=2",
+             "launch.placement=disaggregated", "rollout.groups_per_step=20", "rollout.group_size=2")
+    )  # fmt: skip
+    assert layout.trainer == [Share(0, 8, tuple(range(8))), Share(1, 2, (0, 1))]
+    assert layout.engines == [[Share(1, 2, (2, 3))], [Share(1, 2, (4, 5))], [Share(1, 2, (6, 7))]]
+
+
+def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
+    apart = "launch.placement=disaggregated"
+    assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[Share(1, 4, (0, 1, 2, 3))]]
+    whole = [Share(1, 4, (0, 1, 2, 3)), Share(2, 4, (0, 1, 2, 3))]
+    assert lay_out(gpus(3, 4, apart, "engine.tp=8")).engines == [whole]
+    with pytest.raises(UserError, match=r"engine\.tp = 6 needs whole nodes, but launch\.gpus_per_node = 4"):
+        lay_out(gpus(3, 4, apart, "engine.tp=6"))
+
+
+def test_what_does_not_fit_is_told_with_both_numbers() -> None:
+    with pytest.raises(UserError, match=r"parallel makes 8 trainer ranks, but .* = 4 GPUs"):
+        lay_out(gpus(1, 4, "parallel.ep=8"))
+    with pytest.raises(UserError, match=r"3 engines .* beside 2 trainer ranks .* engine 2 finds no place"):
+        lay_out(gpus(1, 4, "parallel.ep=2", "engine.count=3", "launch.placement=disaggregated"))
+    with pytest.raises(UserError, match=r"launch\.nodes = 2 needs launch\.backend = slurm or ray"):
+        config("launch.nodes=2")
+
+
+def test_nodes_of_a_trainer_meet_and_an_engine_spans_two() -> None:
+    plan = planned(
+        "launch.nodes=4", "launch.gpus_per_node=2", "launch.backend=slurm", "parallel.ep=4",
+        "launch.placement=disaggregated", "engine.tp=4", "weights.method=disk",
+    )  # fmt: skip
+    names = ["engine-0.0", "engine-0.1", "rollout", "trainer-0", "trainer-1"]
+    assert [(r.name, r.node) for r in plan.roles] == list(zip(names, (2, 3, 0, 0, 1), strict=True))
+    head, tail = plan.unit("engine-0")
+    assert (head.ready_url, tail.ready_url) == ("http://10.0.0.2:5000/health", None)
+    assert tail.argv[-6:] == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.2:7000"]
+    first, second = plan.unit("trainer")
+    assert first.argv[first.argv.index("--master-addr") + 1 :][:3] == ["10.0.0.0", "--master-port", "6100"]
+    assert second.argv[second.argv.index("--node-rank") + 1] == "1"
+    assert second.gpus == (0, 1)
+    assert "node 1 (n1):\ntrainer-1   [GPU 0,1] " in describe_plan(plan)
+
+
+def test_memory_is_not_shared_between_machines() -> None:
+    apart = ("launch.nodes=2", "launch.backend=slurm", "launch.placement=disaggregated")
+    with pytest.raises(
+        UserError, match=r"weights\.method = tensor .* engine-0 is on n1 .* rank 0 on n0; use"
+    ):
+        planned(*apart)
+    assert planned(*apart, "weights.method=disk").roles[0].node == 1
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
     with pytest.raises(UserError, match=r"engine\.port = 65534: 4 engines reach port 65537"):
-        choose_ports(config("engine.port=65534", "engine.count=4"))
+        chosen("engine.port=65534", "engine.count=4")
 
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(UserError, match=r"engine\.host = '192\.0\.2\.1': cannot listen there"):
-        choose_ports(config("engine.host=192.0.2.1"))
+    with pytest.raises(UserError, match=r"engine\.host = '192\.0\.2\.1': cannot listen on port"):
+        chosen("engine.host=192.0.2.1")
 
 
 def begin(run: Path) -> None:

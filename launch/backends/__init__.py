@@ -1,0 +1,76 @@
+"""Where processes run. A backend starts one keeper (launch/keeper.py) for each role, and leads orders to it.
+
+Everything else is the same for all of them: the plan, the supervisor, restarts (no backend restarts anything),
+logs in the run folder, which every node sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from launch.plan import Node, Role
+from rlsys.config import Config
+
+END, END_NOW, STACKS = b"E", b"Q", b"S"
+"""Orders that a keeper obeys."""
+
+
+class Handle(Protocol):
+    """One start of one role."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + n after signal n. The keeper's, or what the backend makes of a lost node."""
+
+    def order(self, order: bytes) -> None:
+        """Send an order to the keeper; without effect when that is gone."""
+
+    def release(self) -> None:
+        """Close the lifeline: a keeper that still runs ends its role."""
+
+
+class Backend(Protocol):
+    """Not for use from several threads. `nodes[0]` is the machine that this process is on."""
+
+    nodes: list[Node]
+
+    def free_ports(self, node: int, n: int) -> list[int]:
+        """`n` different ports that nobody holds on the node; one may be lost before its role binds it."""
+
+    def start(self, role: Role, env: dict[str, str], log: Path) -> Handle:
+        """Start the role's keeper on its node with the environment `env`; output is appended to `log`."""
+
+    def preempted(self) -> bool:
+        """Whether the scheduler wants the nodes back and did not tell this process by a signal."""
+
+    def requeue(self) -> None:
+        """Have the same command started again later, where the scheduler can; all roles have ended."""
+
+    def close(self) -> None:
+        """Give up what this backend itself started; roles have ended."""
+
+
+def keeper_command(role: Role, grace: float, *, shielded: bool) -> list[str]:
+    command = [sys.executable, "-m", "launch.keeper", "--grace", str(grace)]
+    if shielded:
+        command.append("--shielded")
+    if role.gpus:
+        command += ["--gpus", ",".join(map(str, role.gpus))]
+    return [*command, "--", *role.argv]
+
+
+def open_backend(config: Config, lock_fd: int) -> Backend:
+    """The backend that launch.backend names. Raises UserError when it cannot be had here."""
+    if config.launch.backend == "slurm":
+        from launch.backends.slurm import SlurmBackend
+
+        return SlurmBackend(config, lock_fd)
+    if config.launch.backend == "ray":
+        from launch.backends.ray_actors import RayBackend  # ray costs a second to import
+
+        return RayBackend(config)
+    from launch.backends.local import LocalBackend
+
+    return LocalBackend(config, lock_fd)

@@ -1,0 +1,67 @@
+"""Processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from pathlib import Path
+
+from launch.backends import keeper_command
+from launch.plan import Node, Role
+from launch.ports import free_ports
+from rlsys.config import Config
+
+
+class PipedKeeper:
+    """A keeper at the other end of a process's standard input: the process itself, or what srun leads to."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path, lock_fd: int) -> None:
+        with log.open("ab") as out:
+            # The pipe is the lifeline: when this process ends, however, the keeper reads its end.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env,
+                start_new_session=True, pass_fds=(lock_fd,),
+            )  # fmt: skip
+
+    @property
+    def exit_code(self) -> int | None:
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def order(self, order: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(order)
+            self._process.stdin.flush()
+
+    def release(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """For a process that holds nothing."""
+        self._process.kill()
+        self._process.wait()
+        self.release()
+
+
+class LocalBackend:
+    def __init__(self, config: Config, lock_fd: int) -> None:
+        self.nodes = [Node("localhost")]
+        self._host = config.engine.host
+        self._grace = config.launch.grace_seconds
+        self._lock_fd = lock_fd
+
+    def free_ports(self, node: int, n: int) -> list[int]:
+        return free_ports(self._host, n)
+
+    def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
+        return PipedKeeper(keeper_command(role, self._grace, shielded=False), env, log, self._lock_fd)
+
+    def preempted(self) -> bool:
+        return False
+
+    def requeue(self) -> None: ...
+
+    def close(self) -> None: ...

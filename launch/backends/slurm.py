@@ -1,0 +1,134 @@
+"""Tasks of the Slurm job that this process is the batch script of. No Ray, no daemon of ours.
+
+Each keeper is a step of its own (srun), shielded from the job's signals. A scheduler that takes the nodes back with a
+grace time sends SIGTERM to all steps at once and to the batch script only at the end, so one more step does nothing
+but wait for it: the sentinel. Its end is how the supervisor hears of a preemption or an scancel. Near the time limit
+`--signal=B:USR1@SECONDS` reaches the batch script itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.backends import keeper_command
+from launch.backends.local import PipedKeeper
+from launch.plan import Node, Role
+from launch.ports import free_ports
+from rlsys.config import Config
+from rlsys.errors import RunError, UserError
+
+CLIENT_SECONDS = 60.0
+"""Slurm's commands hang for minutes when its controller is gone."""
+
+
+@dataclass(frozen=True)
+class JobNode:
+    name: str
+    het_group: int | None
+    """Component of a heterogeneous job that it belongs to; None in a plain one."""
+
+
+class SlurmBackend:
+    def __init__(self, config: Config, lock_fd: int) -> None:
+        self._job = job_nodes(os.environ)
+        wanted = config.launch.nodes
+        if len(self._job) < wanted:
+            raise UserError(
+                f"launch.nodes = {wanted}, but the Slurm job has {len(self._job)} (sbatch --nodes={wanted})"
+            )
+        here = os.environ.get("SLURMD_NODENAME")
+        if here != self._job[0].name:
+            raise UserError(
+                f"launch.backend = slurm: this is {here or 'no node of the job'}, but the first node is "
+                f"{self._job[0].name}; start with `rlsys submit` or inside an sbatch script"
+            )
+        names = [node.name for node in self._job[:wanted]]
+        self.nodes = [Node(n, a) for n, a in zip(names, node_addresses(names), strict=True)]
+        self._grace = config.launch.grace_seconds
+        self._srun_args = config.launch.srun_args
+        self._lock_fd = lock_fd
+        self._sentinel: PipedKeeper | None = None
+
+    def free_ports(self, node: int, n: int) -> list[int]:
+        if node == 0:
+            return free_ports("", n)
+        ask = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
+        return [int(port) for port in client(ask).split()]
+
+    def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
+        if self._sentinel is None:
+            wait = [*self._srun(0), "sleep", "infinity"]
+            self._sentinel = PipedKeeper(wait, env, log.with_name("scheduler.log"), self._lock_fd)
+        keeper = keeper_command(role, self._grace, shielded=True)
+        return PipedKeeper([*self._srun(role.node), *self._srun_args, *keeper], env, log, self._lock_fd)
+
+    def preempted(self) -> bool:
+        return self._sentinel is not None and self._sentinel.exit_code is not None
+
+    def requeue(self) -> None:
+        client(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+
+    def close(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.kill()
+
+    def _srun(self, node: int) -> list[str]:
+        """A step of one task that shares its node with the others."""
+        job = self._job[node]
+        args = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={job.name}"]
+        args += ["--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", "--export=ALL"]
+        return args if job.het_group is None else [*args, f"--het-group={job.het_group}"]
+
+
+def job_nodes(env: Mapping[str, str]) -> list[JobNode]:
+    """The nodes of the job that `env` tells of, the batch script's own first."""
+    if "SLURM_JOB_ID" not in env:
+        raise UserError(
+            "launch.backend = slurm: not inside a Slurm job; use `rlsys submit` or an sbatch script"
+        )
+    groups = int(env.get("SLURM_HET_SIZE", "0"))
+    if not groups:
+        return [JobNode(name, None) for name in expand(env["SLURM_JOB_NODELIST"])]
+    lists = [env[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(groups)]
+    return [JobNode(name, g) for g, names in enumerate(lists) for name in expand(names)]
+
+
+def expand(node_list: str) -> list[str]:
+    """`node[1-3]` -> node1, node2, node3."""
+    return client(["scontrol", "show", "hostnames", node_list]).split()
+
+
+def node_addresses(names: list[str]) -> list[str]:
+    """IP addresses at which the nodes reach each other."""
+    told = [client(["scontrol", "--oneliner", "show", "node", name]) for name in names]
+    found = [re.search(r"NodeAddr=(\S+)", line) for line in told]
+    hosts = [m[1] if m else name for m, name in zip(found, names, strict=True)]
+    ips = [socket.gethostbyname(host) for host in hosts]
+    # Some systems map a machine's own name to loopback, where no other machine finds it.
+    if len(ips) > 1 and ips[0].startswith("127.") and not ips[1].startswith("127."):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((ips[1], 9))  # sends nothing: only asks which way it would go
+            ips[0] = s.getsockname()[0]
+    return ips
+
+
+def client(command: list[str]) -> str:
+    """Standard output of one of Slurm's commands. Raises RunError with its words."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CLIENT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        raise UserError(f"launch.backend = slurm: no {command[0]} on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{command[0]}: no answer within {CLIENT_SECONDS:g} s") from None
+    if done.returncode:
+        raise RunError(f"{' '.join(command[:2])}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

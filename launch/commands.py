@@ -1,0 +1,66 @@
+"""The commands of `rlsys` that concern a cluster or a run from outside: submit, status, logs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.layout import lay_out
+from launch.preflight import check_model
+from launch.status import role_logs, show_logs, status_lines
+from launch.submit import JobOptions, job_script, submit
+from rlsys.config import load_config
+from rlsys.errors import UserError
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def add_commands(add: Add) -> None:
+    sub = add("submit", submit_run, "send a run to Slurm as a job that goes on by itself after a preemption")
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
+    sub.add_argument("--nodes", type=int, help="the same as launch.nodes=N")
+    sub.add_argument("--time", help="time limit, as 8:00:00; near it the job requeues itself")
+    sub.add_argument("--partition")
+    sub.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print the script, send nothing")
+    sub = add("status", show_status, "show what a run is doing")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub = add("logs", print_logs, "show the logs of a run")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub.add_argument("--role", help="engine-0, rollout, trainer, supervisor ...")
+    sub.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log")
+    sub.add_argument("--follow", action="store_true", help="go on with what is added")
+
+
+def submit_run(args: argparse.Namespace) -> int:
+    overrides = [*args.overrides, *([f"launch.nodes={args.nodes}"] if args.nodes else [])]
+    config = load_config(args.config, [*overrides, "launch.backend=slurm"])
+    check_model(config)
+    lay_out(config)
+    options = JobOptions(args.time, args.partition, tuple(args.sbatch))
+    script = job_script(config, args.config, overrides, options)
+    print(script if args.dry_run else submit(config, script), end="" if args.dry_run else "\n")
+    return 0
+
+
+def show_status(args: argparse.Namespace) -> int:
+    must_be_run(args.run)
+    print("\n".join(status_lines(args.run, time.time())))
+    return 0
+
+
+def print_logs(args: argparse.Namespace) -> int:
+    must_be_run(args.run)
+    for line in show_logs(role_logs(args.run, args.role), args.lines, follow=args.follow):
+        print(line)
+    return 0
+
+
+def must_be_run(run: Path) -> None:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder")

@@ -1,0 +1,64 @@
+"""Config and plan as text: what `rlsys explain` prints. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import groupby
+from pathlib import Path
+
+from launch.plan import Plan, Role
+from rlsys.config import Config
+
+
+def describe_plan(plan: Plan) -> str:
+    """The roles by node, each with its GPUs and its command line."""
+    lines = []
+    for index, roles in groupby(sorted(plan.roles, key=lambda r: r.node), key=lambda r: r.node):
+        node = plan.nodes[index]
+        if len(plan.nodes) > 1:
+            lines.append(f"node {index} ({node.name}):")
+        lines += [_describe_role(role) for role in roles]
+    return "\n".join(lines)
+
+
+def _describe_role(role: Role) -> str:
+    own = "".join(f"{k}={shlex.quote(v)} " for k, v in sorted(role.env.items()))
+    gpus = f"[GPU {','.join(map(str, role.gpus))}] " if role.gpus else ""
+    command = shlex.join([Path(role.argv[0]).name, *role.argv[1:]])
+    return f"{role.name:10}  {gpus}{own}{command}"
+
+
+def describe_arithmetic(config: Config) -> str:
+    """How many samples, groups and ranks the numbers of the config come to, one fact a line."""
+    r, p, n = config.rollout, config.parallel, config.samples_per_step
+    per_rank = n // (p.data_parallel * config.algo.minibatches)
+    capacity = config.engine.count * config.engine.max_running_requests
+    facts = [
+        f"one step trains      {r.groups_per_step} groups x {r.group_size} samples = {n} samples",
+        f"in flight            {config.slots} samples (over_provision {r.over_provision:g}), "
+        f"{config.engine.count} engine(s) decode up to {capacity} at once",
+        f"mode                 {mode(config)}",
+        f"an optimizer update  {n // config.algo.minibatches} samples, {per_rank} on each of "
+        f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens",
+        f"trainer ranks        {p.world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.data_parallel}; "
+        f"experts ep {p.ep} x etp {p.expert_tp}",
+        f"whole run            {config.trainer.steps} steps = {config.trainer.steps * n} samples, "
+        f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
+    ]
+    return "\n".join(facts)
+
+
+def mode(config: Config) -> str:
+    """What the three numbers make: see the table in docs/architecture.md."""
+    r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} versions old"
+    if config.launch.placement == "disaggregated" and r.max_staleness > 0:
+        return f"asynchronous, {stale}"
+    if r.over_provision > 1:
+        return f"APRIL: the rest is interrupted when enough are done; {stale}"
+    return "synchronous, on-policy" if r.max_staleness == 0 else f"synchronous with surplus, {stale}"
+
+
+def evaluations(config: Config) -> int:
+    """One before the first step, one every eval.every steps, one after the last."""
+    steps, every = config.trainer.steps, config.eval.every
+    return 1 + -(-steps // every)

@@ -1,0 +1,68 @@
+"""`rlsys submit`: a run as a Slurm job. The script is short, stays with the logs, and can be edited and resent."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.backends.slurm import client
+from rlsys.config import Config
+
+SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
+"""In the run folder: what was sent, and the id that Slurm gave it."""
+_MARGIN = 10
+"""Seconds that Slurm may be late with a signal."""
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of `rlsys submit`; None: the cluster's default."""
+
+    time: str | None = None
+    partition: str | None = None
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch, as `--qos=high`."""
+
+
+def job_script(config: Config, config_file: Path, overrides: list[str], options: JobOptions) -> str:
+    """Whole nodes; requeued when a node fails or the job is preempted, and near the time limit by itself."""
+    launch = config.launch
+    given = {
+        "job-name": f"rlsys-{config.run.dir.name}",
+        "nodes": str(launch.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(launch.gpus_per_node) if launch.gpus_per_node else None,
+        "time": options.time,
+        "partition": options.partition,
+        "output": str((config.run.dir / "logs" / "slurm-%j.log").absolute()),
+        "open-mode": "append",
+        "signal": f"B:USR1@{math.ceil(launch.preemption_seconds) + _MARGIN}",
+    }
+    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    lines += ["--exclusive", "--requeue", *options.extra]
+    command = [sys.executable, "-m", "rlsys.cli", "train", str(config_file), *overrides]
+    command += ["launch.backend=slurm", f"launch.nodes={launch.nodes}"]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            f"cd {shlex.quote(os.getcwd())} || exit 1",
+            "# exec: Slurm's signals for the batch script must reach the supervisor itself.",
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def submit(config: Config, script: str) -> str:
+    """Write the script into the run's logs and hand it to Slurm; the job's id."""
+    path = config.run.dir / SCRIPT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    job = client(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
+    (config.run.dir / JOB).write_text(job + "\n", encoding="utf-8")
+    return job

@@ -1,0 +1,65 @@
+"""A Ray cluster of several nodes on this one machine. Stops what it started, by process group: `ray stop` would end
+every Ray on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PATIENCE = 120.0
+
+
+class RayCluster:
+    """Node i has the address 127.0.0.(2 + i), because Ray rewrites 127.0.0.1 to the machine's own."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self._folder = folder
+        with socket.socket() as s:
+            s.bind(("127.0.0.2", 0))
+            self.address = f"127.0.0.2:{s.getsockname()[1]}"
+        self._nodes = [self._start(i) for i in range(nodes)]
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
+        command = [ray, "start", "--block", f"--node-ip-address=127.0.0.{2 + index}", "--num-cpus=4"]
+        command += ["--object-store-memory=100000000", f"--temp-dir={self._folder}"]
+        if index == 0:
+            command += ["--head", f"--port={self.address.split(':')[1]}", "--include-dashboard=false"]
+        else:
+            command = [c for c in command if "temp-dir" not in c] + [f"--address={self.address}"]
+        with (self._folder / f"node{index}.log").open("wb") as log:
+            started = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+            )  # fmt: skip
+        self._wait_for(f"node{index}.log", "Ray runtime started", started)
+        return started
+
+    def _wait_for(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while words not in (text := (self._folder / log).read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, text
+            time.sleep(0.1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self._nodes):
+            process.terminate()
+        for process in self._nodes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

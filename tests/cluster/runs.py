@@ -1,0 +1,62 @@
+"""Tiny runs of the quickstart model for cluster tests, and how to look at them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlsys.obs.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+RLSYS = (sys.executable, "-m", "rlsys.cli")
+TINY = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_response_tokens=64",
+    "trainer.checkpoint_every=1",
+    "parallel.ep=2",
+    "eval.every=1000",
+    "eval.prompts=4",
+    "engine.max_running_requests=32",
+    "engine.stream_interval=4",
+    "engine.start_timeout=300",
+    "launch.grace_seconds=10",
+)
+SYNCHRONOUS = ("rollout.over_provision=1", "rollout.max_staleness=0", "trainer.steps=3")
+
+
+def steps_done(run: Path) -> int:
+    """The last whole line's step; 0 before the first."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if '"kind": "step"' in line), default=0)
+
+
+def curve(run: Path) -> list[tuple[float, float, float]]:
+    """Reward, loss and gradient norm of each step."""
+    return [(s["reward"], s["loss"], s["grad_norm"]) for s in read_metrics(run).steps]
+
+
+def checked_ledger(run: Path) -> dict[str, Any]:
+    """`rlsys ledger` says that it adds up; nothing lost, nothing trained twice."""
+    done = subprocess.run([*RLSYS, "ledger", str(run), "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ledger: dict[str, Any] = json.loads(done.stdout)
+    assert (ledger["lost"], ledger["trained_twice"]) == (0, 0)
+    return ledger
+
+
+def logs_of(run: Path) -> str:
+    """For a test that failed."""
+    return "\n".join(
+        f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted((run / "logs").glob("*.log"))
+    )
+
+
+def train_locally(run: Path, *overrides: str) -> None:
+    command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr + logs_of(run)

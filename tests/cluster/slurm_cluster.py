@@ -1,0 +1,189 @@
+"""A real Slurm cluster of several nodes on this one machine: munged, slurmctld and one slurmd a node, no systemd.
+
+Nodes differ in name, spool folder and port only. Everything lives in one folder and ends with `stop`. Signals reach
+a step's tasks only, not their children (proctrack/pgid), as with cgroups on a real cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+PREEMPTION_GRACE = 20
+PATIENCE = 240.0
+DAEMONS = ("munged", "slurmctld", "slurmd")
+_PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
+
+CONF = """\
+ClusterName=rlsys{port}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+CredType=cred/munge
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+SlurmdTimeout=5
+SlurmctldTimeout=5
+KillWait=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+NodeName=node[1-{nodes}] NodeAddr=127.0.0.1 NodeHostname={host} Port=[{first}-{last}] CPUs=8 Sockets=1 \
+CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here; None: nothing is missing."""
+    absent = [d for d in (*DAEMONS, "sbatch", "srun") if shutil.which(d, path=_PATH) is None]
+    return f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)" if absent else None
+
+
+class SlurmCluster:
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.nodes = folder, nodes
+        port = self._free_port_range(nodes + 1)
+        (folder / "state").mkdir(parents=True)
+        conf = CONF.format(
+            folder=folder, nodes=nodes, port=port, first=port + 1, last=port + nodes, grace=PREEMPTION_GRACE,
+            host=socket.gethostname().split(".")[0], user=getpass.getuser(),
+        )  # fmt: skip
+        (folder / "slurm.conf").write_text(conf)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        self.env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._start()
+
+    @staticmethod
+    def _free_port_range(n: int) -> int:
+        """The first of `n` neighbouring ports below those that the system hands out."""
+        for first in range(17000, 30000, 20):
+            with contextlib.ExitStack() as held:
+                try:
+                    for i in range(n):
+                        held.enter_context(socket.socket()).bind(("127.0.0.1", first + i))
+                except OSError:
+                    continue
+                return first
+        raise AssertionError("no free ports")
+
+    def _start(self) -> None:
+        d = self.folder
+        files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid"}
+        files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+        self._daemon("munged", "--force", *(f"--{option}={d / name}" for option, name in files.items()))
+        self._daemon("slurmctld", "-c", "-f", str(d / "slurm.conf"))
+        for n in range(1, self.nodes + 1):
+            self.revive(f"node{n}")
+        idle = ("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D")
+        self.wait(lambda: self.run(*idle).strip() == str(self.nodes))
+
+    def _daemon(self, *command: str) -> None:
+        quiet = subprocess.DEVNULL
+        subprocess.run(command, env=self.env, check=True, stdin=quiet, stdout=quiet, stderr=quiet, timeout=30)
+
+    def run(self, *command: str) -> str:
+        """Standard output of one of Slurm's commands; a client of a dead controller would hang for minutes."""
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def wait(self, true: Callable[[], bool], what: str = "") -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < deadline, f"{what}\n{self._state()}"
+            time.sleep(0.1)
+
+    def _state(self) -> str:
+        logs = [path.read_text(errors="replace")[-1500:] for path in self.folder.glob("slurmctld.log")]
+        return self.run("squeue", "--long") + "\n".join(logs)
+
+    def job_state(self, job: str) -> str:
+        told = self.run("scontrol", "--oneliner", "show", "job", job)
+        return next(word.split("=")[1] for word in told.split() if word.startswith("JobState="))
+
+    def kill_node(self, name: str) -> None:
+        """The node's daemon and everything that runs on it die at once."""
+        victims = [p for p in psutil.process_iter() if self._is_on(p, name)]
+        pid = int((self.folder / f"{name}.pid").read_text())
+        for process in [psutil.Process(pid), *victims]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
+
+    def _is_on(self, process: psutil.Process, node: str) -> bool:
+        try:
+            env = process.environ()
+            if env.get("SLURMD_NODENAME") == node and env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                return True
+            return process.name() == "slurmstepd" and any(self._is_on(c, node) for c in process.children())
+        except psutil.Error:
+            return False
+
+    def revive(self, name: str) -> None:
+        self._daemon("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", name)
+
+    def job_processes(self) -> list[psutil.Process]:
+        """Whatever runs because of a job of this cluster."""
+        return [p for p in psutil.process_iter() if self._is_of_a_job(p)]
+
+    def _is_of_a_job(self, process: psutil.Process) -> bool:
+        try:
+            env = process.environ()
+        except psutil.Error:
+            return False
+        return env.get("SLURM_CONF") == self.env["SLURM_CONF"] and "SLURM_JOB_ID" in env
+
+    def cancel_all(self) -> None:
+        """Jobs end at once; returns when all nodes are idle."""
+        self.run("scancel", "--user", getpass.getuser())
+        self.run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
+        self.wait(lambda: not self.run("squeue", "--noheader").strip(), "jobs do not end")
+
+    def stop(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
+            self.run("scancel", "--user", getpass.getuser())
+        for process in self.job_processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        files = [
+            *self.folder.glob("node*.pid"),
+            *self.folder.glob("*ctld.pid"),
+            *self.folder.glob("munged.pid"),
+        ]
+        pids = [int(text) for file in files if (text := file.read_text().strip())]
+        daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        for daemon in daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                daemon.terminate()
+        _, stubborn = psutil.wait_procs(daemons, timeout=10)
+        for daemon in stubborn:
+            daemon.kill()

@@ -1,0 +1,151 @@
+"""One contract for all backends: small commands instead of roles, real processes, real Slurm, real Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.backends import END, END_NOW, Backend, Handle, open_backend
+from launch.plan import Role
+from rlsys.config import Config
+from tests.cluster.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.cluster
+NODES = 2
+GRACE = 20
+
+
+@pytest.fixture(params=["local", "slurm", "ray"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def backend(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Backend]:
+    if kind == "slurm":
+        enter_job(request.getfixturevalue("slurm"), monkeypatch)
+    if kind == "ray":
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
+    with closing(open_backend(settings(tmp_path, kind), lock_fd=2)) as opened:
+        yield opened
+
+
+def settings(folder: Path, kind: str) -> Config:
+    launch = {"backend": kind, "nodes": 1 if kind == "local" else NODES, "grace_seconds": GRACE}
+    return Config.model_validate({"model": {"path": "none"}, "run": {"dir": folder}, "launch": launch})
+
+
+def enter_job(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the batch script of a job on two nodes."""
+    script = f"#!/bin/sh\nenv | grep ^SLURM > {slurm.folder}/job.env.part\n"
+    script += f"mv {slurm.folder}/job.env.part {slurm.folder}/job.env\nsleep 600\n"
+    (slurm.folder / "job.sh").write_text(script)
+    env = slurm.folder / "job.env"
+    env.unlink(missing_ok=True)
+    slurm.run("sbatch", f"--nodes={NODES}", "--output=/dev/null", str(slurm.folder / "job.sh"))
+    slurm.wait(env.exists, "the job does not start")
+    for line in env.read_text().splitlines():
+        monkeypatch.setenv(*line.split("=", 1))
+    monkeypatch.setenv("PATH", slurm.env["PATH"])
+
+
+class Stage:
+    def __init__(self, backend: Backend, folder: Path) -> None:
+        self.backend, self.folder = backend, folder
+
+    def start(self, code: str, node: int = 0, **env: str) -> Handle:
+        role = Role("role", "engine", [sys.executable, "-c", code], node=node)
+        return self.backend.start(role, {**os.environ, **env}, self.folder / "role.log")
+
+    def log(self) -> str:
+        return (self.folder / "role.log").read_text()
+
+    def wait(self, true: Callable[[], bool]) -> None:
+        """To be woken by a state, never to prove a speed."""
+        deadline = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def end_of(self, handle: Handle) -> int:
+        self.wait(lambda: handle.exit_code is not None)
+        code = handle.exit_code
+        handle.release()
+        assert code is not None
+        return code
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"^pid (\d+)$", self.log(), re.MULTILINE)]
+
+    def no_process_left(self) -> bool:
+        return not any(psutil.pid_exists(pid) for pid in self.pids())
+
+
+@pytest.fixture
+def stage(backend: Backend, tmp_path: Path) -> Stage:
+    return Stage(backend, tmp_path)
+
+
+PATIENT = """
+import os, signal, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(f"pid {os.getpid()}\\npid {child.pid}", flush=True)
+def on_term(*_):
+    print("told to end", flush=True); raise SystemExit(0)
+signal.signal(signal.SIGTERM, on_term if os.environ.get("POLITE") else signal.SIG_IGN)
+while True: time.sleep(1)
+"""
+
+
+def test_exit_code_output_and_environment_come_through(stage: Stage) -> None:
+    code = "import os, sys; print(os.environ['GREETING'], os.getcwd()); sys.exit(7)"
+    for node in range(len(stage.backend.nodes)):
+        assert stage.end_of(stage.start(code, node, GREETING=f"hello {node}")) == 7
+        assert f"hello {node} {os.getcwd()}\n" in stage.log()
+
+
+def test_an_order_ends_a_role_with_all_it_started(stage: Stage) -> None:
+    handle = stage.start(PATIENT, len(stage.backend.nodes) - 1, POLITE="1")
+    stage.wait(lambda: len(stage.pids()) == 2)
+    handle.order(END)
+    assert stage.end_of(handle) == 0
+    assert "told to end" in stage.log()
+    stage.wait(stage.no_process_left)
+
+
+def test_who_does_not_listen_is_killed_at_once_on_order(stage: Stage) -> None:
+    handle = stage.start(PATIENT)
+    stage.wait(lambda: len(stage.pids()) == 2)
+    handle.order(END)
+    handle.order(END_NOW)
+    assert stage.end_of(handle) == 137
+    stage.wait(stage.no_process_left)
+
+
+def test_a_role_ends_with_its_lifeline(stage: Stage) -> None:
+    handle = stage.start(PATIENT, POLITE="1")
+    stage.wait(lambda: len(stage.pids()) == 2)
+    handle.release()
+    stage.wait(stage.no_process_left)
+
+
+def test_a_killed_role_is_noticed(stage: Stage) -> None:
+    handle = stage.start("import os; os.kill(os.getpid(), 9)")
+    assert stage.end_of(handle) == 137
+
+
+def test_free_ports_of_every_node(stage: Stage) -> None:
+    for node in range(len(stage.backend.nodes)):
+        ports = stage.backend.free_ports(node, 3)
+        assert len(set(ports)) == 3
+    assert not stage.backend.preempted()

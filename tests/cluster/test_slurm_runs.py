@@ -1,0 +1,97 @@
+"""Whole runs through sbatch on a real Slurm cluster: two and three nodes, a node's death, a preemption, scancel."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlsys.obs.metrics import read_metrics
+from tests.cluster.runs import (
+    RLSYS,
+    ROOT,
+    SYNCHRONOUS,
+    TINY,
+    checked_ledger,
+    curve,
+    logs_of,
+    steps_done,
+)
+from tests.cluster.slurm_cluster import PREEMPTION_GRACE, SlurmCluster
+
+pytestmark = pytest.mark.cluster
+
+
+def submit(slurm: SlurmCluster, run: Path, *overrides: str) -> str:
+    """The id of the job that `rlsys submit` printed."""
+    command = [*RLSYS, "submit", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def wait_for_end(slurm: SlurmCluster, job: str, run: Path) -> None:
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    slurm.wait(lambda: slurm.job_state(job) in ended, logs_of(run))
+    assert slurm.job_state(job) == "COMPLETED", logs_of(run)
+
+
+def wait_for_step(slurm: SlurmCluster, run: Path, step: int) -> None:
+    slurm.wait(lambda: steps_done(run) >= step, f"step {step} is not reached\n{logs_of(run)}")
+
+
+def resumed_at(run: Path, time: int) -> int:
+    """Of the run's `time`-th resume, the steps that its checkpoint held."""
+    return [int(r["step"]) for r in read_metrics(run).runs if r["event"] == "resume"][time]
+
+
+def test_colocated_on_two_nodes_learns_what_one_machine_learns(
+    slurm: SlurmCluster, tmp_path: Path, local_curve: list[tuple[float, float, float]]
+) -> None:
+    run = tmp_path / "run"
+    job = submit(slurm, run, *SYNCHRONOUS, "launch.nodes=2")
+    wait_for_end(slurm, job, run)
+    assert curve(run) == local_curve
+    assert (run / "logs" / "trainer-1.log").exists()
+    checked_ledger(run)
+
+
+def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Engine on a node of its own, trainer over two others, through a node's death, a preemption and scancel."""
+    run = tmp_path / "run"
+    job = submit(
+        slurm, run, "trainer.steps=1000", "launch.nodes=3", "launch.placement=disaggregated",
+        "rollout.over_provision=2", "rollout.max_staleness=4",
+        f"launch.preemption_seconds={PREEMPTION_GRACE - 2}",
+    )  # fmt: skip
+    wait_for_step(slurm, run, 2)
+
+    slurm.kill_node("node3")
+    slurm.wait(lambda: slurm.job_state(job) == "PENDING", "the job is not requeued")
+    done = steps_done(run)
+    slurm.revive("node3")
+    wait_for_step(slurm, run, done + 2)
+    assert resumed_at(run, 0) >= done - 1
+
+    urgent = slurm.run(
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--nodes=3",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=true",
+    )
+    slurm.wait(lambda: slurm.job_state(urgent.strip()) == "COMPLETED", logs_of(run))
+    done = steps_done(run)
+    tokens = checked_ledger(run)["tokens"]
+    wait_for_step(slurm, run, done + 2)
+    assert resumed_at(run, 1) >= done - 1
+    after = checked_ledger(run)["tokens"]
+    assert sum(after.values()) > sum(tokens.values())
+
+    slurm.run("scancel", job)
+    slurm.wait(lambda: slurm.job_state(job) == "CANCELLED", logs_of(run))
+    slurm.wait(lambda: not slurm.job_processes(), "processes are left")
+    checked_ledger(run)
