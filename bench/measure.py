@@ -1,0 +1,109 @@
+"""What the benches share: a real engine, a random model of a stated size, medians with spread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from launch.plan import THREADS
+from launch.ports import choose_ports
+from rlsys.config import Config
+from rlsys.convert.hf import HFConfig
+from rlsys.convert.layout import entries
+from rlsys.engine.launch_args import engine_command
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of repeats."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cores": os.cpu_count(), "gpu": gpu, "python": platform.python_version(),
+        "torch": torch.__version__, "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def write_random_moe(folder: Path, **sizes: int) -> Path:
+    """A Qwen3-MoE of random float32 weights that never ends a response: it has no end token."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32",
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, **sizes,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for entry in entries(HFConfig.read(folder))
+        for name, shape in entry.hf.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@contextlib.contextmanager
+def running_engine(config: Config, folder: Path, start_seconds: float = 300.0) -> Iterator[str]:
+    """URL of a real SGLang server that answers; ended, with all that it started, at the end."""
+    port = choose_ports(config).engines[0]
+    argv, env = engine_command(config, 0, port)
+    url, path = f"http://{config.engine.host}:{port}", folder / "engine.log"
+    keeper = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", *argv]
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            keeper,
+            cwd=ROOT,
+            env={**os.environ, **THREADS, **env},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            deadline = time.monotonic() + start_seconds
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    sys.exit(f"the engine did not start:\n{path.read_text(errors='replace')[-4000:]}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr: stdout is for the JSON."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
