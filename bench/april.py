@@ -74,6 +74,12 @@ class TracedRouter(Router):
     """The product's router; the trace says how long each response is."""
 
     lengths: Sequence[int] = ()
+    interrupt_seconds = 0.0
+
+    async def interrupt(self) -> None:
+        start = time.monotonic()
+        await super().interrupt()
+        self.interrupt_seconds += time.monotonic() - start
 
     async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
         limit = self.lengths[sample.sample_id % len(self.lengths)]
@@ -154,10 +160,19 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
         manager = RolloutManager(config, buffer, router, RandomPrompts(), scorer)
         sync = WeightSync(config, is_main=True)
 
+        phases = dict.fromkeys(("begin", "send", "end"), 0.0)
+
         async def push() -> None:
+            """What the trainer and the rollout do between two steps; the seconds of each phase are added up."""
+            times = [time.monotonic()]
             ticket = await manager.begin_push()
+            times.append(time.monotonic())
             await asyncio.to_thread(sync.push, iter(stage.tensors.items()), ticket)
+            times.append(time.monotonic())
             await manager.end_push(ticket, stage.canaries)
+            times.append(time.monotonic())
+            for name, a, b in zip(("begin", "send", "end"), times[:-1], times[1:], strict=True):
+                phases[name] += b - a
 
         clock = Clock(router)
         try:
@@ -169,6 +184,8 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
                 trained += await take(manager, step)
                 await push()
             looking, before, start = asyncio.create_task(clock.run()), router.stats(), time.monotonic()
+            phases.update(begin=0.0, send=0.0, end=0.0)
+            router.interrupt_seconds, first = 0.0, step
             taken: list[SampleGroup] = []
             ages: list[float] = []
             off_policy = tokens = 0.0
@@ -200,8 +217,10 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
         "length_ratio": sum(trained_lengths) / len(trained_lengths) / stage.true_mean,
         "prefilled_tokens_per_trained_token": (prefilled - cached) / tokens,
         "cache_share": cached / prefilled,
+        "interrupt_seconds_per_step": router.interrupt_seconds / (step - first),
+        **{f"push_{name}_seconds_per_step": total / (step - first) for name, total in phases.items()},
+        "seconds_per_step": seconds / (step - first),
         "seconds": seconds,
-        "steps": float(step),
     }
 
 
