@@ -36,6 +36,7 @@ from rlsys.config import Config, identity
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -157,7 +158,8 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
         router = stage.router()
         scorer = Scorer(reward_one, lambda _ids: "", 60.0)
-        manager = RolloutManager(config, buffer, router, RandomPrompts(), scorer)
+        source = RandomPrompts()
+        manager = RolloutManager(config, buffer, router, source, scorer, Planning(config, source, None))
         sync = WeightSync(config, is_main=True)
 
         phases = dict.fromkeys(("begin", "send", "end"), 0.0)
