@@ -51,9 +51,11 @@ def _check_layout(config: Config, hf: dict[str, Any]) -> None:
         raise UserError(f"parallel.ep = {p.ep}: the model at {config.model.path} has no experts")
     for size, field, count, what in (
         (p.ep, "parallel.ep", experts, "experts"),
-        (p.pp, "parallel.pp", hf.get("num_hidden_layers"), "layers"),
+        (p.pp * p.vpp, "parallel.pp * vpp", hf.get("num_hidden_layers"), "layers"),
         (p.tp, "parallel.tp", hf.get("num_attention_heads"), "attention heads"),
         (p.tp, "parallel.tp", hf.get("num_key_value_heads"), "key-value heads"),
+        (p.tp, "parallel.tp", hf.get("vocab_size"), "vocabulary entries"),
+        (p.expert_tp, "parallel.etp", hf.get("moe_intermediate_size"), "feed-forward units of an expert"),
         (config.engine.tp, "engine.tp", hf.get("num_attention_heads"), "attention heads"),
     ):
         if isinstance(count, int) and count % size:

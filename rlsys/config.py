@@ -98,7 +98,7 @@ class TrainerConfig(Section):
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Checkpoints kept on disk."""
+    """Newest checkpoints kept on disk, beside the one with the best evaluation."""
 
 
 class ParallelConfig(Section):

@@ -57,7 +57,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         if metrics is not None:
             metrics.write(kind, step, **values)
 
-    def evaluate() -> None:
+    def evaluate() -> float:
         result = on_main(rollout.evaluate)
         write(
             "eval",
@@ -66,12 +66,12 @@ def train(config: Config, rollout: RolloutClient) -> None:
             prompts=result.prompts,
             truncated=result.truncated,
         )
+        return result.accuracy
 
-    def save() -> float:
-        start = time.monotonic()
-        trainer.save_checkpoint(step, objective)
-        on_main(lambda: rollout.commit(step))
-        return time.monotonic() - start
+    def settle(wait: bool) -> None:
+        """A checkpoint that has been written since counts from now on."""
+        if (saved := trainer.finish_checkpoint(wait)) is not None:
+            on_main(lambda: rollout.commit(saved))
 
     on_main(lambda: rollout.wait_ready(config.engine.start_timeout))
     on_main(lambda: rollout.restore(step))
@@ -79,14 +79,16 @@ def train(config: Config, rollout: RolloutClient) -> None:
     push()
     if step == 0:
         evaluate()
-    saved, save_seconds = step, float("inf")  # not measured yet
+    saved = step
     while step < config.trainer.steps:
         step += 1
         start = time.monotonic()
         if (taken := take()) is None:
             step -= 1
-            if step > saved and (on_main(rollout.leaving) or 0.0) > save_seconds:
-                save()
+            settle(wait=True)
+            if step > saved and (on_main(rollout.leaving) or 0.0) > trainer.save_seconds:
+                trainer.save_checkpoint(step, objective)
+                settle(wait=True)
             write("run", event="leave")
             return
         rollout_done = time.monotonic()
@@ -99,10 +101,15 @@ def train(config: Config, rollout: RolloutClient) -> None:
             time_rollout=rollout_done - start, time_train=train_done - rollout_done, time_sync=time_sync,
             time_step=end - start, tokens_per_s=taken.metrics["tokens"] / (end - start),
         )  # fmt: skip
-        if step % config.eval.every == 0 or step == config.trainer.steps:
-            evaluate()
-        if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
-            saved, save_seconds = step, save()
+        last, score = step == config.trainer.steps, None
+        if last or step % config.eval.every == 0:
+            score = evaluate()
+        save = last or step % config.trainer.checkpoint_every == 0
+        settle(wait=save)
+        if save:
+            trainer.save_checkpoint(step, objective, score)
+            saved = step
+    settle(wait=True)
     write("run", event="end")
 
 

@@ -1,15 +1,21 @@
 """Checkpoints: one folder a step, in megatron's torch_dist format, which any parallel layout can load.
 
 checkpoints/step-000010/     whole, or not there: written as .partial, then renamed
+    manifest.json            step, evaluation score, SHA-256 of every other file; checked before anything is loaded
+
+A save copies this rank's tensors to the CPU and writes them in a thread while training goes on; `finish` publishes
+them. A process killed in between leaves the checkpoint before it as the newest.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import shutil
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlsys.algo.objective import Objective
 from rlsys.convert.hf import publish
 from rlsys.errors import RunError
+from rlsys.trainer import manifest
+from rlsys.trainer.background import Writing
 from rlsys.trainer.chunks import Chunks
 
 _AVERAGE = "average."
@@ -37,8 +45,8 @@ _OPTIMIZER = {
     "chained_optim_avoid_prefix": True,
 }
 
-# What loading was seen to raise on files that were cut short or exchanged.
-_DAMAGED = (
+# What loading was seen to raise on a checkpoint of another model.
+_FOREIGN = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError,
     pickle.UnpicklingError,
 )  # fmt: skip
@@ -74,46 +82,130 @@ def _averages(model: Chunks, averages: dict[str, Tensor]) -> dict[str, Any]:
     return out
 
 
-def save(
-    folder: Path, step: int, model: Chunks, optimizer: Any, keep: int, objective: Objective | None = None
-) -> None:
-    """Collective. After it, the newest `keep` checkpoints are left."""
-    target = path_of(folder, step)
-    partial = target.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        for left_by_a_crash in folder.glob("*.partial"):
-            shutil.rmtree(left_by_a_crash)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = _state(model, optimizer, objective, loading=False)
-    state["step"] = step
-    state["rng"] = torch.get_rng_state()
-    if objective is not None:
-        state["objective"] = json.dumps(objective.state_dict())
-    dist_checkpointing.save(state, str(partial))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        publish(partial, target)
-        for old in steps(folder)[:-keep]:
-            shutil.rmtree(path_of(folder, old))
-    dist.barrier()
+@dataclass
+class _Pending:
+    step: int
+    score: float | None
+    writing: Writing
+    begin_seconds: float
 
 
-def load(folder: Path, model: Chunks, optimizer: Any, objective: Objective | None = None) -> int:
-    """Load the newest checkpoint into model and optimizer; its step, or 0 when there is none. Collective."""
-    found = steps(folder)
-    if not found:
-        return 0
-    path = path_of(folder, found[-1])
-    try:
-        state = dist_checkpointing.load(_state(model, optimizer, objective, loading=True), str(path))
-    except _DAMAGED as e:
-        reason = " ".join(str(e).split())[-300:]
-        raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    if objective is not None and "objective" in state:
-        objective.load_state_dict(json.loads(state["objective"]))
-        objective.load_averages(state.get("averages", {}))
-    return int(state["step"])
+class Checkpoints:
+    """Owns a run's checkpoint folder. Every rank calls every method together.
+
+    Keeps the newest `keep` and the one with the best score (a held-out accuracy, say).
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._pending: _Pending | None = None
+        self.seconds = math.inf
+        """What the last save took in all, on the slowest rank; infinite before the first."""
+
+    def begin(
+        self,
+        step: int,
+        model: Chunks,
+        optimizer: Any,
+        objective: Objective | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Copy the state and start to write it. It counts once `finish` has told its step."""
+        if self._pending is not None:
+            raise ValueError(
+                f"the checkpoint of step {self._pending.step} is still being written; finish it first"
+            )
+        start = time.monotonic()
+        partial = path_of(self._folder, step).with_suffix(".partial")
+        if dist.get_rank() == 0:
+            for left_by_a_crash in self._folder.glob("*.partial"):
+                shutil.rmtree(left_by_a_crash)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state = _state(model, optimizer, objective, loading=False)
+        state["step"] = step
+        state["rng"] = torch.get_rng_state()
+        if objective is not None:
+            state["objective"] = json.dumps(objective.state_dict())
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        writing = Writing(request, partial)
+        self._pending = _Pending(step, score, writing, time.monotonic() - start)
+
+    def finish(self, wait: bool) -> int | None:
+        """Publish what was begun, once every rank has written its part; its step, or None when there is nothing yet.
+
+        Raises RunError when a rank could not write.
+        """
+        if self._pending is None:
+            return None
+        pending = self._pending
+        done = torch.tensor(int(pending.writing.done(wait)))
+        if torch.cuda.is_available():
+            done = done.cuda()
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        if not done.item():
+            return None
+        self._pending = None
+        start = time.monotonic()
+        target = path_of(self._folder, pending.step)
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, pending.writing.error)
+        if told := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
+            raise RunError(f"{target}: the checkpoint could not be written: {'; '.join(told)}")
+        pending.writing.finalize()
+        sums: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(sums, pending.writing.checksums)
+        if dist.get_rank() == 0:
+            known = {name: value for part in sums for name, value in part.items()}
+            manifest.write(pending.writing.folder, pending.step, pending.score, known)
+            publish(pending.writing.folder, target)
+            self._prune()
+        seconds = [0.0] * dist.get_world_size()
+        here = pending.begin_seconds + pending.writing.seconds + time.monotonic() - start
+        dist.all_gather_object(seconds, here)  # a barrier, too
+        self.seconds = max(seconds)
+        return pending.step
+
+    def _prune(self) -> None:
+        present = steps(self._folder)
+        scores = {s: manifest.score(path_of(self._folder, s)) for s in present}
+        scored = [(score, s) for s, score in scores.items() if score is not None]
+        kept = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
+        for step in present:
+            if step not in kept:
+                shutil.rmtree(path_of(self._folder, step))
+
+    def load(self, model: Chunks, optimizer: Any, objective: Objective | None = None) -> int:
+        """Load the newest checkpoint into model and optimizer; its step, or 0 when there is none.
+
+        Raises RunError that names the file which is missing or has changed, and for another model's checkpoint.
+        """
+        found = steps(self._folder)
+        if not found:
+            return 0
+        path = path_of(self._folder, found[-1])
+        _verify(path, found)
+        try:
+            state = dist_checkpointing.load(_state(model, optimizer, objective, loading=True), str(path))
+        except _FOREIGN as e:
+            reason = " ".join(str(e).split())[-300:]
+            raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if objective is not None and "objective" in state:
+            objective.load_state_dict(json.loads(state["objective"]))
+            objective.load_averages(state.get("averages", {}))
+        return int(state["step"])
+
+
+def _verify(path: Path, found: list[int]) -> None:
+    """Every rank reads its share of the files. Raises RunError on all of them when one is damaged."""
+    wrong: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(wrong, manifest.damaged(path, dist.get_rank(), dist.get_world_size()))
+    if told := sorted({name for part in wrong for name in part}):
+        rest = f"; the one before it is of step {found[-2]}" if len(found) > 1 else ""
+        raise RunError(
+            f"{path}: the checkpoint is damaged: {'; '.join(told)}. Delete it to do without it{rest}"
+        )

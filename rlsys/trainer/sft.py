@@ -47,7 +47,9 @@ def sft(config: Config) -> None:
             tokens_per_s=tokens / seconds, time_train=seconds, time_step=seconds,
         )  # fmt: skip
         if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
+            trainer.finish_checkpoint()
             trainer.save_checkpoint(step)
+    trainer.finish_checkpoint()
     trainer.export_hf(config.run.dir / "model")
     write("run", config.trainer.steps, event="end")
     trainer.close()

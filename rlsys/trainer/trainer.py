@@ -28,7 +28,8 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.hf import HFConfig, write_hf
 from rlsys.errors import RunError
-from rlsys.trainer import checkpoint, setup
+from rlsys.trainer import setup
+from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_logprobs
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
@@ -69,7 +70,7 @@ class Trainer:
         ]
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
-        self._checkpoints = config.run.dir / "checkpoints"
+        self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
 
     def on_main(self, call: Callable[[], T]) -> T:
@@ -242,14 +243,28 @@ class Trainer:
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, objective: Objective | None = None) -> None:
-        """Model, optimizer, random state and the objective's, after `step` steps, in `checkpoints`. Atomic."""
-        keep = self.config.trainer.keep_checkpoints
-        checkpoint.save(self._checkpoints, step, self._chunks, self._optimizer, keep, objective)
+    def save_checkpoint(
+        self, step: int, objective: Objective | None = None, score: float | None = None
+    ) -> None:
+        """Begin to write model, optimizer, random state and the objective's, after `step` steps.
+
+        In the background; call finish_checkpoint before the next. `score`: of the held-out evaluation, if one
+        was made of these weights.
+        """
+        self._checkpoints.begin(step, self._chunks, self._optimizer, objective, score)
+
+    def finish_checkpoint(self, wait: bool = True) -> int | None:
+        """The step of a checkpoint that is on the disk since now; None when there is none, or not yet."""
+        return self._checkpoints.finish(wait)
+
+    @property
+    def save_seconds(self) -> float:
+        """What the last checkpoint took from its beginning to its publication, alike on every rank; at first inf."""
+        return self._checkpoints.seconds
 
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
-        return checkpoint.load(self._checkpoints, self._chunks, self._optimizer, objective)
+        return self._checkpoints.load(self._chunks, self._optimizer, objective)
 
 
 def _scores(output: Tensor, share: Share, temperature: float) -> Scores:

@@ -60,7 +60,7 @@ def alone(workplace: Path) -> dict[str, Any]:
     """What one rank sees; it leaves a checkpoint of step 3."""
     trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
     seen: dict[str, Any] = {"before": cases.canary_logps(trainer), "steps": cases.steps(trainer, 3, cases.LR)}
-    trainer.save_checkpoint(3)
+    cases.save(trainer, 3)
     seen |= {"after": cases.canary_logps(trainer), "sums": cases.weight_sums(trainer)}
     seen["fourth"] = cases.steps(trainer, 1, cases.LR)
     trainer.close()

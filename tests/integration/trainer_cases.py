@@ -93,6 +93,11 @@ def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
     return out
 
 
+def save(trainer: Trainer, step: int, score: float | None = None) -> None:
+    trainer.save_checkpoint(step, score=score)
+    assert trainer.finish_checkpoint() == step
+
+
 def canary_logps(trainer: Trainer) -> list[float]:
     return [x for canary in trainer.canaries(SEQUENCES) for x in canary.logp]
 
@@ -127,7 +132,7 @@ def main(workplace: Path, layouts: list[str]) -> None:
         seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
         seen |= {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
         if "save" in layout:
-            trainer.save_checkpoint(3)
+            save(trainer, 3)
         seen |= {"loaded": trainer.load_checkpoint(), "fourth": steps(trainer, 1, LR)}
         seen["seconds"] = time.monotonic() - start
         if trainer.is_main:

@@ -1,0 +1,126 @@
+"""Checkpoints on the real megatron-core: whole or not there, checked, kept by policy, written in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trainer_cases as cases
+
+from rlsys.errors import RunError
+from rlsys.trainer import checkpoint
+from rlsys.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.write_model(tmp_path_factory.mktemp("models") / "moe", num_hidden_layers=2)
+
+
+@pytest.fixture
+def trainer(model: Path, tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(cases.config_of(model, tmp_path / "run", trainer={"keep_checkpoints": 2}))
+    yield made
+    made.close()
+
+
+def folder(trainer: Trainer) -> Path:
+    return trainer.config.run.dir / "checkpoints"
+
+
+def test_old_checkpoints_go_but_the_best_and_half_written_ones_do_not_count(trainer: Trainer) -> None:
+    for step, score in ((1, 0.2), (2, 0.5), (3, None), (4, 0.4), (5, None)):
+        cases.save(trainer, step, score)
+    assert checkpoint.steps(folder(trainer)) == [2, 4, 5]
+    (folder(trainer) / "step-000005").rename(folder(trainer) / "step-000005.partial")
+    assert trainer.load_checkpoint() == 4
+    cases.save(trainer, 6)
+    assert sorted(p.name for p in folder(trainer).iterdir()) == ["step-000002", "step-000004", "step-000006"]
+
+
+def test_a_save_holds_the_state_of_its_own_step(trainer: Trainer) -> None:
+    cases.steps(trainer, 1)
+    expected = cases.weight_sums(trainer)
+    trainer.save_checkpoint(1)
+    cases.steps(trainer, 1)  # overwrites every weight while the thread may still be writing
+    assert trainer.finish_checkpoint() == 1
+    assert trainer.finish_checkpoint() is None
+    assert trainer.load_checkpoint() == 1
+    assert cases.weight_sums(trainer) == expected
+
+
+FILES = ("metadata.json", "common.pt", ".metadata", "__0_0.distcp")
+
+
+@pytest.mark.parametrize("victim", FILES)
+def test_a_flipped_byte_is_named(victim: str, trainer: Trainer) -> None:
+    for step in (1, 2):
+        cases.save(trainer, step)
+    file = folder(trainer) / "step-000002" / victim
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RunError, match=rf"step-000002: .* {victim} is not what was written .* of step 1"):
+        trainer.load_checkpoint()
+
+
+def test_a_missing_file_and_a_missing_manifest_are_named(trainer: Trainer) -> None:
+    cases.save(trainer, 1)
+    (folder(trainer) / "step-000001/__0_0.distcp").unlink()
+    with pytest.raises(RunError, match=r"__0_0\.distcp is missing"):
+        trainer.load_checkpoint()
+    (folder(trainer) / "step-000001/manifest.json").unlink()
+    with pytest.raises(RunError, match=r"manifest\.json is missing or not whole"):
+        trainer.load_checkpoint()
+
+
+def test_a_checkpoint_of_another_model_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    cases.save(trainer, 1)
+    trainer.close()
+    wider = cases.write_model(tmp_path / "wider", num_hidden_layers=2, moe_intermediate_size=64)
+    other = Trainer(cases.config_of(wider, tmp_path / "run"))
+    with pytest.raises(RunError, match=r"step-000001: the checkpoint cannot be loaded"):
+        other.load_checkpoint()
+
+
+def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
+    trainer.finish_checkpoint()
+    cases.save(trainer, 1)
+    trainer.save_checkpoint(2)
+    pending = trainer._checkpoints._pending
+    assert pending is not None
+    pending.writing.done(wait=True)
+    pending.writing.error = "OSError: No space left on device"
+    with pytest.raises(
+        RunError, match=r"step-000002: .* could not be written: rank 0: OSError: No space left"
+    ):
+        trainer.finish_checkpoint()
+    assert checkpoint.steps(folder(trainer)) == [1]
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(model: Path, tmp_path: Path) -> None:
+    """A process saves step 1, begins to save step 2, and is killed when a part of it is on the disk."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    victim = Path(__file__).with_name("trainer_saves_forever.py")
+    command = [sys.executable, str(victim), str(model), str(tmp_path / "run")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    expected = process.stdout.readline()
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert left == {"step-000001", "step-000002.partial"}
+    resumed = Trainer(cases.config_of(model, tmp_path / "run"))
+    assert resumed.load_checkpoint() == 1
+    assert repr(cases.weight_sums(resumed)) == expected.strip()
+    cases.save(resumed, 2)
+    assert checkpoint.steps(tmp_path / "run/checkpoints") == [1, 2]
+    resumed.close()

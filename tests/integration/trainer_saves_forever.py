@@ -1,0 +1,36 @@
+"""Saves step 1, begins to save step 2, says "writing" once a part of it is written, and waits to be killed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import trainer_cases as cases
+
+from rlsys.trainer import manifest
+from rlsys.trainer.trainer import Trainer
+
+
+def main(model: Path, run: Path) -> None:
+    trainer = Trainer(cases.config_of(model, run))
+    cases.steps(trainer, 1)
+    cases.save(trainer, 1)
+    print(repr(cases.weight_sums(trainer)), flush=True)
+    cases.steps(trainer, 1)
+    written, forever = threading.Event(), threading.Event()
+
+    def stop_here(file: Path) -> str:
+        written.set()
+        forever.wait()
+        return ""
+
+    manifest.sha256 = stop_here  # called by the writing thread after its first file
+    trainer.save_checkpoint(2)
+    written.wait()
+    print("writing", flush=True)
+    forever.wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
