@@ -101,13 +101,13 @@ def train(config: Config, rollout: RolloutClient) -> None:
             time_rollout=rollout_done - start, time_train=train_done - rollout_done, time_sync=time_sync,
             time_step=end - start, tokens_per_s=taken.metrics["tokens"] / (end - start),
         )  # fmt: skip
-        last, score = step == config.trainer.steps, None
+        last, accuracy = step == config.trainer.steps, None
         if last or step % config.eval.every == 0:
-            score = evaluate()
+            accuracy = evaluate()
         save = last or step % config.trainer.checkpoint_every == 0
         settle(wait=save)
         if save:
-            trainer.save_checkpoint(step, objective, score)
+            trainer.save_checkpoint(step, objective, accuracy)
             saved = step
     settle(wait=True)
     write("run", event="end")

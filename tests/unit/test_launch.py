@@ -284,7 +284,10 @@ def test_a_model_folder_that_fits(model: Path) -> None:
         (["model.path=/"], r"not a Hugging Face model folder: no config\.json in it"),
         (["parallel.ep=16"], r"parallel\.ep = 16 does not divide the model's 8 experts"),
         (["parallel.pp=2"], r"parallel\.pp \* vpp = 2 does not divide the model's 3 layers"),
-        (["parallel.pp=3", "parallel.vpp=2"], r"parallel\.pp \* vpp = 6 does not divide the model's 3 layers"),
+        (
+            ["parallel.pp=3", "parallel.vpp=2"],
+            r"parallel\.pp \* vpp = 6 does not divide the model's 3 layers",
+        ),
         (["parallel.tp=4"], r"parallel\.tp = 4 does not divide the model's 2 key-value heads"),
         (["engine.tp=3"], r"engine\.tp = 3 does not divide the model's 4 attention heads"),
         (
