@@ -72,6 +72,8 @@ class RolloutConfig(Section):
     """Budget of one response, counted over all its segments."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature of the rollout (evaluation is greedy)."""
+    flush_tokens: Positive = 16384
+    """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after which a reward counts as failed and its sample as censored."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0

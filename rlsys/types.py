@@ -47,6 +47,14 @@ class VersionSpan:
 
 
 @dataclass(slots=True)
+class TokenSpan:
+    """Response tokens [start, end)."""
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
 class RouteSpan:
     """The experts that the engine chose at sequence positions [start, end) of prompt + response.
 
@@ -106,6 +114,10 @@ class Sample:
     prefilled_tokens: int = 0  # prompt tokens sent, over all segments
     engine: str | None = None  # url of the engine that holds its prefix
     routes: list[RouteSpan] = field(default_factory=list)
+    observed: list[TokenSpan] = field(default_factory=list)  # what a tool wrote: no model sampled it
+    masked: list[TokenSpan] = field(
+        default_factory=list
+    )  # sampled, but too old to be trained on: set at take
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
@@ -135,6 +147,35 @@ class Sample:
                 last.end = base + span.end
             else:
                 self.spans.append(VersionSpan(span.version, base + span.start, base + span.end))
+
+    def observe(self, ids: list[int]) -> None:
+        """Add what the environment says: tokens that no model sampled. They have mu 0, the version of the token
+        before them, and are never trained. Raises ValueError before the model's first token."""
+        if not self.spans:
+            raise ValueError(f"sample {self.sample_id}: an observation before the first token")
+        start, end = len(self.response_ids), len(self.response_ids) + len(ids)
+        self.response_ids.extend(ids)
+        self.mu.extend([0.0] * len(ids))
+        self.spans[-1].end = end
+        if end > start:
+            self.observed.append(TokenSpan(start, end))
+
+    @property
+    def observed_last(self) -> bool:
+        """The environment spoke last: what the model says next is a new turn, not a resumed one."""
+        return bool(self.observed) and self.observed[-1].end == len(self.response_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Response tokens that a model sampled."""
+        return len(self.response_ids) - sum(span.end - span.start for span in self.observed)
+
+    def trained(self) -> list[bool]:
+        """Whether a response token is trained, `[len(response_ids)]`."""
+        out = [True] * len(self.response_ids)
+        for span in (*self.observed, *self.masked):
+            out[span.start : span.end] = [False] * (span.end - span.start)
+        return out
 
     def _check_routes(self, routes: RouteSpan, last: int) -> None:
         """`last`: the position behind the last one that was predicted from."""

@@ -72,7 +72,7 @@ class Samples:
         samples = [s for group in groups for s in group.samples]
         if missing := [s.sample_id for s in samples if s.reward is None]:
             raise ValueError(f"samples {missing[:5]} have no reward")
-        lengths = [len(s.response_ids) for s in samples]
+        lengths = [s.sampled_tokens for s in samples]
         named = [list(s.named_rewards.values()) if s.named_rewards else [s.reward] for s in samples]
         rewards = torch.tensor(named, dtype=torch.float32)
         return cls(

@@ -12,7 +12,8 @@ Invariants, true after every method and therefore at every commit:
 
 Methods write into one open transaction; `flush` commits it. Whoever tells another process about a change
 flushes first, so a crash takes back only what nobody has heard of. NOT guaranteed: tokens that the router
-appended to a sample since its last `save`; a restart samples them again, with the same seed.
+appended to a sample since its last `save`, at most rollout.flush_tokens of all samples together (the runner sees
+to that); a restart samples them again, with the same seed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from pathlib import Path
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.ledger import Ledger, count
-from rlsys.rollout.store import WriterLock, ids_to_blob, open_store, read_groups, sqlite_errors, write_sample
+from rlsys.rollout.store import (
+    Stored,
+    WriterLock,
+    ids_to_blob,
+    open_store,
+    read_groups,
+    sqlite_errors,
+    write_sample,
+)
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup
 
 _LEGAL = {
@@ -57,10 +66,10 @@ class RolloutBuffer:
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
         self.added_tokens = 0
-        """Response tokens written since the file was opened."""
+        """Tokens that a model sampled, written since the file was opened."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
         self._policy_steps: dict[int, int] = {}
-        self._stored: dict[int, int] = {}  # sample id -> tokens in the file, of live groups
+        self._stored: dict[int, Stored] = {}  # by sample id, of live groups
         self._load()
 
     def _load(self) -> None:
@@ -68,7 +77,7 @@ class RolloutBuffer:
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             samples = (s for g in self.groups.values() for s in g.samples)
-            self._stored = {s.sample_id: len(s.response_ids) for s in samples}
+            self._stored = {s.sample_id: Stored.of(s) for s in samples}
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
@@ -135,6 +144,10 @@ class RolloutBuffer:
                 if group is None or group.state is not GroupState.ACTIVE:
                     raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
                 self._write(sample)
+
+    def unsaved(self, sample: Sample) -> bool:
+        """Whether it has tokens that `save` has not seen."""
+        return len(sample.response_ids) > self._stored[sample.sample_id].tokens
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -275,6 +288,20 @@ class RolloutBuffer:
 
     # The file
 
+    def record_admission(self, group: SampleGroup) -> None:
+        """The group may start, or go on after a restart, under the current weight version."""
+        with self._writing():
+            row = (group.group_id, self._version)
+            self._db.execute("INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)", row)
+
+    def record_interrupts(self, samples: Iterable[Sample]) -> None:
+        """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""
+        rows = [(s.sample_id, len(s.response_ids), self._version) for s in samples]
+        with self._writing():
+            self._db.executemany(
+                "INSERT INTO interrupts (sample_id, tokens, weight_version) VALUES (?, ?, ?)", rows
+            )
+
     def check_counts(self) -> None:
         """Conservation of groups (invariant 3), cheaply: the issue counter, memory and file agree, else RunError."""
         with sqlite_errors(self._path):
@@ -332,11 +359,9 @@ class RolloutBuffer:
             raise
 
     def _write(self, sample: Sample) -> None:
-        tokens = len(sample.response_ids)
-        new = tokens - self._stored.get(sample.sample_id, 0)
-        write_sample(self._db, sample, arrays=new > 0 or bool(sample.routes))  # routes come last
-        self._stored[sample.sample_id] = tokens
-        self.added_tokens += new
+        before = self._stored.get(sample.sample_id, Stored())
+        now = self._stored[sample.sample_id] = write_sample(self._db, sample, before)
+        self.added_tokens += now.sampled - before.sampled
 
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
         if state not in _LEGAL.get(group.state, ()):

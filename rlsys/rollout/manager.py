@@ -304,10 +304,12 @@ class RolloutManager:
 
     async def _rest(self) -> None:
         """Nothing is in flight when this returns, every token that came is in the buffer, lost ones are counted."""
+        busy = self._runner.in_flight()
         try:
             await self._router.interrupt()
         finally:
             self._runner.save_running()
+        self._buffer.record_interrupts(s for s in busy if s.status is Status.PARKED)
         stats = self._router.stats()
         received = int(stats["received_tokens"] - stats["evaluation_tokens"])
         if received != self._buffer.added_tokens:

@@ -60,6 +60,8 @@ class SampleRunner:
         self._prompts: dict[int, Prompt] = {}  # of groups that were let in
         self._censored_in_row = 0
         self._flush_handle: asyncio.TimerHandle | None = None
+        self._unsaved_tokens = 0  # at most: what came since running samples were saved
+        router.on_tokens = self._heard
 
     def go(self, policy_step: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
@@ -96,8 +98,23 @@ class SampleRunner:
 
     def save_running(self) -> None:
         """Into the buffer with all tokens that running samples have got so far."""
-        running = (s for g in self._buffer.active() for s in g.samples if s.sample_id in self._tasks)
-        self._buffer.save(s for s in running if s.response_ids)
+        self._buffer.save(s for s in self._running() if s.response_ids)
+        self._unsaved_tokens = 0
+
+    def in_flight(self) -> list[Sample]:
+        """What an engine works on."""
+        return [s for s in self._running() if s.status is Status.IN_FLIGHT]
+
+    def _running(self) -> Iterable[Sample]:
+        return (s for g in self._buffer.active() for s in g.samples if s.sample_id in self._tasks)
+
+    def _heard(self, tokens: int) -> None:
+        """So many tokens came: a crash must not cost more than rollout.flush_tokens."""
+        self._unsaved_tokens += tokens
+        if self._unsaved_tokens >= self._config.rollout.flush_tokens:
+            self._buffer.save(s for s in self._running() if self._buffer.unsaved(s))
+            self._unsaved_tokens = 0
+            self.flush()
 
     def raise_failure(self) -> None:
         if isinstance(self._failure, RlsysError):
@@ -143,6 +160,7 @@ class SampleRunner:
             group = self._buffer.issue(prompt, self._seeds(group_id, range(self._planning.size)))
             self._save_planning()
             self._flush_soon()
+        self._buffer.record_admission(group)
         self._prompts[group.group_id] = prompt
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)

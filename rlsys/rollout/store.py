@@ -3,10 +3,12 @@
     meta     counters that only grow: issued groups, weight_version, tokens lost; and the planners' state
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
-    arrays   response ids (int32), mu (float64), little-endian, and routes (msgpack of RouteSpans); dropped when no
-             checkpoint can want them
+    arrays   pieces of samples in the order in which they came: response ids (int32), mu (float64), little-endian,
+             and routes (msgpack of RouteSpans); dropped when no checkpoint can want them
     takes    the journal: which groups a train step took, at which weight version
     pushes   the train step whose weights a weight version holds
+    admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
+             was interrupted, each under which weight version
 
 WAL with synchronous=FULL: what is committed survives kill -9 and a power cut, and a reader (`rlsys ledger`)
 never waits for the writer. A lock beside the file keeps a second writer out.
@@ -21,17 +23,18 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from rlsys.errors import RunError, UserError
-from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Status, VersionSpan
+from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -43,16 +46,26 @@ CREATE TABLE samples (
     sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
     reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-    prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT
+    prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
+    observed TEXT NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE arrays (
-    sample_id INTEGER PRIMARY KEY, response_ids BLOB NOT NULL, mu BLOB NOT NULL, routes BLOB NOT NULL
+    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, response_ids BLOB NOT NULL, mu BLOB NOT NULL,
+    routes BLOB NOT NULL
 );
+CREATE INDEX arrays_by_sample ON arrays (sample_id);
 CREATE TABLE takes (
     train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL
 );
 CREATE TABLE pushes (weight_version INTEGER PRIMARY KEY, train_step INTEGER NOT NULL);
+CREATE TABLE admissions (
+    place INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, weight_version INTEGER NOT NULL
+);
+CREATE TABLE interrupts (
+    place INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    weight_version INTEGER NOT NULL
+);
 """
 
 
@@ -187,25 +200,42 @@ def blob_to_ids(blob: bytes) -> list[int]:
     return ids
 
 
-def write_sample(db: sqlite3.Connection, sample: Sample, *, arrays: bool) -> None:
-    """Insert or replace its row, and its arrays if told to. In flight is stored as parked: what would be resumed."""
+class Stored(NamedTuple):
+    """How much of a sample's arrays the file has."""
+
+    tokens: int = 0
+    routes: int = 0
+    sampled: int = 0
+    """Of the tokens: those that a model sampled, and not a tool wrote."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> Stored:
+        return cls(len(sample.response_ids), len(sample.routes), sample.sampled_tokens)
+
+
+def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stored:
+    """Insert or replace its row and add what its arrays have beyond `stored`; returns what is stored now.
+
+    In flight is stored as parked: what would be resumed.
+    """
     status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
-    spans = json.dumps([[s.version, s.start, s.end] for s in sample.spans])
-    db.execute(
-        f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 16)})",
-        (
-            sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-            len(sample.response_ids), spans, sample.reward, sample.censor_reason, sample.resumes,
-            sample.cached_tokens, sample.prefilled_tokens, sample.engine,
-            None if sample.named_rewards is None else json.dumps(sample.named_rewards),
-            sample.plain_reward, sample.answer,
-        ),
+    row = (
+        sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
+        len(sample.response_ids), json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
+        sample.reward, sample.censor_reason, sample.resumes,
+        sample.cached_tokens, sample.prefilled_tokens, sample.engine,
+        None if sample.named_rewards is None else json.dumps(sample.named_rewards),
+        sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
     )  # fmt: skip
-    if arrays:
-        mu = np.array(sample.mu, dtype="<f8").tobytes()
-        routes = msgspec.msgpack.encode(sample.routes)
-        row = (sample.sample_id, ids_to_blob(sample.response_ids), mu, routes)
-        db.execute("INSERT OR REPLACE INTO arrays VALUES (?, ?, ?, ?)", row)
+    db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
+    now = Stored.of(sample)
+    if now != stored:
+        ids = ids_to_blob(sample.response_ids[stored.tokens :])
+        mu = np.array(sample.mu[stored.tokens :], dtype="<f8").tobytes()
+        routes = msgspec.msgpack.encode(sample.routes[stored.routes :])
+        piece = (sample.sample_id, ids, mu, routes)
+        db.execute("INSERT INTO arrays (sample_id, response_ids, mu, routes) VALUES (?, ?, ?, ?)", piece)
+    return now
 
 
 def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
@@ -216,31 +246,56 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
     for row in db.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY group_id", values):
         groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
         prompts[row[0]] = blob_to_ids(row[4])
-    rows = db.execute(
-        "SELECT samples.*, response_ids, mu, routes FROM samples LEFT JOIN arrays USING (sample_id) "
-        f"WHERE group_id IN (SELECT group_id FROM groups WHERE {where}) ORDER BY sample_id",
-        values,
+    of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
+    arrays: dict[int, Arrays] = {}
+    pieces = (
+        "SELECT sample_id, response_ids, arrays.mu, arrays.routes FROM arrays JOIN samples USING (sample_id)"
     )
-    for row in rows:
-        groups[row[1]].samples.append(_sample(row, prompts[row[1]]))
+    for sample_id, *piece in db.execute(f"{pieces} WHERE {of_groups} ORDER BY piece", values):
+        arrays.setdefault(sample_id, Arrays()).add(*piece)
+    for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
+        groups[row[1]].samples.append(_sample(row, prompts[row[1]], arrays.get(row[0], Arrays())))
     return list(groups.values())
 
 
-def _sample(row: tuple, prompt_ids: list[int]) -> Sample:
-    sample_id, group_id, place, seed, status, tokens, spans, *rest, ids, mu, routes = row
-    reward, censor_reason, resumes, cached, prefilled, engine, named_rewards, plain_reward, answer = rest
-    response_ids = blob_to_ids(ids or b"")
-    logp: list[float] = np.frombuffer(mu or b"", dtype="<f8").tolist()
-    if not len(response_ids) == len(logp) == tokens:
+class Arrays:
+    """The pieces of one sample put together."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mu: list[float] = []
+        self.routes: list[RouteSpan] = []
+
+    def add(self, ids: bytes, mu: bytes, routes: bytes) -> None:
+        self.ids += blob_to_ids(ids)
+        self.mu += np.frombuffer(mu, dtype="<f8").tolist()
+        self.routes += msgspec.msgpack.decode(routes, type=list[RouteSpan])
+
+
+def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
+    sample_id, group_id, place, seed, status, tokens, spans, *rest = row
+    (
+        reward,
+        censor_reason,
+        resumes,
+        cached,
+        prefilled,
+        engine,
+        named_rewards,
+        plain_reward,
+        answer,
+        observed,
+    ) = rest
+    if not len(arrays.ids) == len(arrays.mu) == tokens:
         raise RunError(
-            f"sample {sample_id}: {tokens} tokens in the ledger, but {len(response_ids)} ids and {len(logp)} "
-            "log-probs are kept"
+            f"sample {sample_id}: {tokens} tokens in the ledger, but {len(arrays.ids)} ids and "
+            f"{len(arrays.mu)} log-probs are kept"
         )
-    version_spans = [VersionSpan(*s) for s in json.loads(spans)]
     return Sample(
-        sample_id, group_id, place, prompt_ids, seed, response_ids, logp, version_spans, Status(status),
+        sample_id, group_id, place, prompt_ids, seed, arrays.ids, arrays.mu,
+        [VersionSpan(*s) for s in json.loads(spans)], Status(status),
         reward=reward, censor_reason=censor_reason, resumes=resumes, cached_tokens=cached,
         prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
-        routes=msgspec.msgpack.decode(routes, type=list[RouteSpan]) if routes else [],
+        routes=arrays.routes, observed=[TokenSpan(*s) for s in json.loads(observed)],
     )  # fmt: skip

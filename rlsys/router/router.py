@@ -12,7 +12,7 @@ import heapq
 import itertools
 import logging
 import uuid
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -72,6 +72,8 @@ class Router:
         self._interrupted = True
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        self.on_tokens: Callable[[int], None] = lambda tokens: None
+        """Told how many tokens a sample of the ledger has just got."""
         self._run_id = uuid.uuid4().hex[:8]
         self._idle = asyncio.Event()
         self._group_engine: dict[int, str] = {}
@@ -153,8 +155,9 @@ class Router:
         """One request. Afterwards the sample is terminal, or PARKED with every token that arrived."""
         if sample.sample_id != _EVALUATION:
             self._group_engine[sample.group_id] = engine.url
-            sample.resumes += bool(sample.response_ids)
-            self._counts["resumes"] += bool(sample.response_ids)
+            resumed = bool(sample.response_ids) and not sample.observed_last
+            sample.resumes += resumed
+            self._counts["resumes"] += resumed
         rid = f"{self._run_id}-{sample.sample_id}-{next(self._order)}."  # the point: not the beginning of another
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         engine.load += 1
@@ -220,7 +223,9 @@ class Router:
         self._counts["received_tokens"] += tokens
         if sample.sample_id == _EVALUATION:
             self._counts["evaluation_tokens"] += tokens
-        elif segment.finish is not None:
+            return segment.finish
+        self.on_tokens(tokens)
+        if segment.finish is not None:
             self._counts["cached_tokens"] += segment.cached_tokens
             self._counts["prefilled_tokens"] += segment.prompt_tokens
             sample.cached_tokens += segment.cached_tokens

@@ -18,25 +18,37 @@ from rlsys.types import Sample
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample; mu and versions have one entry per response token, `row` is its row in the sample table."""
+    """One sample; mu, versions and `trained` (all of them where it is not given) have one entry per response token,
+    `row` is its row in the sample table."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     mu: list[float]
     versions: list[int]
     row: int = -1
+    trained: list[bool] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
-        if not self.prompt_ids or not n or len(self.mu) != n or len(self.versions) != n:
+        per_token = {"mu": len(self.mu), "versions": len(self.versions), "trained": len(self.mask)}
+        if not self.prompt_ids or not n or set(per_token.values()) != {n}:
+            found = ", ".join(f"{count} {name}" for name, count in per_token.items())
             raise ValueError(
-                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {len(self.mu)} mu, "
-                f"{len(self.versions)} versions: prompt and response must not be empty, the last three equal"
+                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {found}: prompt and response must not be "
+                "empty, the last four equal"
             )
 
     @classmethod
     def of(cls, sample: Sample, row: int = -1) -> TrainSample:
-        return cls(sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row)
+        trained = sample.trained() if sample.observed or sample.masked else None
+        return cls(sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained)
+
+    @property
+    def mask(self) -> list[float]:
+        """1 for each response token that is trained."""
+        if self.trained is None:
+            return [1.0] * len(self.response_ids)
+        return [float(t) for t in self.trained]
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -44,7 +56,7 @@ class TrainSample:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """`mask` is 1 on response tokens."""
+    """`mask` is 1 on response tokens that are trained."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
@@ -114,7 +126,7 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         rows=torch.tensor([s.row for s in samples]),
         mu=per_token(0.0, [s.mu for s in samples], torch.float32),
-        mask=per_token(0.0, [[1.0] * len(s.response_ids) for s in samples], torch.float32),
+        mask=per_token(0.0, [s.mask for s in samples], torch.float32),
         versions=per_token(-1, [s.versions for s in samples], torch.int64),
     )
 

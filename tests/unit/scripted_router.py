@@ -36,6 +36,7 @@ class ScriptedRouter:
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
+        self.on_tokens: Callable[[int], None] = lambda tokens: None
 
     def tick(self, tokens: int = 1) -> None:
         """Every sample in flight gets up to so many tokens, the oldest first."""
@@ -50,6 +51,7 @@ class ScriptedRouter:
         ids = list(range(first, first + n))
         sample.append(Segment(ids, [-i / 7 for i in ids], [VersionSpan(self.version, 0, n)]))
         self.received += n
+        self.on_tokens(n)
         if first + n == end:
             sample.status = Status.FINISHED if end == self._length(sample) else Status.TRUNCATED
             self._end(sample_id)

@@ -119,5 +119,5 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
 def test_uneven_samples_are_refused(
     prompt: list[int], response: list[int], mu: list[float], versions: list[int]
 ) -> None:
-    with pytest.raises(ValueError, match="must not be empty, the last three equal"):
+    with pytest.raises(ValueError, match="must not be empty, the last four equal"):
         TrainSample(prompt, response, mu, versions)

@@ -1,0 +1,119 @@
+"""A RolloutManager with everything around it on a scripted router, and the trainer's side of a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scripted_router import ScriptedRouter
+
+from rlsys.config import Config
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.ledger import check
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.types import Prompt, Sample, SampleGroup, Taken
+
+T = TypeVar("T")
+Reward = Callable[[Prompt, str], Awaitable[float]]
+
+
+class Numbers:
+    """Prompt i is three ids; held-out prompts have 1, 2, ... ids."""
+
+    def train(self, index: int) -> Prompt:
+        return Prompt(index, str(index), [5, 6, index % 50], {})
+
+    def heldout(self, n: int) -> list[Prompt]:
+        return [Prompt(i, str(i), [1] * (i + 1), {"heldout": True}) for i in range(n)]
+
+
+async def length_reward(prompt: Prompt, text: str) -> float:
+    """1 for an odd number of tokens."""
+    return float(len(text) % 2)
+
+
+def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    rollout = {
+        "groups_per_step": 2, "group_size": 2, "max_response_tokens": 20, "reward_timeout": 5,
+        **sections.pop("rollout", {}),
+    }  # fmt: skip
+    data = {"run": {"dir": tmp_path}, "model": {"path": tmp_path}, "rollout": rollout, **sections}
+    return Config.model_validate(data)
+
+
+class Rig:
+    """A manager with everything around it, and the trainer's side of a step."""
+
+    def __init__(self, config: Config, length: Callable[[Sample], int], reward: Reward) -> None:
+        self.router = ScriptedRouter(length)
+        planning = Planning(config, Numbers(), None)
+        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, "run", planning.largest)
+        self.scorer = Scorer(reward, lambda ids: "x" * len(ids), config.rollout.reward_timeout)
+        router: Any = self.router
+        self.manager = RolloutManager(config, self.buffer, router, Numbers(), self.scorer, planning)
+
+    async def push(self) -> None:
+        await self.manager.end_push(await self.manager.begin_push(), [])
+
+    async def start(self, step: int = 0) -> None:
+        await self.manager.restore(step)
+        await self.push()
+
+    async def take(self, step: int) -> Taken:
+        """Ticks until there are enough groups."""
+        taken = await self.until(self.manager.take(step))
+        assert taken is not None
+        return taken
+
+    async def until(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(work)
+        for _ in range(2000):
+            await settle()
+            if task.done():
+                return task.result()
+            self.router.tick()
+        raise AssertionError(f"not done: {self.manager.status()}")
+
+
+async def settle() -> None:
+    """Let every task run as far as it can."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def rig(
+    config: Config, length: Callable[[Sample], int] = lambda s: 3, reward: Reward = length_reward
+) -> AsyncIterator[Rig]:
+    """At the end: the ledger adds up, and every token that the router received is in it."""
+    made = Rig(config, length, reward)
+    before = sum(made.buffer.ledger().tokens.values())
+    try:
+        yield made
+        await made.manager.close()
+        ledger = made.buffer.ledger()
+        check(ledger)
+        assert sum(ledger.tokens.values()) == before + made.router.received
+    finally:
+        made.buffer.close()
+
+
+def ids(groups: list[SampleGroup]) -> list[int]:
+    return [g.group_id for g in groups]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def abandon(r: Rig) -> None:
+    """Leave the file as a killed process does: what was not committed is gone."""
+    if r.buffer._db.in_transaction:
+        r.buffer._db.execute("ROLLBACK")
+    r.buffer.close()
