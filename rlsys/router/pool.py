@@ -114,7 +114,8 @@ class EngineState:
     def _cut_streams(self) -> None:
         now = asyncio.get_running_loop().time()
         for scope in self.streams.values():
-            scope.reschedule(now)
+            if not scope.expired():  # cut already, and not unwound yet
+                scope.reschedule(now)
 
 
 class Pool:
