@@ -1,4 +1,4 @@
-"""The commands of `rlsys` that concern a cluster or a run from outside: submit, status, logs."""
+"""The commands of `rlsys` that concern a cluster or a run from outside: submit, status, logs, doctor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from launch.diagnosis import ask
 from launch.layout import lay_out
 from launch.preflight import check_model
 from launch.status import role_logs, show_logs, status_lines
 from launch.submit import JobOptions, job_script, submit
 from rlsys.config import load_config
 from rlsys.errors import UserError
+from rlsys.obs.doctor import examine
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -30,6 +35,8 @@ def add_commands(add: Add) -> None:
     sub.add_argument("--dry-run", action="store_true", help="print the script, send nothing")
     sub = add("status", show_status, "show what a run is doing")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub = add("doctor", consult, "show what this machine has and lacks, or who waits for whom in a run")
+    sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
     sub = add("logs", print_logs, "show the logs of a run")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub.add_argument("--role", help="engine-0, rollout, trainer, supervisor ...")
@@ -52,6 +59,19 @@ def show_status(args: argparse.Namespace) -> int:
     must_be_run(args.run)
     print("\n".join(status_lines(args.run, time.time())))
     return 0
+
+
+def consult(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        must_be_run(args.run)
+        print(ask(args.run), end="")
+        return 0
+    findings = examine()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for found in findings:
+        table.add_row(found.name, found.value if found.ok else f"[red]{found.value}[/red]", found.note)
+    Console().print(table)
+    return 0 if all(found.ok for found in findings) else 1
 
 
 def print_logs(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from launch.layout import Layout, Share
 from rlsys.config import Config
 from rlsys.errors import UserError
+from rlsys.obs.role import STACKS_VARIABLE
 
 Kind = Literal["engine", "rollout", "trainer"]
 
@@ -107,7 +108,7 @@ def build_plan(
     rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
-    roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
+    roles.append(Role("rollout", "rollout", rollout, _stacks(config, "rollout"), f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
     return Plan(roles, nodes)
@@ -120,6 +121,11 @@ def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Por
 
 def _run_config(config: Config) -> str:
     return str(config.run.dir / "config.yaml")
+
+
+def _stacks(config: Config, name: str) -> dict[str, str]:
+    """Where the role's processes write their stacks when they are asked for them."""
+    return {STACKS_VARIABLE: str((config.run.dir / "logs" / "stacks" / name).absolute())}
 
 
 def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
@@ -188,6 +194,9 @@ def _trainer(
         argv += ["--nproc-per-node", str(share.count), "-m", module, "--config", _run_config(config)]
         name = "trainer" if len(shares) == 1 else f"trainer-{part}"
         roles.append(
-            Role(name, "trainer", [*argv, *arguments], unit="trainer", node=share.node, gpus=share.gpus)
-        )
+            Role(
+                name, "trainer", [*argv, *arguments], _stacks(config, "trainer"),
+                unit="trainer", node=share.node, gpus=share.gpus,
+            )
+        )  # fmt: skip
     return roles

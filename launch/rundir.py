@@ -54,7 +54,7 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         _lock(fd, config, say)
         resumed = _check_contents(config)
         (path / "logs").mkdir(exist_ok=True)
-        _write_whole(path / _CONFIG, dump_config(config))
+        write_whole(path / _CONFIG, dump_config(config))
         yield RunDir(path, fd, resumed)
     finally:
         os.close(fd)
@@ -120,7 +120,7 @@ def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str) -> Iterat
             yield name, old, new
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Replace `path` in one step: a crash leaves the old text or the new."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")

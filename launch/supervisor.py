@@ -23,10 +23,12 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from launch import diagnosis
 from launch.backends import Backend
 from launch.plan import Plan, Role
 from launch.process import RoleFailed, RoleProcess
-from launch.rundir import RunDir
+from launch.rundir import RunDir, write_whole
+from launch.status import last_lines
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.metrics import MetricsTail
@@ -36,6 +38,7 @@ STATUS_SECONDS = 1.0
 _PROBE_TIMEOUT = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
+_STACKS_SECONDS = 1.0
 _ENDING_SHARE = 1 / 3
 """Of the time that a preemption leaves, kept for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
@@ -105,6 +108,9 @@ class Supervisor:
         self._hurried = False
         self._next_status = 0.0
         self._tail = MetricsTail(run_dir.path)
+        self._status: dict[str, Any] | None = None
+        self._last_news = time.monotonic()
+        """When a figure of the run changed last."""
 
     def run(self) -> None:
         """Until the trainer is done; all roles end with it. Raises Stopped, or a failed role's error."""
@@ -242,11 +248,52 @@ class Supervisor:
         if time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + STATUS_SECONDS
+        before, self._status = self._status, self._ask_status()
+        if self._status is not None:
+            self._display.status(self._status)
+        if self._status != before:
+            self._last_news = time.monotonic()
+        self._look_after_hangs()
+
+    def _ask_status(self) -> dict[str, Any] | None:
+        """The rollout process's counts; None when it does not answer."""
         rollout = self._processes.get("rollout")
-        if rollout and rollout.ready and rollout.role.ready_url and (body := get(rollout.role.ready_url)):
-            self._display.status(json.loads(body))
+        if not (rollout and rollout.ready and rollout.role.ready_url):
+            return None
+        body = get(rollout.role.ready_url)
+        status: dict[str, Any] | None = json.loads(body) if body else None
+        return status
+
+    def _look_after_hangs(self) -> None:
+        """Diagnose on request (`rlsys doctor RUN`), and once in a silence."""
+        silence = time.monotonic() - self._last_news
+        request = self._run_dir.path / diagnosis.REQUEST
+        if request.exists():
+            request.unlink()
+            self._diagnose(f"asked for; the last change was {silence:.0f} s ago")
+        elif silence > self._config.launch.silence_seconds:
+            self._last_news = time.monotonic()
+            self._diagnose(f"nothing has changed for launch.silence_seconds = {silence:.0f} s")
+            self._say(f"nothing has changed for {silence:.0f} s; see {self._run_dir.path / diagnosis.ANSWER}")
+
+    def _diagnose(self, reason: str) -> None:
+        asked = time.time()
+        for process in self._processes.values():
+            process.ask_for_stacks()
+        time.sleep(_STACKS_SECONDS)
+        roles = [
+            diagnosis.RoleState(
+                p.role.name, self._plan.nodes[p.role.node].name, p.exit_code, p.ready, p.seconds,
+                "".join(last_lines(p.log, 1))[:120],
+            )
+            for p in self._processes.values()
+        ]  # fmt: skip
+        path = self._run_dir.path
+        text = diagnosis.describe(reason, roles, self._status, diagnosis.read_stacks(path, asked))
+        write_whole(path / diagnosis.ANSWER, text)
 
     def _on_entry(self, entry: dict[str, Any]) -> None:
+        self._last_news = time.monotonic()
         for process in self._processes.values():
             process.ready |= process.role.kind == "trainer"
         if entry["kind"] == "step":

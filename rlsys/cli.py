@@ -162,18 +162,6 @@ def algo(args: argparse.Namespace) -> int:
     return 0
 
 
-def doctor(_: argparse.Namespace) -> int:
-    """Show what this machine has and what is missing."""
-    from rlsys.obs.doctor import examine
-
-    findings = examine()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for found in findings:
-        table.add_row(found.name, found.value if found.ok else f"[red]{found.value}[/red]", found.note)
-    Console().print(table)
-    return 0 if all(found.ok for found in findings) else 1
-
-
 class Parser(argparse.ArgumentParser):
     """argparse, with a mistake told in our one line."""
 
@@ -211,7 +199,6 @@ def make_parser() -> Parser:
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add_commands(add)
-    add("doctor", doctor, "show what this machine has and what is missing")
     return parser
 
 

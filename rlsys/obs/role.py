@@ -5,9 +5,13 @@ The line carries the exit code, because torchrun turns every failure of its rank
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rlsys.errors import RlsysError
 
@@ -28,8 +32,23 @@ def parse_error(line: str) -> tuple[str, int | None] | None:
     return found["message"], int(code) if code else None
 
 
+STACKS_VARIABLE = "RLSYS_STACKS"
+"""Environment: the file, without its ending, that a role's process writes its stack to on SIGUSR2."""
+
+
+def show_stack_on_signal() -> None:
+    """SIGUSR2 appends the stack to the file that the supervisor names: one for each rank. Else nothing."""
+    if base := os.environ.get(STACKS_VARIABLE):
+        rank = os.environ.get("RANK")
+        path = Path(base + (f"-rank{rank}" if rank else "") + ".txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Open for the life of the process: a handler must not allocate, and a hung one cannot open files.
+        faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=False)
+
+
 def run_role(body: Callable[[], object]) -> None:
     """Run a role's main function. An RlsysError ends as that line and its code; a bug keeps its traceback."""
+    show_stack_on_signal()
     try:
         body()
     except RlsysError as e:

@@ -207,6 +207,7 @@ class RolloutManager:
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
             "leaving": self._seconds_left(),
+            "waiting_for": self._missing(),
         }
 
     def _seconds_left(self) -> float | None:

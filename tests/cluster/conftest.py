@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def ray_cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def local_curve(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float, float]]:
+def local_curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the synchronous tiny run learns through the backend local."""
     run = tmp_path_factory.mktemp("local") / "run"
     train_locally(run, *SYNCHRONOUS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,22 @@ def steps_done(run: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if '"kind": "step"' in line), default=0)
 
 
-def curve(run: Path) -> list[tuple[float, float, float]]:
-    """Reward, loss and gradient norm of each step."""
-    return [(s["reward"], s["loss"], s["grad_norm"]) for s in read_metrics(run).steps]
+def curve(run: Path) -> list[dict[str, Any]]:
+    """What each step learned from, and how: for `same_curve`."""
+    keys = ("reward", "tokens", "effective_groups", "loss", "grad_norm")
+    return [{key: step[key] for key in keys} for step in read_metrics(run).steps]
+
+
+def same_curve(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    """Rewards and tokens are equal. Losses are so up to rounding: an engine's log-probs of the same tokens differ in
+    the last bits with the requests that happen to share a batch."""
+    return len(one) == len(other) and all(
+        a[key] == b[key]
+        if isinstance(a[key], int) or key == "reward"
+        else math.isclose(a[key], b[key], rel_tol=1e-4)
+        for a, b in zip(one, other, strict=True)
+        for key in a
+    )
 
 
 def checked_ledger(run: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 PREEMPTION_GRACE = 20
-PATIENCE = 240.0
+PATIENCE = 400.0
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def serve():
         def do_GET(self):
             self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers()
             self.wfile.write(b"{{}}"); note(name + " probed")
+        def do_POST(self):
+            note(name + " asked " + self.path); self.do_GET()
         def log_message(self, *_): pass
     http.server.HTTPServer.allow_reuse_address = True
     server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
@@ -84,7 +87,7 @@ class Stage:
         port = free_port() if serves else 0
         name = "engine-0" if kind == "engine" else kind
         code = PRELUDE.format(folder=str(self.folder), name=name, port=port) + body
-        url = f"http://127.0.0.1:{port}/" if serves else None
+        url = f"http://127.0.0.1:{port}/status" if serves else None
         return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
 
     def run(self, *roles: Role) -> None:
@@ -200,6 +203,61 @@ def test_the_cause_is_blamed_not_its_consequence(stage: Stage) -> None:
     rollout = "print('rlsys: error: rollouts.sqlite is corrupt [exit 2]'); sys.exit(2)"
     with pytest.raises(UserError, match="sqlite is corrupt"):
         stage.run(stage.role("rollout", rollout), stage.role("trainer", trainer))
+
+
+def trainer_that_works(then: str) -> str:
+    """Writes a first line of metrics, by which the supervisor knows that it works."""
+    entry = '{"kind": "run", "event": "start", "step": 0, "time": 0}'
+    return f"with (here / 'run/metrics.jsonl').open('a') as f: f.write({entry!r} + chr(10))\n{then}"
+
+
+def test_a_trainer_that_worked_is_restarted(stage: Stage) -> None:
+    dies_once = "if count('trainer began') == 2: sys.exit(0)\nwait_for('rollout read')\nos._exit(9)"
+    watches = "serve()\nwhile count('trainer began') < 1 or count('rollout probed') < 3: time.sleep(0.01)\n"
+    watches += "note('rollout read')\nwhile True: signal.pause()"
+    stage.run(
+        stage.role("rollout", watches, serves=True), stage.role("trainer", trainer_that_works(dies_once))
+    )
+    assert "trainer died (exit code 9); restart 1" in stage.display.phases
+    assert len([n for n in stage.notes if n.startswith("rollout began")]) == 1
+
+
+def test_a_dead_rollout_process_takes_the_trainer_with_it(stage: Stage) -> None:
+    dies_once = "again = count('rollout began') == 2\nserve()\nif again: signal.pause()\n"
+    dies_once += "while count('rollout probed') < 3: time.sleep(0.01)\nos._exit(9)"
+    stage.run(
+        stage.role("rollout", dies_once, serves=True),
+        stage.role("trainer", "if count('trainer began') == 2: sys.exit(0)\nsignal.pause()"),
+    )
+    assert "rollout died (exit code 9); restart 1, with trainer" in stage.display.phases
+    assert len([n for n in stage.notes if n.startswith("trainer began")]) == 2
+
+
+def test_nodes_of_a_trainer_live_and_die_together(stage: Stage) -> None:
+    first = stage.role("trainer", trainer_that_works("while count('twin began') < 2: time.sleep(0.01)"))
+    twin = "again = count('twin began') == 1\nnote('twin began')\nif again: sys.exit(0)\n"
+    twin += "wait_for('rollout read')\nos._exit(9)"
+    second = replace(stage.role("trainer", twin), name="trainer-1", unit="trainer")
+    watches = "serve()\nwhile count('rollout probed') < 3: time.sleep(0.01)\n"
+    watches += "note('rollout read')\nwhile True: signal.pause()"
+    stage.run(stage.role("rollout", watches, serves=True), first, second)
+    assert "trainer-1 died (exit code 9); restart 1" in stage.display.phases
+    assert len([n for n in stage.notes if n.startswith("trainer began")]) == 4
+
+
+def test_a_preemption_lets_the_trainer_leave_by_itself(stage: Stage) -> None:
+    trainer = f"wait_for('rollout probed')\nos.kill({os.getpid()}, signal.SIGTERM)\n"
+    trainer += "wait_for('rollout asked /leave?seconds=20')\nnote('trainer saved')"
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        stage.run(
+            stage.role("engine", SERVE_FOREVER, serves=True),
+            stage.role("rollout", SERVE_FOREVER, serves=True),
+            stage.role("trainer", trainer),
+        )
+    assert "trainer saved" in stage.notes
+    assert "the trainer has left by itself" in stage.display.phases
+    assert stage.notes.index("trainer saved") < stage.notes.index("rollout ended")
+    assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
 def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:

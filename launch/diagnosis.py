@@ -1,0 +1,118 @@
+"""Who waits for whom: from the processes' stacks, the rollout process's counts and the ends of the logs.
+
+`rlsys doctor RUN` leaves a request in the run folder; the supervisor, which alone reaches every process on every
+node, asks for stacks and answers with a file. Its watchdog does the same by itself after a silence.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.status import is_locked, last_lines
+
+REQUEST, ANSWER, STACKS = ".diagnose", "diagnosis.txt", Path("logs/stacks")
+ANSWER_SECONDS = 20.0
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+_WAITS = (
+    ("torch/distributed/", "", "the other ranks, in {function}"),
+    ("rlsys/rollout/client.py", "wait_ready", "the rollout process and its engines to be ready"),
+    ("rlsys/rollout/client.py", "take", "the rollout process: groups of the next step"),
+    ("rlsys/rollout/client.py", "begin_push", "the rollout process: to interrupt the engines before a push"),
+    ("rlsys/rollout/client.py", "end_push", "the rollout process: to attest the engines after a push"),
+    ("rlsys/rollout/client.py", "evaluate", "the rollout process: an evaluation"),
+    ("rlsys/rollout/client.py", "commit", "the rollout process: its journal"),
+    ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
+    ("rlsys/weights/", "", "an engine: weights on their way, in {function}"),
+    ("rlsys/trainer/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
+    ("rlsys/train.py", "update", "nobody: it trains"),
+)
+"""(part of the file's path, function or any, whom that frame waits for); of a stack, the innermost match counts."""
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What the supervisor knows of one role."""
+
+    name: str
+    node: str
+    exit_code: int | None
+    ready: bool
+    seconds: float
+    """Since its start."""
+    last_line: str
+
+
+def frames(stack: str) -> list[tuple[str, int, str]]:
+    """(file, line, function) of faulthandler's text, innermost first; of the thread that was asked."""
+    return [(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(stack)]
+
+
+def waits_for(stack: str) -> str:
+    """One phrase for a trainer rank's stack, with the place in our code."""
+    found = frames(stack)
+    if not found:
+        return "unknown: it gave no stack"
+    ours = next(
+        (f"{Path(file).name}:{line}" for file, line, _ in found if "/rlsys/" in file), "outside rlsys"
+    )
+    for file, _, function in found:
+        for part, name, phrase in _WAITS:
+            if part in file and name in ("", function):
+                return f"{phrase.format(function=function)} ({ours})"
+    file, line, function = found[0]
+    return f"{Path(file).name}:{line} in {function} ({ours})"
+
+
+def describe(
+    reason: str, roles: list[RoleState], status: dict[str, Any] | None, stacks: dict[str, str]
+) -> str:
+    """The whole diagnosis, most telling lines first. `stacks`: by process name, as `trainer-rank1`."""
+    lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {reason}", "", "who waits for whom"]
+    lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in sorted(stacks.items())]
+    if status is None:
+        lines.append(f"  {'rollout':16} does not answer")
+    else:
+        lines.append(f"  {'rollout':16} step {status.get('train_step')}; {status.get('waiting_for', '')}")
+    lines += ["", "processes"]
+    for role in roles:
+        state = "ready" if role.ready else "not ready"
+        if role.exit_code is not None:
+            state = f"ended with code {role.exit_code}"
+        lines.append(f"  {role.name:16} on {role.node}, {state}, {role.seconds:.0f} s old: {role.last_line}")
+    for name, stack in sorted(stacks.items()):
+        lines += ["", f"stack of {name}", *("  " + line for line in stack.strip().splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def read_stacks(run: Path, since: float) -> dict[str, str]:
+    """What processes wrote after the time `since` (seconds since the epoch)."""
+    files = (run / STACKS).glob("*.txt")
+    fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= since}
+    # A process asked twice appends: its last answer counts.
+    return {name: text[text.rfind("Current thread") :] if "Current thread" in text else text
+            for name, text in fresh.items()}  # fmt: skip
+
+
+def ask(run: Path) -> str:
+    """The supervisor's diagnosis of a live run; of a dead one, how it ended."""
+    answer = run / ANSWER
+    if not is_locked(run):
+        ends = [
+            f"  {p.stem}: {line}" for p in sorted((run / "logs").glob("*.log")) for line in last_lines(p, 2)
+        ]
+        return "\n".join([f"{run}: no process of this run is alive; its last words", *ends])
+    before = answer.stat().st_mtime_ns if answer.exists() else 0
+    (run / REQUEST).touch()
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        if answer.exists() and answer.stat().st_mtime_ns > before:
+            return answer.read_text()
+        time.sleep(0.2)
+    events = "\n".join(f"  {line}" for line in last_lines(run / "logs" / "supervisor.log", 5))
+    return f"{run}: the supervisor does not answer within {ANSWER_SECONDS:g} s; its last events\n{events}"

@@ -1,0 +1,138 @@
+"""Who waits for whom, told from stacks; and what a run's folder says from outside."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.diagnosis import RoleState, ask, describe, frames, waits_for
+from launch.keeper import catches, visible
+from launch.plan import Node
+from launch.status import is_locked, role_logs, show_logs, status_lines
+from launch.submit import JobOptions, job_script
+from rlsys.config import load_config
+from rlsys.errors import UserError
+from rlsys.obs.role import STACKS_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+IN_TAKE = """Current thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 706 in readinto
+  File "/usr/lib/python3.11/http/client.py", line 279 in _read_status
+  File "/opt/rlsys/rollout/client.py", line 104 in _http
+  File "/opt/rlsys/rollout/client.py", line 95 in _command
+  File "/opt/rlsys/rollout/client.py", line 58 in take
+  File "/opt/rlsys/train.py", line 50 in <lambda>
+"""
+IN_BROADCAST = """Current thread 0x00007f (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 2924 in broadcast
+  File "/venv/torch/distributed/distributed_c10d.py", line 3760 in broadcast_object_list
+  File "/opt/rlsys/trainer/trainer.py", line 82 in on_main
+  File "/opt/rlsys/train.py", line 50 in take
+"""
+
+
+def test_a_stack_names_whom_it_waits_for() -> None:
+    assert waits_for(IN_TAKE) == "the rollout process: groups of the next step (client.py:104)"
+    assert waits_for(IN_BROADCAST) == "the other ranks, in broadcast (trainer.py:82)"
+    assert waits_for("") == "unknown: it gave no stack"
+    assert frames(IN_TAKE)[-1] == ("/opt/rlsys/train.py", 50, "<lambda>")
+
+
+def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
+    roles = [RoleState("engine-0", Node("n1").name, 137, True, 12.0, "bye")]
+    stacks = {"trainer-rank1": IN_BROADCAST, "trainer-rank0": IN_TAKE}
+    text = describe("asked for", roles, {"train_step": 4, "waiting_for": "1 group"}, stacks)
+    lines = text.splitlines()
+    assert lines[3].split(maxsplit=1) == ["trainer-rank0", f"waits for {waits_for(IN_TAKE)}"]
+    assert lines[5].split(maxsplit=1) == ["rollout", "step 4; 1 group"]
+    assert "  engine-0         on n1, ended with code 137, 12 s old: bye" in lines
+    assert "does not answer" in describe("silence", [], None, {})
+
+
+def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
+    code = "from rlsys.obs.role import show_stack_on_signal as s; s(); print('up', flush=True); input()"
+    env = {**os.environ, STACKS_VARIABLE: str(tmp_path / "stacks" / "trainer"), "RANK": "3"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        assert catches(process.pid, signal.SIGUSR2)
+        assert not catches(process.pid, signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR2)
+        process.communicate(b"\n")
+    assert process.returncode == 0
+    assert frames((tmp_path / "stacks" / "trainer-rank3.txt").read_text())[-1][2] == "<module>"
+
+
+def test_indices_count_among_the_gpus_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert visible("1,3") == "5,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible("1,3") == "1,3"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-0.log").write_text("one\ntwo\n")
+    (tmp_path / "logs" / "rollout.log").write_text("three\n")
+    entries = [
+        {"kind": "run", "event": "start", "step": 0, "time": 100.0},
+        {"kind": "step", "step": 1, "time": 110.0, "reward": 0.25},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    (tmp_path / ".lock").touch()
+    return tmp_path
+
+
+def test_status_of_a_run_from_its_folder(run: Path) -> None:
+    lines = status_lines(run, now=130.0)
+    assert lines[:4] == [
+        "processes    none",
+        "train step   1",
+        "last metric  20 s ago",
+        "reward       0.250",
+    ]
+    with (run / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert is_locked(run)
+    assert not is_locked(run)
+
+
+def test_a_dead_run_has_last_words(run: Path) -> None:
+    assert "no process of this run is alive" in ask(run)
+    assert "  trainer-0: two" in ask(run).splitlines()
+
+
+def test_logs_of_a_role_and_its_parts(run: Path) -> None:
+    assert list(show_logs(role_logs(run, "trainer"), 1, follow=False)) == ["two"]
+    assert list(show_logs(role_logs(run, None), 1, follow=False)) == ["rollout: three", "trainer-0: two"]
+    with pytest.raises(UserError, match=r"no log of engine-7; logs: rollout, trainer-0"):
+        role_logs(run, "engine-7")
+
+
+def test_the_job_script_is_what_was_asked_for() -> None:
+    overrides = ["launch.backend=slurm", "launch.nodes=2", "launch.gpus_per_node=8", "run.dir=runs/a"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    script = job_script(config, Path("c.yaml"), ["a.b=1 2"], JobOptions("8:00:00", "gpu", ("--qos=high",)))
+    lines = script.splitlines()
+    for line in (
+        "--nodes=2",
+        "--gpus-per-node=8",
+        "--time=8:00:00",
+        "--partition=gpu",
+        "--requeue",
+        "--qos=high",
+    ):
+        assert f"#SBATCH {line}" in lines
+    assert "#SBATCH --signal=B:USR1@40" in lines
+    assert lines[-1].startswith("exec ")
+    assert lines[-1].endswith("train c.yaml 'a.b=1 2' launch.backend=slurm launch.nodes=2")
