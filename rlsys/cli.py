@@ -19,9 +19,10 @@ from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
 from launch.describe import describe_arithmetic, describe_plan
 from launch.layout import lay_out
+from launch.memory import describe_memory
 from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports
-from launch.preflight import check_model
+from launch.preflight import check_model, read_hf_config
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
 from launch.supervisor import Stopped, StopSignals, Supervisor
@@ -106,7 +107,8 @@ def explain(args: argparse.Namespace) -> int:
     if config.launch.nodes > 1:  # names and addresses are the scheduler's
         nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
     print(dump_config(config))
-    print(describe_arithmetic(config), end="\n\n")
+    print(describe_arithmetic(config))
+    print(describe_memory(config, read_hf_config(config.model.path), args.gpu_memory), end="\n\n")
     print(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
     if not first:
         print("(port 0: a free one is chosen at the start)")
@@ -187,6 +189,8 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
+        if name == "explain":
+            sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
     for name, run, help in (
         ("report", report, "make report.html and plots of a run, and print its figures"),
         ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),
