@@ -142,7 +142,8 @@ def describe_memory(config: Config, hf: dict[str, Any], gpu_gb: float) -> str:
     facts = [
         f"parameters           {_count(size.total)}, {_count(size.experts)} of them in routed experts",
         f"trainer, one rank    {b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
-        f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + activations about {b.activations / GB:.3g}",
+        f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + "
+        f"activations about {b.activations / GB:.3g}",
         f"engine, one rank     {b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
         f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
         f"a weight push        {pushed / GB:.3g} GB to each engine, about {pushed / GB / rate:.2g} s "
@@ -171,7 +172,7 @@ def warnings(config: Config, size: ModelSize, b: Budget, gpu_gb: float) -> list[
     both = max(b.trainer + b.engine_weights, b.engine + resting)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         found.append(
-            f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}, unless one leaves room to the other"
+            f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}, unless they take turns"
         )
     if config.slots > (capacity := config.engine.count * config.engine.max_running_requests):
         found.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
