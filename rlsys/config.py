@@ -177,6 +177,15 @@ class EngineConfig(Section):
     """Further arguments of sglang.launch_server, passed on unchanged."""
 
 
+class RouterConfig(Section):
+    strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
+    """How a sample's engine is chosen: by its prefix (unless that is a hot spot), by tokens, the better of two,
+    or by the weights that the sample began with."""
+    interruption: Literal["abort", "retract", "in_place"] = "abort"
+    """What becomes of samples in flight when weights are pushed while engines generate: they come back and are
+    durable; the engine keeps them and computes their prefix again; it keeps them with their old keys and values."""
+
+
 class WeightsConfig(Section):
     method: Literal["tensor", "broadcast", "disk", "disk_delta"] = "tensor"
     """How weights travel: tensor (buckets in shared memory, one host), broadcast (buckets through a process group,
@@ -238,6 +247,8 @@ class Config(Section):
     """Layout of the trainer's ranks."""
     engine: EngineConfig = EngineConfig()
     """SGLang engines."""
+    router: RouterConfig = RouterConfig()
+    """Between rollout and engines."""
     weights: WeightsConfig = WeightsConfig()
     """How weights reach the engines."""
     launch: LaunchConfig = LaunchConfig()
@@ -257,6 +268,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross(self) -> Self:
         r, t, p = self.rollout, self.trainer, self.parallel
+        if self.router.interruption != "abort" and self.launch.placement == "colocated":
+            raise ValueError(
+                f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
+                "launch.placement = colocated they rest while the trainer works; use abort, or disaggregated"
+            )
         if r.over_provision > 1 and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
@@ -400,6 +416,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     """What must not change when a run folder is used again (the number of steps, say, may)."""
     data = config.model_dump(mode="json")
     data.pop("launch")
+    data.pop("router")
     data["run"].pop("dir")
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
     for key in ("steps", "checkpoint_every", "keep_checkpoints"):

@@ -75,7 +75,8 @@ class Segment:
 
     `ids` and `mu` have one entry per new token; `spans` count from the segment's first token.
     `finish` is None while streaming, else "stop", "length" or "abort". `routes` come with the finish, and cover all
-    segments of the call.
+    segments of the call. `call_spans` too, when the weights changed under the call: while it streamed, every segment
+    had the version that its last token had.
     """
 
     ids: list[int]
@@ -85,6 +86,7 @@ class Segment:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     routes: RouteSpan | None = None
+    call_spans: list[VersionSpan] | None = None
 
 
 @dataclass(slots=True)
@@ -134,12 +136,20 @@ class Sample:
         if at != n:
             raise ValueError(f"sample {self.sample_id}: version spans cover {at} of {n} tokens")
         base = len(self.response_ids)
+        if segment.call_spans is not None and segment.call_spans[-1].end > base + n:
+            raise ValueError(f"sample {self.sample_id}: {segment.call_spans} are more than {base + n} tokens")
         if segment.routes is not None:
             self._check_routes(segment.routes, len(self.prompt_ids) + base + n - 1)
             self.routes.append(segment.routes)
         self.response_ids.extend(segment.ids)
         self.mu.extend(segment.mu)
-        for span in segment.spans:
+        if segment.call_spans is None:
+            self._add_spans(base, segment.spans)
+        else:
+            self._correct_spans(base + n - segment.call_spans[-1].end, segment.call_spans)
+
+    def _add_spans(self, base: int, spans: list[VersionSpan]) -> None:
+        for span in spans:
             if span.end == span.start:
                 continue
             last = self.spans[-1] if self.spans else None
@@ -147,6 +157,13 @@ class Sample:
                 last.end = base + span.end
             else:
                 self.spans.append(VersionSpan(span.version, base + span.start, base + span.end))
+
+    def _correct_spans(self, base: int, spans: list[VersionSpan]) -> None:
+        """The engine's last word on all tokens from `base` on."""
+        self.spans = [s for s in self.spans if s.start < base]
+        if self.spans:
+            self.spans[-1].end = min(self.spans[-1].end, base)
+        self._add_spans(base, spans)
 
     def observe(self, ids: list[int]) -> None:
         """Add what the environment says: tokens that no model sampled. They have mu 0, the version of the token

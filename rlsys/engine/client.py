@@ -29,7 +29,11 @@ NobodyListens = aiohttp.ClientConnectorError
 
 
 class EngineError(Exception):
-    """The server answered, with a refusal."""
+    """The server answered, with a refusal. `status`: the HTTP status, 500 and above when it is the server's fault."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def make_session() -> aiohttp.ClientSession:
@@ -58,11 +62,13 @@ class EngineClient:
         seed: int | None,
         stop_ids: Sequence[int],
         routes_from: int | None = None,
+        cache_key: str | None = None,
     ) -> AsyncGenerator[Segment, None]:
         """Segments as they come; only the last one has `finish` set, and routes if they are asked for.
 
         `routes_from`: the first position whose routed experts are wanted. What precedes the last token of `ids` has
-        been read before, and a new pass over it may have chosen others.
+        been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
+        only with those of the same key.
 
         `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
         new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
@@ -86,9 +92,12 @@ class EngineClient:
         }
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         async with self._session.post(f"{self.url}/generate", json=body) as answer:
             if answer.status != 200:
-                raise EngineError(f"{self.url}/generate: {answer.status} {(await answer.text())[:300]}")
+                text = (await answer.text())[:300]
+                raise EngineError(f"{self.url}/generate: {answer.status} {text}", answer.status)
             received = 0
             async for line in answer.content:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
@@ -109,6 +118,16 @@ class EngineClient:
         """
         await self._post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
+    async def pause_generation(self, mode: str) -> None:
+        """Make no more tokens, but keep the requests: "retract" frees their KV cache (it is computed again when they
+        go on), "in_place" keeps it. New requests wait. Control requests are answered.
+        """
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        """Harmless when it was not paused."""
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+
     async def begin_weight_update(self) -> None:
         """From now on it takes tensors. An update that was begun and never ended (its trainer died) is ended."""
         try:
@@ -123,9 +142,12 @@ class EngineClient:
     async def set_weight_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def flush(self) -> None:
-        """Empty the prefix cache, once nothing runs. EngineError when something still does after IDLE_SECONDS."""
-        await self._post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
+    async def flush(self, *, paused: bool = False) -> None:
+        """Empty the prefix cache, once nothing runs. EngineError when something still does after IDLE_SECONDS.
+
+        A paused one with retracted requests never counts as idle, but may be flushed at once.
+        """
+        await self._post(f"/flush_cache?timeout={0 if paused else IDLE_SECONDS}", {})
 
     async def slow_down(self, seconds: float | None) -> None:
         """Sleep before every forward pass (SGLang's own switch, for tests and benches)."""
@@ -161,14 +183,14 @@ class EngineClient:
         async with self._session.get(self.url + path, timeout=_control()) as answer:
             text = await answer.text()
         if answer.status != 200:
-            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}")
+            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
         return text
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         async with self._session.post(self.url + path, json=body, timeout=_control()) as answer:
             text = await answer.text()
         if answer.status != 200:
-            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}")
+            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
         data = _parse(text)
         if isinstance(data, dict) and data.get("success") is False:
             raise EngineError(f"{self.url}{path}: {data.get('message')}")
@@ -190,11 +212,14 @@ def _control() -> aiohttp.ClientTimeout:
 def _segment(chunk: dict[str, Any], received: int, url: str) -> Segment:
     """One chunk of a stream of which `received` tokens have come before."""
     if "meta_info" not in chunk:
-        raise EngineError(f"{url}/generate: {chunk.get('error', chunk)}")
+        error = chunk.get("error", chunk)
+        code = error.get("code") if isinstance(error, dict) else None
+        raise EngineError(f"{url}/generate: {error}", code if isinstance(code, int) else 400)
     meta = chunk["meta_info"]
     reason = meta.get("finish_reason")
     if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-        raise EngineError(f"{url}/generate: {reason['status_code']} {reason.get('message')}")
+        code = int(reason["status_code"])
+        raise EngineError(f"{url}/generate: {code} {reason.get('message')}", code)
     ids = chunk["output_ids"]
     mu = [entry[0] for entry in meta.get("output_token_logprobs") or []]
     prompt_tokens = meta.get("prompt_tokens", 0)
@@ -206,22 +231,24 @@ def _segment(chunk: dict[str, Any], received: int, url: str) -> Segment:
     return Segment(
         ids=ids,
         mu=mu,
-        spans=_version_spans(meta, received, len(ids)),
+        spans=[VersionSpan(int(meta["weight_version"]), 0, len(ids))],
         finish=reason["type"] if reason else None,
         cached_tokens=meta.get("cached_tokens", 0),
         prompt_tokens=prompt_tokens,
+        call_spans=_call_spans(meta, received + len(ids)) if reason else None,
     )
 
 
-def _version_spans(meta: dict[str, Any], received: int, new: int) -> list[VersionSpan]:
-    """Of a chunk's `new` tokens. SGLang's own spans count from the request's first token, and are there only once
-    the version has changed under the request.
-    """
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [VersionSpan(int(meta["weight_version"]), 0, new)]
-    cut = [(int(s["version"]), max(0, s["start"] - received), min(new, s["end"] - received)) for s in spans]
-    return [VersionSpan(*c) for c in cut if c[1] < c[2]] or [VersionSpan(cut[-1][0], 0, new)]
+def _call_spans(meta: dict[str, Any], tokens: int) -> list[VersionSpan] | None:
+    """Of all `tokens` of a request that ended, when more than one version made them."""
+    spans = meta.get("weight_versions") or []
+    if len(spans) < 2 or not tokens:
+        return None
+    return [
+        VersionSpan(int(s["version"]), s["start"], min(s["end"], tokens))
+        for s in spans
+        if s["start"] < tokens
+    ]
 
 
 def _routes(meta: dict[str, Any], prompt: int, received: int, first: int) -> RouteSpan | None:

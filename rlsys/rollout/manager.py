@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rlsys.config import Config
@@ -24,7 +24,7 @@ from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.step_metrics import step_metrics
 from rlsys.router.router import Router
-from rlsys.types import Canary, EvalResult, GroupState, PushTicket, SampleGroup, Status, Taken
+from rlsys.types import Canary, EvalResult, GroupState, PushTicket, Sample, SampleGroup, Status, Taken
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
@@ -114,7 +114,7 @@ class RolloutManager:
             self._runner.raise_failure()
             if self._push_due:
                 if not self._colocated:  # else take has done it
-                    await self._rest()
+                    await self._rest(keep=self._stays_young)
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
                 self._runner.flush()
@@ -303,11 +303,19 @@ class RolloutManager:
         if not self._colocated and caught_up and stays and self._policy_step is not None:
             self._generate(self._policy_step)
 
-    async def _rest(self) -> None:
-        """Nothing is in flight when this returns, every token that came is in the buffer, lost ones are counted."""
+    def _stays_young(self, sample: Sample) -> bool:
+        """Whether `_expire` will leave it. One without tokens may get some before its engine pauses."""
+        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.weight_version
+        age = self._done_steps - self._buffer.policy_step(version)
+        return age <= self._config.rollout.max_staleness
+
+    async def _rest(self, keep: Callable[[Sample], bool] | None = None) -> None:
+        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
+        that came is in the buffer, lost ones are counted.
+        """
         busy = self._runner.in_flight()
         try:
-            await self._router.interrupt()
+            await self._router.interrupt(keep)
         finally:
             self._runner.save_running()
         self._buffer.record_interrupts(s for s in busy if s.status is Status.PARKED)

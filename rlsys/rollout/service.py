@@ -147,6 +147,8 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
                 bounds=Bounds.of(config),
                 routes=config.engine.return_routes,
+                strategy=config.router.strategy,
+                interruption=config.router.interruption,
                 patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )
             manager = RolloutManager(config, buffer, router, source, scorer, planning)

@@ -1,7 +1,8 @@
 """The engines behind the router and what is known of each. Owner: the router.
 
 dead --probe--> stale --push, attested--> serving --nobody listens, a request fails--> dead
-                  |                          '--answers with other weights (it was restarted)--> stale
+                  |                          |--answers with other weights (it was restarted)--> stale
+                  |                          '--drain--> draining --nothing in it--> gone
                   '--push, not attested--> quarantined, until it is restarted
 """
 
@@ -12,25 +13,46 @@ from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens
 from rlsys.router.attest import Agreement
+from rlsys.router.breaker import Breaker
+from rlsys.router.strategy import Candidate
+from rlsys.types import Sample
 
 NEVER = -1
-"""Version of an engine whose weights this router has not attested. Real versions are above 0."""
+"""Version of an engine whose weights are not known. Real versions are 0 and above."""
 PROBE_TIMEOUT = 5.0
+
+
+@dataclass
+class Flight:
+    """One request in an engine. Its scope has no deadline until somebody cuts the request off."""
+
+    rid: str
+    sample: Sample | None  # None for a request that came over HTTP
+    scope: asyncio.Timeout
+    tokens: int = 0  # prompt and response, as far as they are here
 
 
 @dataclass
 class EngineState:
     """One engine, and its tokens: `received` counts what came from this server process, whatever it was for,
     `generated` is the process's own count, read when nothing runs. The difference got lost on the way.
+
+    `trusted`: no trainer attests its weights, so what it reports is what it has (a router that stands alone).
     """
 
     client: EngineClient
+    trusted: bool = False
     alive: bool = False
+    draining: bool = False
+    paused: bool = False  # holds its requests and makes no tokens
     quarantined: str | None = None
     agreement: Agreement | None = None  # of the last push
     version: int = NEVER
-    load: int = 0  # requests in it
-    streams: dict[str, asyncio.Timeout] = field(default_factory=dict)
+    pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
+    breaker: Breaker = field(default_factory=Breaker)
+    flights: dict[str, Flight] = field(default_factory=dict)
+    tokens: int = 0  # of all flights
+    attested: asyncio.Event = field(default_factory=asyncio.Event)  # held requests wait for it after a push
     received: int = 0
     generated: int = 0
     generated_before: int = 0  # by the processes before, and for the rollout processes before
@@ -42,17 +64,41 @@ class EngineState:
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def load(self) -> int:
+        return len(self.flights)
+
     def died(self) -> None:
         """A request to it failed. Every other one is cut off too: what was not streamed yet is made again."""
         if self.alive:
             self.alive = False
             self.deaths += 1
-        self._cut_streams()
+            self.failed()
+        self.paused = False
+        self.cut_off()
+
+    def failed(self) -> None:
+        self.breaker.failed(asyncio.get_running_loop().time())
 
     def lost_weights(self) -> None:
         """It does not have the weights that were pushed to it: another process took its place."""
         self.version = NEVER
-        self._cut_streams()
+        self.pushed.clear()
+        self.paused = False
+        self.cut_off()
+
+    def cut_off(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for flight in self.flights.values():
+            if not flight.scope.expired():  # cut already, and not unwound yet
+                flight.scope.reschedule(now)
+
+    def has(self, version: int) -> None:
+        """Its weights are known, and those that push asked for."""
+        self.version = version
+        self.pushed.add(version)
+        self.breaker.succeeded()
+        self.attested.set()
 
     async def probe(self) -> None:
         """Is it there, and with the weights that it should have? A slow answer is no death."""
@@ -61,21 +107,30 @@ class EngineState:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 reported = await self.client.weight_version()
         except NobodyListens:
-            self.died()
+            if self.alive or self.flights:
+                self.died()
             return
         except (*DeadEngine, EngineError):
             return
         if self.version != expected:
             return  # a push went on meanwhile
+        if self.trusted:
+            reported = max(reported, 0)
         if expected not in (NEVER, reported):
             self.lost_weights()
         if not self.alive:
             self.alive, self.quarantined = True, None
+        if self.trusted and self.version == NEVER:
+            self.version = reported
+            self.pushed.add(reported)
+            self.attested.set()
 
     async def start_counting(self) -> None:
         """Before its first push: stop what it does for a rollout process that is gone, then count from here."""
         await self.client.abort(None)
+        await self.client.continue_generation()
         await self.client.flush()
+        self.pushed.clear()
         start = await self.client.generated_tokens()
         self.generated_before += self.generated
         self.lost_before += self._lost_now
@@ -86,7 +141,7 @@ class EngineState:
 
         Not before `start_counting`: until then the counter holds what others asked for.
         """
-        if self.version == NEVER:
+        if self.version == NEVER or self.trusted:
             return
         try:
             self.generated = await self.client.generated_tokens() - self._counter_start
@@ -109,27 +164,51 @@ class EngineState:
             return "dead"
         if self.quarantined is not None:
             return f"quarantined: {self.quarantined}"
+        if self.draining:
+            return f"draining: {self.load} requests"
         return "without weights" if self.version == NEVER else f"version {self.version}"
-
-    def _cut_streams(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for scope in self.streams.values():
-            if not scope.expired():  # cut already, and not unwound yet
-                scope.reschedule(now)
 
 
 class Pool:
     """All engines and the weight version that they should have."""
 
-    def __init__(self, clients: list[EngineClient]) -> None:
-        self.engines = [EngineState(c) for c in clients]
+    def __init__(self, clients: list[EngineClient], *, trusted: bool = False) -> None:
+        self._trusted = trusted
+        self.engines: list[EngineState] = []
         self.version = NEVER
+        self._gone = {"generated": 0, "lost": 0, "deaths": 0}
+        for client in clients:
+            self.add(client)
+
+    def add(self, client: EngineClient) -> EngineState:
+        """It serves once it has the current weights. Raises ValueError for an engine that is here already."""
+        if any(e.url == client.url for e in self.engines):
+            raise ValueError(f"{client.url} is in the pool already")
+        engine = EngineState(client, trusted=self._trusted)
+        self.engines.append(engine)
+        return engine
+
+    def forget(self, engine: EngineState) -> None:
+        """Its figures stay in the sums."""
+        self.engines.remove(engine)
+        self._gone["generated"] += engine.generated + engine.generated_before
+        self._gone["lost"] += engine.lost
+        self._gone["deaths"] += engine.deaths
+
+    def find(self, url: str) -> EngineState | None:
+        return next((e for e in self.engines if e.url == url.rstrip("/")), None)
 
     def alive(self) -> list[EngineState]:
-        return [e for e in self.engines if e.alive and e.quarantined is None]
+        return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
     def serving(self) -> list[EngineState]:
-        return [e for e in self.alive() if e.version == self.version != NEVER]
+        """Those that a request may go to now. One on trial takes a single request."""
+        now = asyncio.get_running_loop().time()
+        fit = (e for e in self.alive() if e.version == self.version != NEVER and not e.paused)
+        return [e for e in fit if not e.breaker.open(now) and not (e.breaker.on_trial(now) and e.load)]
+
+    def candidates(self) -> list[Candidate]:
+        return [Candidate(e.url, e.load, e.tokens, e.version) for e in self.serving()]
 
     def stale(self) -> list[EngineState]:
         """Alive, but without the current weights: they serve after a push."""
@@ -140,8 +219,23 @@ class Pool:
         return sum(e.load for e in self.engines)
 
     async def probe(self) -> None:
-        await asyncio.gather(*(e.probe() for e in self.engines))
+        """Those in their back-off are left alone; those that were drained leave."""
+        now = asyncio.get_running_loop().time()
+        for engine in [e for e in self.engines if e.draining and not e.load]:
+            self.forget(engine)
+        await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(now)))
+        if self._trusted and self.version == NEVER:
+            self.version = max((e.version for e in self.alive()), default=NEVER)
 
     async def count(self) -> None:
         """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight."""
         await asyncio.gather(*(e.count() for e in self.alive()))
+
+    def totals(self) -> dict[str, int]:
+        """Of all engines that ever were here."""
+        return {
+            "engine_tokens": self._gone["generated"]
+            + sum(e.generated + e.generated_before for e in self.engines),
+            "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
+            "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
+        }

@@ -1,8 +1,16 @@
-"""Which engine a sample goes to. Pure: candidates in, one of them out; no clock, no server."""
+"""Which engine a request goes to. Pure: candidates and a wish in, one of them out; no clock, no dice, no server.
+
+A strategy is named in the config (`router.strategy`):
+
+    prefix_affinity  the engine that holds the prefix, unless it is a hot spot
+    least_tokens     the fewest tokens in flight: a long sample weighs more than a short one
+    power_of_two     the better of two engines that the request's key picks: no herd when figures are late
+    version_aware    the weights that the sample began with, as long as some engine has them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 IMBALANCE = 1.25
@@ -11,25 +19,75 @@ SLACK = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine that may serve now. `load`: samples in flight on it."""
+    """An engine that may serve now. `load`: requests in it; `tokens`: what they hold, prompts and responses."""
 
     url: str
     load: int
+    tokens: int = 0
+    version: int = 0
 
 
-def least_loaded(candidates: Sequence[Candidate], prefer: str | None = None) -> Candidate:
-    """Fewest samples in flight; the first of equals."""
+@dataclass(frozen=True)
+class Wish:
+    """What a request would like. `prefer`: the engine that holds its prefix; `version`: the weights that made its
+    last token, None for a fresh one; `key`: any number that stays the same over its life.
+    """
+
+    prefer: str | None = None
+    version: int | None = None
+    key: int = 0
+
+
+Strategy = Callable[[Sequence[Candidate], Wish], Candidate]
+
+
+def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
+    """Fewest requests; the first of equals."""
     return min(candidates, key=lambda c: c.load)
 
 
-def prefix_affinity(candidates: Sequence[Candidate], prefer: str | None = None) -> Candidate:
-    """The engine that holds the sample's prefix (`prefer`), unless that one is a hot spot.
-
-    Affinity gives way when its load exceeds IMBALANCE times the smallest load plus SLACK: recomputing a prefix
-    costs less than waiting behind a queue.
+def is_hot(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+    """Whether its load exceeds IMBALANCE times the smallest load plus SLACK: recomputing a prefix costs less than
+    waiting behind such a queue.
     """
-    least = least_loaded(candidates)
-    kept = next((c for c in candidates if c.url == prefer), None)
-    if kept is not None and kept.load <= IMBALANCE * least.load + SLACK:
-        return kept
-    return least
+    return candidate.load > IMBALANCE * least_loaded(candidates).load + SLACK
+
+
+def prefix_affinity(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The engine that holds the prefix unless it is hot, else the least loaded."""
+    kept = next((c for c in candidates if c.url == wish.prefer), None)
+    return kept if kept is not None and not is_hot(kept, candidates) else least_loaded(candidates)
+
+
+def least_tokens(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """Fewest tokens in flight, then fewest requests."""
+    return min(candidates, key=lambda c: (c.tokens, c.load))
+
+
+def power_of_two(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The less loaded of two different engines that the key picks (Mitzenmacher 2001)."""
+    n = len(candidates)
+    if n == 1:
+        return candidates[0]
+    first, step = wish.key % n, wish.key // n % (n - 1)
+    pair = candidates[first], candidates[(first + 1 + step) % n]
+    return min(pair, key=lambda c: (c.load, c.tokens))
+
+
+def version_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """Engines with the sample's own weights, for a fresh one the newest; prefix affinity among them.
+
+    Gives way to all engines where the choice would be a hot spot among all.
+    """
+    newest = max(c.version for c in candidates)
+    own = [c for c in candidates if c.version == (newest if wish.version is None else wish.version)]
+    if own:
+        chosen = prefix_affinity(own, wish)
+        if not is_hot(chosen, candidates):
+            return chosen
+    return prefix_affinity(candidates, wish)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    f.__name__: f for f in (prefix_affinity, least_tokens, power_of_two, version_aware)
+}

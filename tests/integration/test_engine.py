@@ -18,6 +18,7 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RunError
 from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.types import Canary, EngineAddress, PushTicket, Sample, Status
 from rlsys.weights.sync import WeightSync
@@ -75,7 +76,7 @@ class Stack:
 
     _versions = iter(range(1, 1000))
 
-    def __init__(self, config: Config, client: EngineClient) -> None:
+    def __init__(self, config: Config, client: EngineClient, interruption: Interruption = "abort") -> None:
         self.client = client
         self.router = Router(
             [client],
@@ -84,6 +85,7 @@ class Stack:
             stop_ids={EOS},
             bounds=Bounds.of(config),
             routes=config.engine.return_routes,
+            interruption=interruption,
         )
         self.sync = WeightSync(config, is_main=True)
 
@@ -269,6 +271,35 @@ def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(engine_config: Co
         assert s.router.engine_states() == {engine: f"version {version}"}
 
     with_stack(config, engine, body)
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+def test_an_engine_keeps_its_requests_through_a_push(
+    how: Interruption, engine_config: Config, engine: str
+) -> None:
+    """The weights stay the same, so the response must: only their version and the keys' and values' age differ."""
+
+    async def body(plain: Stack) -> None:
+        s = Stack(engine_config, plain.client, how)
+        first, _ = await s.push(0)
+        unbroken = await s.generate(sample(1, seed=11), tokens=80)
+        kept = sample(2, seed=11)
+        await s.client.slow_down(SLOW)
+        task = asyncio.create_task(s.generate(kept, tokens=80))
+        await until(lambda: len(kept.response_ids) >= 20, task)
+        second, _ = await s.push(0)
+        assert kept.status is Status.IN_FLIGHT
+        await s.client.slow_down(None)
+        await task
+        assert kept.response_ids == unbroken.response_ids
+        assert worst_gap(kept.mu, unbroken.mu) <= 1e-5
+        assert ([v.version for v in kept.spans], kept.resumes) == ([first, second], 0)
+        seam = len(PROMPT) + kept.spans[1].start - 1
+        assert routes(unbroken)[seam * LAYERS * TOP_K :] == kept.routes[0].experts
+        await s.router.interrupt()
+        assert s.router.stats()["lost"] == 0
+
+    with_stack(engine_config, engine, body)
 
 
 def test_wrong_weights_do_not_serve(engine_config: Config, engine: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import selectors
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class Request:
     seed: int
     budget: int
     made: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # that made each token
+    versions: list[int] = field(default_factory=list)  # and what they were called
     sent: int = 0
     aborted: bool = False
     running: bool = False
@@ -127,6 +130,7 @@ class ScriptedEngine:
         self.update_open = False
         self.version = 0
         self.generated = 0
+        self.paused: str | None = None
 
     # What tests do to it
 
@@ -189,8 +193,20 @@ class ScriptedEngine:
         self.calls.append("tensors")
         self.weights = weights
 
+    def _pause_generation(self, body: dict[str, Any]) -> tuple[int, str]:
+        self.paused = body["mode"]
+        for request in self.requests.values():
+            request.running = False
+        return 200, ""
+
+    def _continue_generation(self, _: dict[str, Any]) -> tuple[int, str]:
+        self.paused = None
+        for request in self.requests.values():
+            request.changed.set()
+        return 200, ""
+
     def _flush_cache(self, _: dict[str, Any]) -> tuple[int, str]:
-        return (400, "busy") if self.requests else (200, "Cache flushed.\n")
+        return (400, "busy") if self.requests and self.paused != "retract" else (200, "Cache flushed.\n")
 
     def _update_weight_version(self, body: dict[str, Any]) -> tuple[int, str]:
         self.version = int(body["new_version"])
@@ -238,10 +254,15 @@ class ScriptedEngine:
 
     async def _turn(self, request: Request) -> None:
         """Until its next token is due, or something happens to it."""
-        while not (request.aborted or self.dead):
+        while not ((request.aborted and self.paused != "in_place") or self.dead):
             request.changed.clear()
             running = sum(r.running for r in self.requests.values())
-            if request.preempted or self.hung or (not request.running and running >= self.max_running):
+            if (
+                self.paused
+                or request.preempted
+                or self.hung
+                or (not request.running and running >= self.max_running)
+            ):
                 await request.changed.wait()
                 continue
             request.running = True
@@ -257,6 +278,8 @@ class ScriptedEngine:
         if aborted and (request.preempted or not request.running):
             return aborted
         position = len(request.ids) + len(request.made)
+        request.weights.append(self.weights)
+        request.versions.append(self.version)
         if position == self.ends_at(request.seed):
             request.made.append(EOS)
             return aborted or {"type": "stop", "matched": EOS}
@@ -269,8 +292,13 @@ class ScriptedEngine:
 
     def _chunk(self, request: Request, finish: dict[str, Any] | None) -> bytes:
         first = len(request.ids)
-        probs = [logprob(request.seed, first + i, self.weights) for i in range(len(request.made))]
+        probs = [logprob(request.seed, first + i, w) for i, w in enumerate(request.weights)]
         meta: dict[str, Any] = {"finish_reason": finish, "weight_version": str(self.version)}
+        if finish and len(set(request.versions)) > 1:
+            meta["weight_versions"] = [
+                {"version": str(v), "start": request.versions.index(v), "end": request.versions.index(v) + n}
+                for v, n in Counter(request.versions).items()
+            ]
         if request.aborted and (request.preempted or not request.running):
             # As SGLang answers for a request in its queue: what was not sent is gone, the last token comes again.
             made = request.made[: request.sent]

@@ -83,7 +83,7 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def interrupt(self) -> None:
+    async def interrupt(self, keep: object = None) -> None:
         self.calls.append("interrupt")
         self._gate.clear()
         for sample_id in self.in_flight:

@@ -22,8 +22,9 @@ from scripted_engine import (
 )
 
 from rlsys.engine.client import EngineClient
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import Canary, Sample, Status
 
@@ -35,7 +36,13 @@ CANARY_IDS = [4, 8, 15, 16, 23]
 class Rig:
     """Scripted engines, the router before them, and a trainer whose weights are the version's number."""
 
-    def __init__(self, *engines: ScriptedEngine, patience: float = 60.0, context: int = 200) -> None:
+    def __init__(
+        self,
+        *engines: ScriptedEngine,
+        patience: float = 60.0,
+        context: int = 200,
+        interruption: Interruption = "abort",
+    ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]
         network: Any = Network(*self.engines)
         self.router = Router(
@@ -46,6 +53,7 @@ class Rig:
             bounds=Bounds(1e-6, 1e-4),
             routes=True,
             patience=patience,
+            interruption=interruption,
         )
         self.version = 0
 
@@ -63,6 +71,11 @@ class Rig:
         metrics = await self.router.end_push(self.version, [canary])
         self.router.resume()
         return metrics
+
+    def join(self, engine: ScriptedEngine) -> None:
+        self.engines.append(engine)
+        network: Any = Network(engine)
+        self.router.add_engine(EngineClient(engine.url, network))
 
     def start(self, s: Sample, budget: int = 100) -> asyncio.Task[Sample]:
         return asyncio.create_task(self.router.generate(s, max_response_tokens=budget, temperature=1.0))
@@ -339,6 +352,134 @@ def test_a_push_keeps_its_order() -> None:
             "update_weight_version", "generate",
         ]  # fmt: skip
         await task
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption) -> None:
+    @scenario(interruption=how)
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.15)
+        rig.engine.calls.clear()
+        await rig.push()
+        flush = ["flush_cache"] if how == "retract" else []
+        assert rig.engine.calls == [
+            "pause_generation", "begin_weight_update", "tensors", "end_weight_update", *flush,
+            "update_weight_version", "continue_generation", "generate",
+        ]  # fmt: skip
+        assert s.status is Status.IN_FLIGHT
+        check(await task, versions={1, 2})
+        assert (s.resumes, len(rig.engine.started)) == (0, 1)
+        seam = len(PROMPT) + s.spans[1].start - 1
+        last = len(PROMPT) + len(s.response_ids) - 1
+        assert positions_with_routes(s) == list(range(seam, last)), "older routes left with the first pass"
+        assert (await rig.settle())["lost"] == 0
+
+
+def test_what_must_not_be_kept_comes_back() -> None:
+    @scenario(interruption="retract")
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        young, old = sample(0, seed=3), sample(1, seed=4)
+        tasks = [rig.start(young), rig.start(old)]
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda s: s is young)
+        assert (young.status, old.status) == (Status.IN_FLIGHT, Status.PARKED)
+        await asyncio.sleep(1)
+        assert len(young.response_ids) < 20, "its engine pauses"
+        await rig.push()
+        for task in tasks:
+            check(await task, versions={1, 2})
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: Interruption) -> None:
+    @scenario(interruption=how)
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda _: True)
+        await rig.router.interrupt()
+        assert s.status is Status.PARKED
+        await rig.push()
+        check(await task, versions={1, 2})
+
+
+def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weights() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B), interruption="retract")
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i, group=i) for i in range(2)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.15)
+        assert {s.engine for s in samples} == {A, B}
+        await rig.push(wrong=(B,))
+        for task in tasks:
+            check(await task, versions={1, 2})
+        assert {s.engine for s in samples} == {A}
+        assert rig.router.engine_states()[B].startswith("quarantined")
+
+
+# Engines that come and go
+
+
+def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
+    @scenario(ScriptedEngine(A))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        joiner = ScriptedEngine(B)
+        rig.join(joiner)
+        await asyncio.sleep(3)
+        await asyncio.gather(*(rig.start(sample(i)) for i in range(8)))
+        assert not joiner.started
+        assert rig.router.stale_engines == [B]
+        await rig.push(only_stale=True)
+        await asyncio.gather(*(rig.start(sample(10 + i)) for i in range(8)))
+        assert joiner.started
+
+
+def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.05)
+        rig.router.remove_engine(B)
+        later = [rig.start(sample(10 + i)) for i in range(4)]
+        assert rig.router.engine_states()[B] == "draining: 2 requests"
+        for task in tasks + later:
+            check(await task, versions={1})
+        assert {s.resumes for s in samples} == {0}
+        assert len(rig.engines[1].started) == 2
+        made = rig.engines[1].generated
+        await asyncio.sleep(3)
+        assert rig.router.engine_states() == {A: "version 1"}
+        assert made
+        with pytest.raises(UserError, match=r"http://b:1 is not in the pool"):
+            rig.router.remove_engine(B)
+
+
+def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        step = rig.engines[0]._step
+        rig.engines[0]._step = lambda request: {"type": "abort", "status_code": 500, "message": "oom"}  # type: ignore
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        for task in tasks:
+            check(await task, versions={1})
+        assert rig.router.stats()["engine_faults"] == 2
+        assert {s.engine for s in samples} == {B}
+        rig.engines[0]._step = step  # type: ignore
+        await asyncio.sleep(3)
+        done = [await rig.start(sample(10 + i)) for i in range(2)]
+        assert done[0].engine == A, "tried again after the back-off"
 
 
 def test_an_update_that_was_left_open_is_ended_first() -> None:

@@ -1,0 +1,180 @@
+"""Who may go to which engine and when; what is in the engines; how it comes back. Owns gate, queue and flights.
+
+A request is `admitted` when the gate is open and an engine serves, the oldest first; it is in flight inside
+`flying`, and every flight can be aborted, paused with its engine, or cut off with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from rlsys.engine.client import DeadEngine, EngineError
+from rlsys.router.pool import EngineState, Flight, Pool
+from rlsys.router.strategy import Strategy, Wish
+from rlsys.types import Sample
+
+ABORT_AGAIN_SECONDS = 0.25
+INTERRUPT_SECONDS = 60.0
+"""An engine that has not given its requests back after so many aborts counts as dead."""
+
+Interruption = Literal["abort", "retract", "in_place"]
+"""What an engine does with its requests while weights change: gives them back, keeps them without their KV cache, or
+keeps them with it (then tokens are predicted from keys and values of older weights).
+"""
+
+log = logging.getLogger("rlsys.router")
+
+
+class Dispatcher:
+    """Belongs to one event loop. Starts with the gate closed."""
+
+    def __init__(self, pool: Pool, strategy: Strategy) -> None:
+        self.pool = pool
+        self._strategy = strategy
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+        self._landed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self.open = False
+        self.interrupted = True
+        """Not even evaluation may go on."""
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    async def admit(
+        self, priority: int, wish: Callable[[], Wish], *, evaluation: bool = False
+    ) -> EngineState:
+        """Wait until the gate is open and an engine serves; lower priorities first, then in order of arrival.
+
+        The wish is asked for at the last moment: a prefix lives in a cache for as long as the weights do.
+        """
+        while not (self._may_pass(evaluation) and (candidates := self.pool.candidates())):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (priority, next(self._order), waiter))
+            await waiter
+        chosen = self._strategy(candidates, wish())
+        return next(e for e in self.pool.engines if e.url == chosen.url)
+
+    def _may_pass(self, evaluation: bool) -> bool:
+        return self.open or (evaluation and not self.interrupted)
+
+    @contextmanager
+    def flying(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
+        """The request of `flight`, with so many tokens of prompt, is in the engine for as long as this lasts."""
+        engine.flights[flight.rid] = flight
+        self.grow(engine, flight, tokens)
+        try:
+            yield flight
+        finally:
+            del engine.flights[flight.rid]
+            engine.tokens -= flight.tokens
+            self._landed.set()
+            if self._waiting and engine.breaker.failures:  # on trial: the next one may try
+                self.wake()
+
+    def grow(self, engine: EngineState, flight: Flight, tokens: int) -> None:
+        flight.tokens += tokens
+        engine.tokens += tokens
+
+    @property
+    def waiting(self) -> int:
+        return sum(not w.done() for _, _, w in self._waiting)
+
+    def wake(self) -> None:
+        """Waiters look again, in the order of their priorities."""
+        while self._waiting:
+            _, _, waiter = heapq.heappop(self._waiting)
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- all requests -------------------------------------------------------------------------------------------
+
+    async def bring_back(self, keep: Callable[[Sample], bool] | None = None) -> None:
+        """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left.
+
+        An abort that overtakes its request is lost, so it is repeated until each request has answered.
+        """
+        self.open, self.interrupted = False, True
+        deadline = asyncio.get_running_loop().time() + INTERRUPT_SECONDS
+        while leaving := self._leaving(keep):
+            self._landed.clear()
+            await asyncio.gather(*(self.attempt(e, self._abort(e, rids)) for e, rids in leaving))
+            if asyncio.get_running_loop().time() > deadline:
+                for engine, _ in leaving:
+                    log.warning("%s: gives nothing back in %g s", engine.url, INTERRUPT_SECONDS)
+                    engine.died()
+            if not self._leaving(keep):
+                break
+            try:
+                async with asyncio.timeout(ABORT_AGAIN_SECONDS):
+                    while self._leaving(keep):
+                        await self._landed.wait()
+                        self._landed.clear()
+            except TimeoutError:
+                continue
+
+    def _leaving(self, keep: Callable[[Sample], bool] | None) -> list[tuple[EngineState, list[str] | None]]:
+        """Engines with flights that must end; None for all of an engine's."""
+        if keep is None:
+            return [(e, None) for e in self.pool.engines if e.flights]
+        out: list[tuple[EngineState, list[str] | None]] = []
+        for e in self.pool.engines:
+            rids = [rid for rid, f in e.flights.items() if f.sample is not None and not keep(f.sample)]
+            if rids:
+                out.append((e, rids))
+        return out
+
+    async def _abort(self, engine: EngineState, rids: list[str] | None) -> None:
+        if rids is None:
+            await engine.client.abort(None)
+        else:
+            await asyncio.gather(*(engine.client.abort(rid) for rid in rids))
+        if engine.paused:  # a request that is kept in place answers only when it may go on
+            await self._continue(engine)
+
+    async def pause(self, mode: Interruption) -> None:
+        """Engines keep what is in them and make no more tokens, until `unpause`."""
+        busy = [e for e in self.pool.engines if e.alive and e.flights and not e.paused]
+        await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
+
+    async def _pause(self, engine: EngineState, mode: Interruption) -> None:
+        await engine.client.pause_generation(mode)
+        engine.paused = True
+
+    async def _continue(self, engine: EngineState) -> None:
+        engine.paused = False
+        await engine.client.continue_generation()
+
+    async def unpause(self, engine: EngineState) -> None:
+        if engine.paused:
+            await self._continue(engine)
+
+    def resume(self) -> None:
+        """Open the gate; what was interrupted goes on."""
+        self.open, self.interrupted = True, False
+        for engine in self.pool.engines:
+            if engine.paused:
+                task = asyncio.create_task(self._unpause_soon(engine))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
+        self.wake()
+
+    async def _unpause_soon(self, engine: EngineState) -> None:
+        if await self.attempt(engine, self.unpause(engine)):
+            self.wake()
+
+    async def attempt(self, engine: EngineState, call: Coroutine[Any, Any, None]) -> bool:
+        """Whether the engine did it. If not, it counts as dead until it answers a probe, and as without weights."""
+        try:
+            await call
+        except (*DeadEngine, EngineError) as e:
+            log.warning("%s: %s", engine.url, e or type(e).__name__)
+            engine.died()
+            return False
+        return True

@@ -1,0 +1,120 @@
+"""The order of a weight push, in one place (docs/architecture.md); every step of it has a time limit.
+
+A push may fail half-way. An engine that fails a step, or dies, is without weights from then on and gets the next
+push to stale engines: it is rolled forward. One that answers with other log-probs than the trainer's is quarantined
+until it is restarted. Neither serves meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlsys.errors import RunError
+from rlsys.router.attest import Agreement, Bounds
+from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.pool import NEVER, EngineState, Pool
+from rlsys.types import Canary, EngineAddress
+
+PROBE_SECONDS = 1.0
+
+
+class WeightPush:
+    """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the push under way.
+
+    patience: seconds that `begin` waits for an engine, long enough for one to be restarted.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, bounds: Bounds, interruption: Interruption, patience: float
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pool = dispatcher.pool
+        self._bounds = bounds
+        self._interruption = interruption
+        self._patience = patience
+        self._pushing: list[EngineState] = []
+
+    async def begin(self, version: int, *, only_stale: bool) -> list[EngineAddress]:
+        """Get every engine (or only those without the current weights) ready for tensors; nothing may run in them.
+
+        Waits up to `patience` for an engine, since the supervisor may be restarting the only one; then RunError.
+        """
+        if not only_stale:
+            self._pool.version = version
+        try:
+            async with asyncio.timeout(self._patience):
+                while True:
+                    await self._pool.probe()
+                    targets = self._pool.stale()
+                    held = {e.url: e.version for e in targets}
+                    ready = await asyncio.gather(
+                        *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
+                    )
+                    self._pushing = [e for e, ok in zip(targets, ready, strict=True) if ok]
+                    if self._pushing or only_stale:
+                        break
+                    self._raise_if_hopeless()
+                    await asyncio.sleep(PROBE_SECONDS)
+        except TimeoutError:
+            raise RunError(
+                f"no engine was there for weight version {version} within {self._patience:g} s: {states(self._pool)}"
+            ) from None
+        return [EngineAddress(e.url, e.client.tp, held[e.url]) for e in self._pushing]
+
+    async def _prepare(self, engine: EngineState) -> None:
+        if engine.version == NEVER and not engine.paused:
+            await engine.start_counting()
+        engine.version = NEVER  # until it is attested again
+        engine.attested.clear()
+        await engine.client.begin_weight_update()
+
+    async def end(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+        """Empty caches and attest. Raises RunError when every engine is quarantined."""
+        pushing, self._pushing = self._pushing, []
+        await asyncio.gather(
+            *(self._dispatcher.attempt(e, self._finish(e, version, canaries)) for e in pushing)
+        )
+        self._raise_if_hopeless()
+        self._dispatcher.interrupted = False
+        self._dispatcher.wake()
+        agreements = [e.agreement for e in pushing if e.agreement is not None]
+        return {
+            "push_canary_mean": max((a.mean for a in agreements), default=0.0),
+            "push_canary_p999": max((a.p999 for a in agreements), default=0.0),
+        }
+
+    async def _finish(self, engine: EngineState, version: int, canaries: list[Canary]) -> None:
+        """Nothing of the old weights may stay, and the version is reported only by an engine that has it.
+
+        Held requests go on before the canaries, which would wait behind a pause; what they bring is kept back
+        until the engine is attested.
+        """
+        engine.agreement = None
+        await engine.client.end_weight_update()
+        if self._interruption != "in_place":
+            await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
+        await engine.client.set_weight_version(version)
+        await self._dispatcher.unpause(engine)
+        reported = await engine.client.weight_version()
+        seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
+        engine.received += len(canaries)  # each asked for one token more
+        engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
+        if reported != version:
+            self._quarantine(engine, f"reports weight version {reported}, {version} was pushed")
+        elif not engine.agreement.within(self._bounds):
+            gaps = engine.agreement.against(self._bounds)
+            self._quarantine(engine, f"canary log-probs differ from the trainer's: {gaps}")
+        else:
+            engine.has(version)
+
+    def _quarantine(self, engine: EngineState, reason: str) -> None:
+        engine.quarantined = reason
+        engine.cut_off()
+
+    def _raise_if_hopeless(self) -> None:
+        if self._pool.engines and all(e.quarantined for e in self._pool.engines):
+            raise RunError(f"no engine can serve weight version {self._pool.version}: {states(self._pool)}")
+
+
+def states(pool: Pool) -> str:
+    return "; ".join(f"{e.url} {e.state}" for e in pool.engines)
