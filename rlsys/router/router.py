@@ -162,9 +162,7 @@ class Router:
             sample.status = self._status(sample, finish, limit)
 
     def _routes_from(self, sample: Sample) -> int | None:
-        """With the prompt at first; then from the seam, the first token that no pass has read yet: the last one that was
-        sampled.
-        """
+        """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
         if not self._routes or sample.sample_id == _EVALUATION:
             return None
         if not sample.response_ids:
