@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch.plan import THREADS
-from launch.ports import choose_ports
+from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.convert.hf import HFConfig
 from rlsys.convert.layout import entries
@@ -71,7 +71,7 @@ def write_random_moe(folder: Path, **sizes: int) -> Path:
 @contextlib.contextmanager
 def running_engine(config: Config, folder: Path, start_seconds: float = 300.0) -> Iterator[str]:
     """URL of a real SGLang server that answers; ended, with all that it started, at the end."""
-    port = choose_ports(config).engines[0]
+    port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     url, path = f"http://{config.engine.host}:{port}", folder / "engine.log"
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", *argv]

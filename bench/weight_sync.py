@@ -1,0 +1,135 @@
+"""Seconds per GB of a weight push, per method, against a memory copy of the same bytes. One real engine.
+
+    python bench/weight_sync.py --json [--megabytes 256] [--repeats 5] [--quick]
+
+A push is what rlsys.weights does between begin_weight_update and end_weight_update, the engine's loading included.
+The tensors lie ready in this process (nothing is gathered); disk methods write to and read from the run folder. The
+first push of each method, which imports SGLang or opens a process group, is reported apart and is not in the medians.
+`disk_delta` pushes a model of which one tensor in eight has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import machine, running_engine, say, spread, write_random_moe
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights.sync import WeightSync
+
+METHODS = ("tensor", "broadcast", "disk", "disk_delta")
+GB = 1e9
+
+
+def config_for(method: str, model: Path, run: Path) -> Config:
+    made = {
+        "model": {"path": model},
+        "run": {"dir": run},
+        "engine": {
+            "extra_args": ["--skip-tokenizer-init"],
+            "max_total_tokens": 4096,
+            "max_running_requests": 4,
+        },
+        "weights": {"method": method},
+        "rollout": {"max_response_tokens": 256},
+    }
+    return Config.model_validate(made)
+
+
+async def push(
+    client: EngineClient, sync: WeightSync, tensors: dict[str, Tensor], version: int
+) -> tuple[float, int]:
+    """Seconds and bytes of one push."""
+    ticket = PushTicket(version, [EngineAddress(client.url, client.tp, version - 1)], [])
+    await client.begin_weight_update()
+    start = time.perf_counter()
+    sent = await asyncio.to_thread(sync.push, iter(tensors.items()), ticket)
+    seconds = time.perf_counter() - start
+    await client.end_weight_update()
+    return seconds, sent
+
+
+def copy_seconds(tensors: dict[str, Tensor]) -> float:
+    """A plain memory copy of every tensor, into memory that is there already."""
+    targets = [t.clone() for t in tensors.values()]
+    start = time.perf_counter()
+    for target, t in zip(targets, tensors.values(), strict=True):
+        target.copy_(t)
+    return time.perf_counter() - start
+
+
+async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    tensors = load_file(model / "model.safetensors")
+    total = sum(t.nbytes for t in tensors.values())
+    syncs = {m: WeightSync(config_for(m, model, folder / m), is_main=True) for m in METHODS}
+    first: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {m: [] for m in ("copy", *METHODS)}
+    sent: dict[str, int] = {}
+    for repeat in range(-1, repeats):  # the first round warms up
+        seconds["copy"].append(copy_seconds(tensors))
+        for name in list(tensors)[(repeat + 1) % 8 :: 8]:
+            tensors[name] += 1e-4
+        for method in METHODS:
+            # Each method counts versions of its own: the engine holds what it pushed last, and more.
+            took, sent[method] = await push(client, syncs[method], tensors, repeat + 2)
+            if repeat < 0:
+                first[method] = took
+            else:
+                seconds[method].append(took)
+        say(
+            f"repeat {repeat + 1}/{repeats}: "
+            + ", ".join(f"{m} {s[-1]:.2f} s" for m, s in seconds.items() if s)
+        )
+    for sync in syncs.values():
+        await asyncio.to_thread(sync.close)
+    per_gb = {m: spread([s / total * GB for s in values]) for m, values in seconds.items()}
+    return {
+        "bench": "weight_sync", "bytes": total, "tensors": len(tensors), "repeats": repeats, "machine": machine(),
+        "seconds_per_gb": per_gb, "first_push_seconds": first, "bytes_sent": sent,
+        "summary": {f"{m}_ratio_to_copy": per_gb[m]["median"] / per_gb["copy"]["median"] for m in METHODS},
+    }  # fmt: skip
+
+
+async def main_async(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # One layer of 32 experts of 3 * hidden * width floats; layers until the size is reached.
+        hidden, width, experts = 512, 256, 32
+        layers = max(1, round(args.megabytes * 1e6 / (experts * 3 * hidden * width * 4)))
+        model = write_random_moe(
+            folder / "model", hidden_size=hidden, moe_intermediate_size=width, num_experts=experts,
+            num_hidden_layers=layers, vocab_size=1024, head_dim=64,
+        )  # fmt: skip
+        say("starting the engine")
+        with running_engine(config_for("tensor", model, folder / "run"), folder) as url:
+            async with make_session() as session:
+                return await bench(EngineClient(url, session), model, folder, args.repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.megabytes, args.repeats = 8.0, 1
+    result = asyncio.run(main_async(args))
+    print(json.dumps(result if args.json else result["summary"], indent=2))
+
+
+if __name__ == "__main__":
+    main()
