@@ -11,27 +11,29 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlsys.algo.objective import Objective
+from rlsys.algo.objective import Objective, Plan
 from rlsys.config import Config, load_config
 from rlsys.obs.metrics import MISMATCH_EDGES, MetricsWriter, mismatch_summary
 from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, shuffled
+from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, score_parked, shuffled
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
 from rlsys.weights.sync import WeightSync
 
 
 def train(config: Config, rollout: RolloutClient) -> None:
-    trainer, objective = Trainer(config), Objective(config.algo)
+    objective = Objective(config.algo)
+    trainer = Trainer(config, objective.passes)
     sync = WeightSync(config, trainer.is_main)
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
@@ -52,6 +54,13 @@ def train(config: Config, rollout: RolloutClient) -> None:
                 return None
             push()
         return taken
+
+    def score_interrupted() -> float:
+        """What the weights sampled that are about to change, kept for the step that trains it. Seconds."""
+        start = time.monotonic()
+        scores = score_parked(on_main(lambda: rollout.unscored(step)), trainer)
+        on_main(lambda: rollout.store_scores(scores))
+        return time.monotonic() - start
 
     def write(kind: str, **values: object) -> None:
         if metrics is not None:
@@ -92,12 +101,13 @@ def train(config: Config, rollout: RolloutClient) -> None:
             write("run", event="leave")
             return
         rollout_done = time.monotonic()
+        extra = {"time_score": score_interrupted()} if "behaviour" in objective.needs else {}
         stats = update(trainer, objective, taken)
         train_done = time.monotonic()
         time_sync = push()
         end = time.monotonic()
         write(
-            "step", **taken.metrics, **stats, weight_version=taken.weight_version,
+            "step", **taken.metrics, **stats, **extra, weight_version=taken.weight_version,
             time_rollout=rollout_done - start, time_train=train_done - rollout_done, time_sync=time_sync,
             time_step=end - start, tokens_per_s=taken.metrics["tokens"] / (end - start),
         )  # fmt: skip
@@ -114,18 +124,36 @@ def train(config: Config, rollout: RolloutClient) -> None:
 
 
 def update(trainer: Trainer, objective: Objective, taken: Taken) -> dict[str, object]:
-    """One train step on the groups taken: `algo.minibatches` optimizer updates. Returns its metrics."""
-    config = trainer.config
-    plan = objective.plan(sample_table(taken, objective.needs))
+    """One train step on the groups taken. Returns its metrics."""
+    step, groups = taken.train_step, taken.groups
+    plan = objective.plan(sample_table(groups, step, objective.needs))
     stats: dict[str, object] = {"effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})}
-    if not plan.rows:  # every group's rewards are equal: nothing to learn
+    sums: dict[str, Tensor] = {}
+    if plan.rows:  # else every group's rewards are equal: nothing to learn
+        stats |= optimise(trainer, objective, plan, taken, trainer.config.algo.minibatches, sums)
+    if later := objective.put_off(
+        plan, groups, step
+    ):  # a selector's rest of earlier steps, in an extra update
+        again, advantages = replace(taken, groups=[g for g, _ in later]), torch.tensor([a for _, a in later])
+        plan = objective.plan_again(sample_table(again.groups, step, objective.needs), advantages)
+        stats |= {"replayed": len(later), **optimise(trainer, objective, plan, again, 1, sums)}
+    if not sums:
         return stats
-    updates = shuffled(plan.rows, config.algo.minibatches, (config.run.seed, taken.train_step))
+    stats |= objective.metrics(sums)
+    return stats | mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"]))
+
+
+def optimise(
+    trainer: Trainer, objective: Objective, plan: Plan, taken: Taken, parts: int, sums: dict[str, Tensor]
+) -> dict[str, object]:
+    """`parts` optimizer updates on the planned rows. Adds to `sums`; returns the last update's figures."""
+    config = trainer.config
+    stats: dict[str, object] = {}
+    updates = shuffled(plan.rows, parts, (config.run.seed, taken.train_step))
     batches = [pack_rows(taken, rows, trainer) for rows in updates]
     score(batches, objective, trainer)
     objective.finish(plan, [micro for batch in batches for micro in batch], trainer.sum_over_dp)
     lr = config.trainer.lr * min(1.0, taken.train_step / max(1, config.trainer.warmup_steps))
-    sums: dict[str, Tensor] = {}
     for i, (rows, batch) in enumerate(zip(updates, batches, strict=True)):
         if i:
             rescore(batch, objective, trainer)
@@ -133,12 +161,11 @@ def update(trainer: Trainer, objective: Objective, taken: Taken) -> dict[str, ob
         rate = lr * objective.lr_factor(plan, rows)
         share = plan.denominator / len(updates)
         result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
-        metrics = objective.metrics(result.sums)
-        objective.after_step(trainer.named_parameters(), metrics)
-        stats.update(metrics, loss=result.loss, grad_norm=result.grad_norm, lr=rate)
-        sums = {name: value + sums.get(name, 0) for name, value in result.sums.items()}
-    stats.update(objective.metrics(sums))
-    return stats | mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"]))
+        objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
+        stats = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+        for name, value in result.sums.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return stats
 
 
 def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

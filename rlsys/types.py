@@ -120,6 +120,8 @@ class Sample:
     masked: list[TokenSpan] = field(
         default_factory=list
     )  # sampled, but too old to be trained on: set at take
+    behaviour: list[float] = field(default_factory=list)
+    """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
@@ -251,6 +253,25 @@ class SampleGroup:
     @property
     def oldest_version(self) -> int | None:
         return min((v for s in self.samples if (v := s.oldest_version) is not None), default=None)
+
+
+@dataclass(slots=True)
+class Unscored:
+    """A sample whose response tokens from `start` on the trainer's resident weights sampled: to be scored by them."""
+
+    sample_id: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    start: int
+
+
+@dataclass(slots=True)
+class Scored:
+    """The trainer's log-probs of response tokens `start`, `start` + 1, ... of a sample."""
+
+    sample_id: int
+    start: int
+    logp: list[float]
 
 
 @dataclass(slots=True)

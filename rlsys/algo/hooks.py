@@ -24,6 +24,10 @@ class Hook(Plugin):
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         """After the update. `active_share`: of the policy's tokens that neither clip nor rejection took out."""
 
+    def average(self) -> dict[str, Tensor]:
+        """Averaged weights by name, where the hook keeps such."""
+        return {}
+
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of state, one per parameter of this rank, by its name; the checkpoint keeps them like weights."""
         return {}

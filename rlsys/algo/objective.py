@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,9 +30,11 @@ from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Constant, Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
+from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo_section import AlgoSection, Anchor
+from rlsys.types import SampleGroup
 
 PASSES = frozenset({"old", "now", "behaviour", "ewma", "ref", "entropy", "values"})
 """Needs that forward passes of the trainer serve, as fields of Batch."""
@@ -43,6 +46,12 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "interpolated": frozenset(),
     "ewma": frozenset({"ewma"}),
 }
+
+
+Later = tuple[SampleGroup, float]
+"""One sample that was put off, as a group of one, and its advantage."""
+REPLAY = "replay"
+"""Key of what was put off in the objective's state."""
 
 
 @dataclass
@@ -79,6 +88,9 @@ class Objective:
         self.hooks: list[Hook] = made["hooks"]
         self.anchor: Anchor = section.anchor
         self._prepared: dict[int, Any] = {}
+
+        putting_off = [s for s in self.selectors if s.defers]
+        self._replay: Replay[Later] | None = putting_off[0].store() if putting_off else None
 
     # -- what it asks for ---------------------------------------------------------------------------------------
 
@@ -139,6 +151,23 @@ class Objective:
         plan.rows = trained.nonzero().flatten().tolist()
         return plan
 
+    def put_off(self, plan: Plan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
+        """Store what a selector deferred; what is due for an extra update now. After `finish`, if that was called."""
+        if self._replay is None:
+            return []
+        samples = [(g, s) for g in groups for s in g.samples]
+        for row in plan.deferred:
+            assert plan.advantages is not None
+            group, sample = samples[row]
+            self._replay.put(step, [(replace(group, samples=[sample]), float(plan.advantages[row]))])
+        return self._replay.take(step)
+
+    def plan_again(self, samples: Samples, advantages: Tensor) -> Plan:
+        """All of these samples, with the advantages that they had in their own groups."""
+        every = torch.ones(len(samples), dtype=torch.bool)
+        reduction = self.reducer(samples.lengths, advantages != 0)
+        return Plan(samples, every, every.float(), list(range(len(samples))), [], advantages, reduction)
+
     def _score(self, plan: Plan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
         samples = plan.samples
@@ -165,7 +194,7 @@ class Objective:
         `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
         """
         plan.samples = self._with_columns(plan.samples, parts, reduce)
-        if self.late:
+        if plan.advantages is None:
             self._score(plan)
         assert plan.advantages is not None and plan.reduction is not None
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
@@ -292,21 +321,32 @@ class Objective:
 
     def state_dict(self) -> dict[str, Any]:
         """State of every plug-in that has one, by its place; the checkpoint keeps it."""
-        return {key: state for key, plugin in self._named() if (state := plugin.state_dict())}
+        states = {key: state for key, plugin in self._named() if (state := plugin.state_dict())}
+        return (
+            states
+            if self._replay is None
+            else {**states, REPLAY: self._replay.state_dict(msgspec.to_builtins)}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, plugin in self._named():
             if key in state:
                 plugin.load_state_dict(state[key])
+        if self._replay is not None and REPLAY in state:
+            self._replay.load_state_dict(state[REPLAY], lambda item: msgspec.convert(item, Later))
 
-    def averages(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def average(self) -> dict[str, Tensor]:
+        """The averaged weights of this rank by name, for `anchor: ewma`; empty before the first update."""
+        return {name: t for hook in self.hooks for name, t in hook.average().items()}
+
+    def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """State of hooks that is as large as the weights; the checkpoint cuts it over ranks like these."""
         named = list(parameters)
         return {name: t for hook in self.hooks for name, t in hook.totals(named).items()}
 
-    def load_averages(self, averages: dict[str, Tensor]) -> None:
+    def load_average_totals(self, totals: dict[str, Tensor]) -> None:
         for hook in self.hooks:
-            hook.load_totals(averages)
+            hook.load_totals(totals)
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]

@@ -9,11 +9,6 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 
 UNSERVED = {
-    "behaviour": "not in the loop yet",
-    "ewma": "not in the loop yet",
-    "ref": "not in the loop yet",
-    "entropy": "not in the loop yet",
-    "values": "not in the loop yet",
     "verdicts": "not in the loop yet",
     "tool_errors": "this data source runs no tools",
     "transferred": "not in the loop yet",
@@ -31,5 +26,10 @@ def check(config: Config) -> None:
             asked[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
     for field, needs in asked.items():
         for need in sorted(needs):
+            if need == "behaviour" and config.launch.placement != "colocated":
+                raise UserError(
+                    f"{field} needs {need}, {NEEDS[need]}: launch.placement = {config.launch.placement!r} has "
+                    "changed the weights by then; use colocated, or algo.anchor = interpolated or ewma"
+                )
             if need in UNSERVED:
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {UNSERVED[need]}")

@@ -7,7 +7,7 @@ from sums over ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -16,6 +16,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.replay import Replay
 from rlsys.algo.segments import group_index
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -28,6 +29,10 @@ class Selector(Plugin):
     """Before the advantages: dropped samples were never there, for baselines and denominators too."""
     defers: ClassVar[bool] = False
     """Dropped samples are kept for a later extra update (see rlsys.algo.replay)."""
+
+    def store(self) -> Replay[Any]:
+        """Of a selector that defers: where to."""
+        raise NotImplementedError
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         """Weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
@@ -215,6 +220,9 @@ class RoRecomp(Selector):
     """Train steps after which a stored sample is dropped."""
     correct: float = 0.5
     """A response is correct when its reward is above this."""
+
+    def store(self) -> Replay[Any]:
+        return Replay(self.capacity, self.max_age)
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()

@@ -29,13 +29,15 @@ from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.store import (
     Stored,
     WriterLock,
+    extend_scores,
     ids_to_blob,
     open_store,
     read_groups,
     sqlite_errors,
     write_sample,
+    write_scores,
 )
-from rlsys.types import GroupState, Prompt, Sample, SampleGroup
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Scored
 
 _LEGAL = {
     GroupState.ACTIVE: {GroupState.READY, GroupState.FILTERED, GroupState.CENSORED, GroupState.EXPIRED},
@@ -149,6 +151,22 @@ class RolloutBuffer:
         """Whether it has tokens that `save` has not seen."""
         return len(sample.response_ids) > self._stored[sample.sample_id].tokens
 
+    def store_scores(self, scores: Iterable[Scored]) -> None:
+        """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
+        with self._writing():
+            for found in scores:
+                group = self.groups.get(found.sample_id // self._largest_group)
+                if group is None:
+                    raise RunError(f"sample {found.sample_id}: scored, but not in a live group")
+                sample = group.samples[found.sample_id % self._largest_group]
+                if not len(sample.behaviour) <= found.start <= len(sample.response_ids) - len(found.logp):
+                    raise RunError(
+                        f"sample {found.sample_id}: scores from token {found.start} on, but "
+                        f"{len(sample.behaviour)} of {len(sample.response_ids)} have one"
+                    )
+                extend_scores(sample.behaviour, found.start, found.logp)
+                write_scores(self._db, found)
+
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
         if state is GroupState.READY and not group.done:
@@ -245,12 +263,12 @@ class RolloutBuffer:
         if train_step <= self._pruned_to:
             return
         with self._writing():
-            self._db.execute(
-                "DELETE FROM arrays WHERE sample_id IN "
-                "(SELECT sample_id FROM samples JOIN groups USING (group_id) "
-                "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)",
-                (self._pruned_to, train_step),
+            taken = (
+                "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
+                "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
             )
+            for table in ("arrays", "scores"):
+                self._db.execute(f"DELETE FROM {table} WHERE {taken}", (self._pruned_to, train_step))
             self._set_meta("pruned_to", train_step)
         self._pruned_to = train_step
 
@@ -382,6 +400,7 @@ class RolloutBuffer:
         if group.state in DEAD:
             ids = [(s.sample_id,) for s in group.samples]
             self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)
+            self._db.executemany("DELETE FROM scores WHERE sample_id = ?", ids)
 
     def _meta(self, key: str) -> int:
         with sqlite_errors(self._path):

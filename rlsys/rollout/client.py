@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rlsys.errors import RunError
-from rlsys.rollout.protocol import EndPushRequest, StepRequest, decode_error, encode
-from rlsys.types import Canary, EvalResult, PushTicket, Taken
+from rlsys.rollout.protocol import EndPushRequest, ScoresRequest, StepRequest, decode_error, encode
+from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
 PROBE_TIMEOUT = 5.0
@@ -56,6 +56,14 @@ class RolloutClient:
         None: an engine needs the current weights first; push, then call again. Or the run is `leaving`.
         """
         return self._command("take", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+
+    def unscored(self, train_step: int) -> list[Unscored]:
+        """After `take(train_step)`: what the weights that are about to be trained sampled and nobody has scored."""
+        return self._command("unscored", StepRequest(train_step), list[Unscored])
+
+    def store_scores(self, scores: list[Scored]) -> None:
+        """Keep them with their samples, durably: a later step trains on these tokens."""
+        self._command("store_scores", ScoresRequest(scores), type(None))
 
     def leaving(self) -> float | None:
         """Seconds that are left to save and go, because the machines will be taken away; None: nothing such."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import takewhile
 from typing import TypeVar
 
 from rlsys.config import Config
@@ -24,7 +25,18 @@ from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.step_metrics import step_metrics
 from rlsys.router.router import Router
-from rlsys.types import Canary, EvalResult, GroupState, PushTicket, Sample, SampleGroup, Status, Taken
+from rlsys.types import (
+    Canary,
+    EvalResult,
+    GroupState,
+    PushTicket,
+    Sample,
+    SampleGroup,
+    Scored,
+    Status,
+    Taken,
+    Unscored,
+)
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
@@ -107,6 +119,32 @@ class RolloutManager:
             at = self._buffer.policy_step(version)
             metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
             return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
+
+    async def unscored(self, train_step: int) -> list[Unscored]:
+        """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""
+        async with self._command:
+            if train_step != self._done_steps or not self._push_due or not self._colocated:
+                raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
+            samples = (s for g in self._buffer.groups.values() for s in g.samples)
+            found = ((s, self._first_unscored(s, train_step - 1)) for s in samples)
+            return [
+                Unscored(s.sample_id, s.prompt_ids, s.response_ids, start)
+                for s, start in found
+                if start is not None
+            ]
+
+    def _first_unscored(self, sample: Sample, policy_step: int) -> int | None:
+        """First response token without a score of the run of tokens that these weights sampled last."""
+        if not sample.spans or self._buffer.policy_step(sample.spans[-1].version) != policy_step:
+            return None
+        same = takewhile(lambda x: self._buffer.policy_step(x.version) == policy_step, reversed(sample.spans))
+        start = max(min(span.start for span in same), len(sample.behaviour))
+        return start if start < len(sample.response_ids) else None
+
+    async def store_scores(self, scores: list[Scored]) -> None:
+        async with self._command:
+            self._buffer.store_scores(scores)
+            self._runner.flush()
 
     async def begin_push(self) -> PushTicket:
         """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only."""

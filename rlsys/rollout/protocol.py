@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.types import Canary, EvalResult, PushTicket, Taken
+from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
 
-Result = Taken | PushTicket | EvalResult | dict[str, float] | None
+Result = Taken | PushTicket | EvalResult | list[Unscored] | dict[str, float] | None
 
 
 @dataclass
 class StepRequest:
-    """Of `restore`, `take` and `commit`."""
+    """Of `restore`, `take`, `unscored` and `commit`."""
 
     train_step: int
 
@@ -30,6 +30,11 @@ class StepRequest:
 class EndPushRequest:
     ticket: PushTicket
     canaries: list[Canary]
+
+
+@dataclass
+class ScoresRequest:
+    scores: list[Scored]
 
 
 @dataclass

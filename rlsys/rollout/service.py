@@ -30,7 +30,7 @@ from rlsys.rewards import build_reward, canonical_answer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
-from rlsys.rollout.protocol import EndPushRequest, Result, StepRequest, encode, encode_error
+from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRequest, encode, encode_error
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
@@ -65,6 +65,8 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Applicat
             web.post("/leave", leave),  # the supervisor's only command
             web.post("/restore", _command(StepRequest, lambda r: manager.restore(r.train_step))),
             web.post("/take", _command(StepRequest, lambda r: manager.take(r.train_step))),
+            web.post("/unscored", _command(StepRequest, lambda r: manager.unscored(r.train_step))),
+            web.post("/store_scores", _command(ScoresRequest, lambda r: manager.store_scores(r.scores))),
             web.post("/begin_push", _command(type(None), lambda _: manager.begin_push())),
             web.post("/end_push", _command(EndPushRequest, end_push)),
             web.post("/evaluate", _command(type(None), lambda _: manager.evaluate())),

@@ -5,6 +5,7 @@
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
     arrays   pieces of samples in the order in which they came: response ids (int32), mu (float64), little-endian,
              and routes (msgpack of RouteSpans); dropped when no checkpoint can want them
+    scores   the trainer's log-probs (float32) of tokens that its weights sampled, from token `start` on
     takes    the journal: which groups a train step took, at which weight version
     pushes   the train step whose weights a weight version holds
     admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -29,12 +31,12 @@ import msgspec
 import numpy as np
 
 from rlsys.errors import RunError, UserError
-from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Status, TokenSpan, VersionSpan
+from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 4
+_SCHEMA_VERSION = 5
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -55,6 +57,10 @@ CREATE TABLE arrays (
     routes BLOB NOT NULL
 );
 CREATE INDEX arrays_by_sample ON arrays (sample_id);
+CREATE TABLE scores (
+    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, start INTEGER NOT NULL, logp BLOB NOT NULL
+);
+CREATE INDEX scores_by_sample ON scores (sample_id);
 CREATE TABLE takes (
     train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL
 );
@@ -238,6 +244,17 @@ def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stor
     return now
 
 
+def write_scores(db: sqlite3.Connection, found: Scored) -> None:
+    row = (found.sample_id, found.start, np.array(found.logp, dtype="<f4").tobytes())
+    db.execute("INSERT INTO scores (sample_id, start, logp) VALUES (?, ?, ?)", row)
+
+
+def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
+    """Put `logp` at `start`; what nobody scored before it is NaN."""
+    behaviour += [math.nan] * (start - len(behaviour))
+    behaviour += logp
+
+
 def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
     """Whole groups, by id. Raises RunError when a sample's arrays are not as long as its row says."""
     groups: dict[int, SampleGroup] = {}
@@ -253,6 +270,10 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
     )
     for sample_id, *piece in db.execute(f"{pieces} WHERE {of_groups} ORDER BY piece", values):
         arrays.setdefault(sample_id, Arrays()).add(*piece)
+    scores = "SELECT sample_id, start, logp FROM scores JOIN samples USING (sample_id)"
+    for sample_id, start, logp in db.execute(f"{scores} WHERE {of_groups} ORDER BY piece", values):
+        found: list[float] = np.frombuffer(logp, dtype="<f4").tolist()
+        extend_scores(arrays[sample_id].behaviour, start, found)
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
         groups[row[1]].samples.append(_sample(row, prompts[row[1]], arrays.get(row[0], Arrays())))
     return list(groups.values())
@@ -265,6 +286,7 @@ class Arrays:
         self.ids: list[int] = []
         self.mu: list[float] = []
         self.routes: list[RouteSpan] = []
+        self.behaviour: list[float] = []
 
     def add(self, ids: bytes, mu: bytes, routes: bytes) -> None:
         self.ids += blob_to_ids(ids)
@@ -297,5 +319,5 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         reward=reward, censor_reason=censor_reason, resumes=resumes, cached_tokens=cached,
         prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
-        routes=arrays.routes, observed=[TokenSpan(*s) for s in json.loads(observed)],
+        routes=arrays.routes, behaviour=arrays.behaviour, observed=[TokenSpan(*s) for s in json.loads(observed)],
     )  # fmt: skip

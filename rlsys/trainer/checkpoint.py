@@ -66,16 +66,16 @@ def path_of(folder: Path, step: int) -> Path:
 def _state(model: Chunks, optimizer: Any, objective: Objective | None, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_OPTIMIZER)
-    if objective is not None and (averages := objective.averages(model.named_parameters())):
-        state["averages"] = _averages(model, averages)
+    if objective is not None and (totals := objective.average_totals(model.named_parameters())):
+        state["averages"] = _averages(model, totals)
     return state
 
 
-def _averages(model: Chunks, averages: dict[str, Tensor]) -> dict[str, Any]:
-    """Averaged weights `{parameter's name: tensor}`, cut over ranks like the weights: any layout can load them."""
+def _averages(model: Chunks, totals: dict[str, Tensor]) -> dict[str, Any]:
+    """Totals of averaged weights `{parameter: tensor}`, cut over ranks like the weights: any layout loads them."""
     like = model.shards(_AVERAGE)
     out = {}
-    for name, value in averages.items():
+    for name, value in totals.items():
         shard = like[name]
         dtype = {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}  # the other kind has none
         out[name] = replace(shard, data=value, **dtype)
@@ -196,7 +196,7 @@ class Checkpoints:
         torch.set_rng_state(state["rng"])
         if objective is not None and "objective" in state:
             objective.load_state_dict(json.loads(state["objective"]))
-            objective.load_averages(state.get("averages", {}))
+            objective.load_average_totals(state.get("averages", {}))
         return int(state["step"])
 
 

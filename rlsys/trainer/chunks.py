@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from torch.nn import Parameter
+
+from rlsys.trainer.value_head import ValueHead
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
@@ -23,6 +26,14 @@ class Chunks:
         for module in self.modules:
             for name, parameter in module.named_parameters():
                 yield self._whole_name(module, name), parameter
+
+    def add_value_head(self, device: torch.device) -> ValueHead | None:
+        """A value head on the chunk that has the output layer; None where this rank has no such chunk."""
+        for module in self.modules:
+            if module.post_process:
+                module.value_head = ValueHead(module).to(device)
+                return module.value_head
+        return None
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Megatron's description of every parameter for a checkpoint, one entry a chunk."""

@@ -8,6 +8,7 @@ import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+from rlsys.trainer.entropy import logprob_and_entropy
 from rlsys.trainer.share import Share
 
 
@@ -22,6 +23,21 @@ class Scores:
     def to(self, device: torch.device) -> Scores:
         there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return Scores(**there)
+
+
+def token_scores(
+    logits: Tensor, share: Share, temperature: float, *, entropy: bool, values: Tensor | None
+) -> Scores:
+    """`token_logprobs`, on request with the entropy of the distribution that each token was drawn from, and with
+    `values` `[P / c]` of the token before it: the state in which it was chosen."""
+    critic = None if values is None else share.aligned(values)
+    if not entropy:
+        return Scores(token_logprobs(logits, share, temperature), None, critic)
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
+    logp, spread = logprob_and_entropy(logits, share.following)
+    return Scores(share.aligned(logp), share.aligned(spread), critic)
 
 
 def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:

@@ -6,8 +6,9 @@ the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from rlsys.types import Sample
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample; mu, versions and `trained` (all of them where it is not given) have one entry per response token,
-    `row` is its row in the sample table."""
+    """One sample; mu, versions, `trained` and `behaviour` have one entry per response token.
+
+    `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
+    in the sample table.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -27,6 +31,7 @@ class TrainSample:
     versions: list[int]
     row: int = -1
     trained: list[bool] | None = None
+    behaviour: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -41,7 +46,11 @@ class TrainSample:
     @classmethod
     def of(cls, sample: Sample, row: int = -1) -> TrainSample:
         trained = sample.trained() if sample.observed or sample.masked else None
-        return cls(sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained)
+        missing = [math.nan] * (len(sample.response_ids) - len(sample.behaviour))
+        behaviour = [*sample.behaviour, *missing]
+        return cls(
+            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained, behaviour
+        )
 
     @property
     def mask(self) -> list[float]:
@@ -128,6 +137,9 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         mu=per_token(0.0, [s.mu for s in samples], torch.float32),
         mask=per_token(0.0, [s.mask for s in samples], torch.float32),
         versions=per_token(-1, [s.versions for s in samples], torch.int64),
+        behaviour=per_token(math.nan, [s.behaviour for s in samples], torch.float32)
+        if all(s.behaviour for s in samples)
+        else None,
     )
 
 

@@ -6,28 +6,30 @@ Every rank calls every function together, and gets the same table and the same r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Taken
+from rlsys.types import SampleGroup, Scored, Taken, Unscored
 
 CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
 """Signals that one forward pass of the current weights gives."""
 
 
-def sample_table(taken: Taken, needs: Collection[str]) -> Samples:
+def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
     """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
-    table = Samples.of(taken.groups, taken.train_step - 1)
-    samples = [s for group in taken.groups for s in group.samples]
-    if "answers" in needs:
-        table = replace(table, answers=torch.tensor([answer_id(s.answer) for s in samples]))
-    return table
+    table = Samples.of(groups, train_step - 1)
+    if "answers" not in needs:
+        return table
+    answers = [answer_id(s.answer) for group in groups for s in group.samples]
+    return replace(table, answers=torch.tensor(answers))
 
 
 def answer_id(answer: str | None) -> int:
@@ -60,10 +62,55 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
         for micro, found in zip(batch, trainer.score(batch), strict=True):
             micro.old = micro.now = found.logp
             micro.entropy, micro.values = found.entropy, found.values
+            if "behaviour" in passes:
+                micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
+    if "ref" in passes:
+        _score_with(trainer.first_weights, "ref", batches, trainer)
+    if "ewma" in passes:  # before the first update, the average is the weights themselves
+        _score_with(objective.average(), "ewma", batches, trainer)
+
+
+def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]:
+    """Log-probs of tokens that the resident weights sampled, before these change: exact `old` for later steps.
+
+    Costs a forward pass over the whole sequences, since a token's log-prob needs all that is before it.
+    """
+    if not unscored:
+        return []
+    batch = trainer.pack(
+        [
+            TrainSample(u.prompt_ids, u.response_ids, [0.0] * n, [0] * n, row)
+            for row, u in enumerate(unscored)
+            if (n := len(u.response_ids))
+        ]
+    )
+    mine: dict[int, list[float]] = {}
+    for micro, logp in zip(batch, trainer.logprobs(batch), strict=True):
+        ends = micro.cu_seqlens[1:].tolist()
+        for row, end in zip(micro.rows.tolist(), ends, strict=True):
+            tokens = len(unscored[row].response_ids) - unscored[row].start
+            mine[row] = logp[end - tokens : end].tolist()
+    found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
+    return [Scored(u.sample_id, u.start, found[row]) for row, u in enumerate(unscored)]
+
+
+def stored(micro: MicroBatch) -> Tensor:
+    """What came with the samples of `behaviour`, `[T]`; NaN where nothing did."""
+    return torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
+
+
+def _score_with(
+    weights: Mapping[str, Tensor], name: str, batches: Sequence[list[MicroBatch]], trainer: Trainer
+) -> None:
+    """Log-probs under other weights, the current ones if there are none, as the field `name`."""
+    with trainer.with_weights(weights) if weights else nullcontext():
+        for batch in batches:
+            for micro, logp in zip(batch, trainer.logprobs(batch), strict=True):
+                setattr(micro, name, logp)
 
 
 def rescore(batch: list[MicroBatch], objective: Objective, trainer: Trainer) -> None:
     """Before a further update of the same step: the log-probs of the weights that it starts from."""
     if "now" in objective.passes:
-        for micro, found in zip(batch, trainer.score(batch), strict=True):
-            micro.now = found.logp
+        for micro, logp in zip(batch, trainer.logprobs(batch), strict=True):
+            micro.now = logp

@@ -6,7 +6,8 @@ Shapes: T packed tokens of a micro-batch, V vocabulary. All ranks call every met
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from rlsys.convert.hf import HFConfig, write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
-from rlsys.trainer.logprobs import Scores, token_logprobs
+from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 from rlsys.trainer.share import Share, padded_lengths
@@ -52,10 +53,15 @@ class StepResult:
 
 
 class Trainer:
-    """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model."""
+    """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.
 
-    def __init__(self, config: Config) -> None:
+    `signals` (of rlsys.algo.plugin.NEEDS) is what scores have beyond log-probs: `entropy`, `values` (builds a value
+    head). `ref` keeps a copy of this rank's first weights in host memory.
+    """
+
+    def __init__(self, config: Config, signals: Collection[str] = ()) -> None:
         self.config = config
+        self._signals = frozenset(signals)
         self.hf = HFConfig.read(config.model.path)
         self._device = setup.init_distributed(config)
         self.rank = dist.get_rank()
@@ -64,6 +70,8 @@ class Trainer:
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._chunks = build_model(config, self.hf, self._device)
         self._transformer = self._chunks.config
+        self._head = self._chunks.add_value_head(self._device) if "values" in self._signals else None
+        self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self._models = [
             DistributedDataParallel(self._transformer, ddp, module) for module in self._chunks.modules
@@ -79,6 +87,13 @@ class Trainer:
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
+
+    def from_all(self, value: T) -> list[T]:
+        """`value` of every data-parallel rank, on all of them."""
+        out: list[Any] = [value] * self.dp_size
+        if self.dp_size > 1:
+            dist.all_gather_object(out, value, group=parallel_state.get_data_parallel_group())
+        return out
 
     def close(self) -> None:
         """Leave the parallel groups; the trainer is of no use afterwards."""
@@ -98,7 +113,7 @@ class Trainer:
         t = self.config.rollout.temperature if temperature is None else temperature
 
         def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
-            return _scores(output, share, t)
+            return self._scores(output, share, t)
 
         for model in self._models:
             model.eval()
@@ -130,7 +145,7 @@ class Trainer:
         self._optimizer.zero_grad()
 
         def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, sums = loss_fn(_scores(output, share, self.config.rollout.temperature), micro)
+            total, sums = loss_fn(self._scores(output, share, self.config.rollout.temperature), micro)
             unused = torch.zeros((), dtype=torch.int, device=self._device)
             return total, unused, {**sums, "loss_sum": total.detach()}
 
@@ -180,6 +195,11 @@ class Trainer:
         )
         return stored
 
+    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
+        """Of logits `[1, P / c, V / tp]`."""
+        values = None if self._head is None else self._head.values()
+        return token_scores(output[0], share, temperature, entropy="entropy" in self._signals, values=values)
+
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """The length that the longest of all ranks' micro-batches has once it can be cut."""
         p = self.config.parallel
@@ -219,6 +239,32 @@ class Trainer:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters, by megatron's names."""
         return self._chunks.named_parameters()
+
+    @property
+    def first_weights(self) -> Mapping[str, Tensor]:
+        """This rank's weights as `model.path` has them, by parameter; empty unless `ref` is a signal."""
+        return self._first_weights
+
+    @contextmanager
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Score with other weights `{parameter: tensor}`; those of training come back unchanged.
+
+        While it lasts, both are held: the host or the device needs room for one more copy of this rank's weights.
+        """
+        resident = self._copy_of_weights()
+        self._fill_weights(weights)
+        try:
+            yield
+        finally:
+            self._fill_weights(resident)
+
+    def _copy_of_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
+
+    def _fill_weights(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(weights[name])
 
     # -- weights --------------------------------------------------------------------------------------------
 
@@ -265,11 +311,6 @@ class Trainer:
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
         return self._checkpoints.load(self._chunks, self._optimizer, objective)
-
-
-def _scores(output: Tensor, share: Share, temperature: float) -> Scores:
-    """Of logits `[1, P / c, V / tp]`."""
-    return Scores(token_logprobs(output[0], share, temperature))
 
 
 def _finalize(

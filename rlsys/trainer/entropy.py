@@ -1,0 +1,64 @@
+"""Log-prob and entropy of a tensor-parallel vocabulary in one pass. Shapes: P tokens, V / tp columns of this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+ROWS = 256
+"""Rows that are worked on at a time: all that is ever held beside the logits."""
+
+
+def logprob_and_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(target) and H = -sum p log p of each row, `[P]` float32, both with gradient.
+
+    `logits` `[P, V / tp]` float32 are overwritten by the probabilities, which the backward pass overwrites by the
+    gradient: no second copy is made. dH/dlogit_j = -p_j (log p_j + H).
+    """
+    logp, entropy = _LogProbEntropy.apply(logits, target)
+    return logp, entropy
+
+
+class _LogProbEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        columns = logits.shape[-1]
+        place = target - group.rank() * columns
+        mine = (place >= 0) & (place < columns)
+        place = place.clamp(0, columns - 1)
+        largest = logits.max(dim=-1).values
+        if group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        sums = logits.new_empty(3, len(logits))  # exp(x), x exp(x), the target's x; x = logit - largest
+        for rows in torch.arange(len(logits), device=logits.device).split(ROWS):
+            at = slice(int(rows[0]), int(rows[-1]) + 1)
+            x = logits[at].sub_(largest[at, None])
+            picked = x.gather(1, place[at, None])[:, 0]
+            sums[2, at] = torch.where(mine[at], picked, torch.zeros_like(picked))
+            weight = x.exp()
+            sums[1, at] = x.mul_(weight).sum(-1)
+            sums[0, at] = x.copy_(weight).sum(-1)
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        total, weighted, chosen = sums
+        logits.div_(total[:, None])
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(logits, entropy, place, mine)
+        return chosen - total.log(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        probs, entropy, place, mine = ctx.saved_tensors
+        of_logp, of_entropy = gradients
+        for rows in torch.arange(len(probs), device=probs.device).split(ROWS):
+            at = slice(int(rows[0]), int(rows[-1]) + 1)
+            p = probs[at]
+            surprise = p.clamp(min=torch.finfo(p.dtype).tiny).log_().add_(entropy[at, None])
+            p.mul_(surprise.mul_(-of_entropy[at, None]).sub_(of_logp[at, None]))
+            p.scatter_add_(1, place[at, None], (of_logp[at] * mine[at])[:, None])
+        return probs, None

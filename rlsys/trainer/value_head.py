@@ -1,0 +1,41 @@
+"""A critic on the policy's own trunk: one linear layer beside the output layer of the last pipeline stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+class ValueHead(torch.nn.Linear):
+    """Hidden states -> one value per token. Starts at 0, so the first advantages are plain rewards.
+
+    It shares the trunk: the value loss moves the policy's weights too, scaled by the coefficient of the loss term
+    `value`. That costs hidden_size + 1 parameters instead of a second model.
+    """
+
+    def __init__(self, module: GPTModel) -> None:
+        super().__init__(module.config.hidden_size, 1, dtype=module.config.params_dtype)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+        self._sequence_parallel = module.config.sequence_parallel
+        for parameter in self.parameters():
+            # Under sequence parallelism each rank sees its own tokens: megatron adds such gradients up.
+            parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
+        self._hidden: Tensor | None = None
+        module.output_layer.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _: Any, inputs: tuple[Tensor, ...]) -> None:
+        self._hidden = inputs[0]
+
+    def values(self) -> Tensor:
+        """Of the tokens of the last forward pass, `[P]` float32: what is expected once this token has been read."""
+        assert self._hidden is not None, "no forward pass came before"
+        hidden, self._hidden = self._hidden, None
+        out: Tensor = self(hidden)[:, 0, 0].float()
+        if self._sequence_parallel:
+            out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
+        return out
