@@ -33,9 +33,10 @@ def describe_arithmetic(config: Config) -> str:
     r, p, n = config.rollout, config.parallel, config.samples_per_step
     per_rank = n // (p.data_parallel * config.algo.minibatches)
     capacity = config.engine.count * config.engine.max_running_requests
+    factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
     facts = [
         f"one step trains      {r.groups_per_step} groups x {r.group_size} samples = {n} samples",
-        f"in flight            {config.slots} samples (over_provision {r.over_provision:g}), "
+        f"in flight            {config.slots} samples (over_provision {factor}), "
         f"{config.engine.count} engine(s) decode up to {capacity} at once",
         f"mode                 {mode(config)}",
         f"an optimizer update  {n // config.algo.minibatches} samples, {per_rank} on each of "
@@ -53,7 +54,7 @@ def mode(config: Config) -> str:
     r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} versions old"
     if config.launch.placement == "disaggregated" and r.max_staleness > 0:
         return f"asynchronous, {stale}"
-    if r.over_provision > 1:
+    if config.over_provision > 1:
         return f"APRIL: the rest is interrupted when enough are done; {stale}"
     return "synchronous, on-policy" if r.max_staleness == 0 else f"synchronous with surplus, {stale}"
 

@@ -159,7 +159,7 @@ def expected_staleness(config: Config) -> str:
     if r.max_staleness == 0:
         return "0: every token is of the current weights"
     overlap = config.launch.placement == "disaggregated"
-    mean = min(r.over_provision - 1 + overlap, r.max_staleness)
+    mean = min(config.over_provision - 1 + overlap, r.max_staleness)
     return f"about {mean:.2g} versions on average, at most {r.max_staleness}"
 
 

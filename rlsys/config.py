@@ -64,10 +64,26 @@ class RolloutConfig(Section):
     """Groups (prompts) that one train step consumes."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Samples per group."""
-    over_provision: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Samples kept in flight, as a multiple of groups_per_step * group_size; above 1 makes APRIL."""
+    over_provision: Annotated[float, Field(ge=1, le=16)] | Literal["auto"] = 1.0
+    """Samples kept in flight, as a multiple of groups_per_step * group_size; above 1 makes APRIL; auto holds
+    auto_share of auto_hold."""
+    auto_hold: Literal["off_policy", "idle"] = "off_policy"
+    """What over_provision = auto holds: the share of trained tokens that older weights sampled, or the share of a
+    batch's slots that are idle."""
+    auto_share: Share = 0.4
+    """The share that over_provision = auto holds."""
+    resume_order: Literal["oldest", "nearest_done", "longest"] = "oldest"
+    """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest, or the longest."""
     max_staleness: NonNegative = 0
-    """Largest allowed age of a sample's oldest token at take, in weight versions; older groups are dropped."""
+    """Largest allowed age of a sample's oldest token at take, in weight versions."""
+    staleness_policy: Literal["drop", "wait", "mask"] = "drop"
+    """At max_staleness: drop the group, let the next version wait until the group has finished, or train the group
+    without its tokens that are too old."""
+    max_resumes: NonNegative | None = None
+    """A sample that has been resumed so often is not interrupted again: the step waits for it. No bound when not
+    given."""
+    group_deadline: Annotated[float, Field(gt=0)] | None = None
+    """Seconds from its admission, pauses included, after which an unfinished group is censored. By default none."""
     max_response_tokens: Positive = 256
     """Budget of one response, counted over all its segments."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -261,9 +277,15 @@ class Config(Section):
         return self.rollout.groups_per_step * self.rollout.group_size
 
     @property
+    def over_provision(self) -> float:
+        """What the run begins with; `auto` moves on from there."""
+        factor = self.rollout.over_provision
+        return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
+
+    @property
     def slots(self) -> int:
-        """Samples kept in flight over the whole pool."""
-        return round(self.rollout.over_provision * self.samples_per_step)
+        """Samples kept in flight over the whole pool; at the start, where over_provision is auto."""
+        return round(self.over_provision * self.samples_per_step)
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
@@ -273,7 +295,12 @@ class Config(Section):
                 f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
                 "launch.placement = colocated they rest while the trainer works; use abort, or disaggregated"
             )
-        if r.over_provision > 1 and r.max_staleness < 1:
+        if r.over_provision == "auto" and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "
+                "allows only 1; use max_staleness >= 1"
+            )
+        if self.over_provision > 1 and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
                 f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
@@ -325,7 +352,8 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for the first mistake of a validation error: field, value, what was expected."""
     first = error.errors()[0]
-    loc = ".".join(str(x) for x in first["loc"])
+    names = [str(x) for x in first["loc"]]
+    loc = ".".join(n for n in names if not set("-[") & set(n))  # without the alternatives of a union
     if first["type"] == "extra_forbidden":
         return _unknown_key(first["loc"], model)
     if first["type"] == "missing":

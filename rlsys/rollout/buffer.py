@@ -205,6 +205,17 @@ class RolloutBuffer:
         with self._writing():
             self._db.execute("UPDATE meta SET value = ? WHERE key = 'planning'", (state,))
 
+    @property
+    def over_provision(self) -> float | None:
+        """What `set_over_provision` stored last."""
+        with sqlite_errors(self._path):
+            row = self._db.execute("SELECT value FROM meta WHERE key = 'over_provision'").fetchone()
+            return None if row is None else float(row[0])
+
+    def set_over_provision(self, factor: float) -> None:
+        with self._writing():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('over_provision', ?)", (factor,))
+
     # Train steps
 
     def take(self, train_step: int, groups: Sequence[SampleGroup]) -> None:

@@ -19,10 +19,12 @@ from rlsys.config import Config
 from rlsys.data import PromptSource
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.ledger import check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.selection import Selection
 from rlsys.rollout.step_metrics import step_metrics
 from rlsys.router.router import Router
 from rlsys.types import (
@@ -65,6 +67,11 @@ class RolloutManager:
         self._scorer = scorer
         planning.restore(buffer.planning)
         self._runner = SampleRunner(config, buffer, router, planning, scorer)
+        self._selection = Selection(config, buffer)
+        self._over_provision = OverProvision(config, buffer.over_provision)
+        self._runner.slots = self._over_provision.slots
+        self._control = self._over_provision.figures(idle_share=0.0)
+        """What over_provision did in the step taken last."""
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -102,22 +109,22 @@ class RolloutManager:
             next_step = self._done_steps + (not self._push_due)
             if self._policy_step is None or train_step not in (self._done_steps, next_step):
                 raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
-            if train_step > self._buffer.last_taken_step:
-                ready = await self._enough_ready(self._policy_step)
-                if ready is None:
+            new = train_step > self._buffer.last_taken_step
+            if new:
+                chosen = await self._chosen(self._policy_step)
+                if chosen is None:
                     return None
-                self._buffer.take(train_step, ready)
+                self._buffer.take(train_step, chosen)
             counts = self.counts()
             version, groups = self._buffer.taken(train_step)
             if self._colocated:
                 await self._rest()
+            metrics = self._step_metrics(version, groups, new=new)
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due = train_step, True
             self._long_responses = longest(groups, CANARIES)
             self._go_on()
-            at = self._buffer.policy_step(version)
-            metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
             return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
 
     async def unscored(self, train_step: int) -> list[Unscored]:
@@ -152,6 +159,7 @@ class RolloutManager:
             self._runner.raise_failure()
             if self._push_due:
                 if not self._colocated:  # else take has done it
+                    await self._watched(self._until_interruptible(), "samples at rollout.max_resumes")
                     await self._rest(keep=self._stays_young)
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
@@ -226,6 +234,18 @@ class RolloutManager:
 
     # Figures
 
+    def _step_metrics(self, version: int, groups: list[SampleGroup], *, new: bool) -> dict[str, float]:
+        """Of the groups just taken. When they are new, what they say about the factor decides about the next step."""
+        at = self._buffer.policy_step(version)
+        masked = self._selection.mask_old(groups, at)
+        metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
+        if new:
+            self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
+            self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])
+            self._runner.slots = self._over_provision.slots
+            self._buffer.set_over_provision(self._over_provision.factor)
+        return {**metrics, **self._control, "masked_tokens": masked}
+
     def counts(self) -> dict[str, float]:
         """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
         statuses = Counter(s.status for g in self._buffer.active() for s in g.samples)
@@ -264,23 +284,36 @@ class RolloutManager:
 
     # Waiting
 
-    async def _enough_ready(self, policy_step: int) -> list[SampleGroup] | None:
-        """The first groups_per_step to be READY, once there are so many; None when an engine is stale."""
-        wanted = self._config.rollout.groups_per_step
-        if len(self._buffer.ready()) < wanted:
+    async def _chosen(self, policy_step: int) -> list[SampleGroup] | None:
+        """The groups of the next step, once there are enough; None when an engine is stale."""
+        if self._selection.groups(policy_step) is None:
             self._generate(policy_step)
-            await self._watched(self._wait_for_ready(wanted), f"{wanted} groups of a train step")
-        ready = self._buffer.ready()
-        return ready[:wanted] if len(ready) >= wanted and self._leave_by is None else None
+            wanted = self._config.rollout.groups_per_step
+            await self._watched(self._wait_for_groups(policy_step), f"{wanted} groups of a train step")
+        return self._selection.groups(policy_step) if self._leave_by is None else None
 
-    async def _wait_for_ready(self, wanted: int) -> None:
-        while (
-            len(self._buffer.ready()) < wanted and not self._router.stale_engines and self._leave_by is None
-        ):
-            self._runner.raise_failure()
-            self._runner.wake.clear()
-            with contextlib.suppress(TimeoutError):  # a stale engine wakes nobody
-                await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
+    async def _wait_for_groups(self, policy_step: int) -> None:
+        while self._selection.groups(policy_step) is None and not self._called_away():
+            if late := self._runner.overdue():
+                await self._rest()
+                await self._runner.censor_overdue(late)
+                self._generate(policy_step)
+            await self._look_again()
+
+    async def _until_interruptible(self) -> None:
+        while self._selection.uninterruptible() and not self._called_away():
+            await self._look_again()
+
+    def _called_away(self) -> bool:
+        """Something else comes first: an engine needs weights, or the run is to leave."""
+        return bool(self._router.stale_engines) or self._leave_by is not None
+
+    async def _look_again(self) -> None:
+        """After a group has settled, or LOOK_SECONDS: time, a sample's end and a stale engine wake nobody."""
+        self._runner.raise_failure()
+        self._runner.wake.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
 
     async def _watched(self, work: Awaitable[T], what: str) -> T:
         """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout
@@ -342,15 +375,13 @@ class RolloutManager:
             self._generate(self._policy_step)
 
     def _stays_young(self, sample: Sample) -> bool:
-        """Whether `_expire` will leave it. One without tokens may get some before its engine pauses."""
-        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.weight_version
-        age = self._done_steps - self._buffer.policy_step(version)
-        return age <= self._config.rollout.max_staleness
+        return self._selection.stays_young(sample, self._done_steps)
 
     async def _rest(self, keep: Callable[[Sample], bool] | None = None) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
         that came is in the buffer, lost ones are counted.
         """
+        self._runner.pause()
         busy = self._runner.in_flight()
         try:
             await self._router.interrupt(keep)
@@ -369,10 +400,7 @@ class RolloutManager:
 
     async def _expire(self) -> None:
         """Drop what is too old for every step to come (invariant 7); it makes room for new groups."""
-        limit = self._config.rollout.max_staleness
-        live = self._buffer.groups.values()
-        old = [g for g in live if self._buffer.age(g, self._done_steps) > limit]
-        await self._runner.drop(old, GroupState.EXPIRED)
+        await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
 
 
 def longest(groups: list[SampleGroup], n: int) -> list[list[int]]:

@@ -18,7 +18,9 @@ from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
+from rlsys.rollout.controller import Occupancy
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
@@ -61,12 +63,22 @@ class SampleRunner:
         self._censored_in_row = 0
         self._flush_handle: asyncio.TimerHandle | None = None
         self._unsaved_tokens = 0  # at most: what came since running samples were saved
+        self._admitted_at: dict[int, float] = {}  # of groups that were let in, on the loop's clock
+        self.slots = config.slots
+        """Samples that may be generating at once; fewer take effect as samples finish."""
+        self.occupancy = Occupancy(config.samples_per_step)
         router.on_tokens = self._heard
+        router.priority = self._priority
 
     def go(self, policy_step: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
         self._policy_step = policy_step
         self._fill()
+        self._note_occupancy()
+
+    def pause(self) -> None:
+        """Nobody wants samples until the next `go`: no idle slot counts."""
+        self.occupancy.update(asyncio.get_running_loop().time(), None)
 
     async def reset(self) -> None:
         """After an interrupt: end all tasks; what is active waits to be let in again, start nothing before `go`."""
@@ -74,6 +86,7 @@ class SampleRunner:
         await self.stop([s.sample_id for g in self._buffer.active() for s in g.samples])
         self._pending.clear()
         self._prompts.clear()
+        self._admitted_at.clear()
         self._held = deque(self._buffer.active())
 
     async def drop(self, groups: Collection[SampleGroup], state: GroupState) -> None:
@@ -81,12 +94,23 @@ class SampleRunner:
         await self.stop([s.sample_id for g in groups for s in g.samples])
         for group in groups:
             self._prompts.pop(group.group_id, None)
+            self._admitted_at.pop(group.group_id, None)
             if group.state is GroupState.ACTIVE:
                 self._planning.close(group, rewarded=False)
             self._buffer.finish(group, state)
         self._save_planning()
         self._pending = deque(p for p in self._pending if p[0].state is GroupState.ACTIVE)
         self._held = deque(g for g in self._held if g.state is GroupState.ACTIVE)
+
+    async def censor_overdue(self, groups: Collection[SampleGroup]) -> None:
+        """After an interrupt: what of these groups has not finished meanwhile is given up."""
+        reason = f"not finished within rollout.group_deadline = {self._config.rollout.group_deadline:g} s"
+        late = [g for g in groups if g.state is GroupState.ACTIVE]
+        for sample in (s for g in late for s in g.samples if not is_settled(s)):
+            sample.status, sample.censor_reason = Status.CENSORED, reason
+        await self.drop(late, GroupState.CENSORED)
+        for group in late:
+            self._watch_censored(group, reason)
 
     async def stop(self, sample_ids: Collection[int]) -> None:
         """End tasks. Only after an interrupt: no sample is in an engine."""
@@ -104,6 +128,20 @@ class SampleRunner:
     def in_flight(self) -> list[Sample]:
         """What an engine works on."""
         return [s for s in self._running() if s.status is Status.IN_FLIGHT]
+
+    def overdue(self) -> list[SampleGroup]:
+        """Groups that have had rollout.group_deadline seconds and are not finished."""
+        limit = self._config.rollout.group_deadline
+        if limit is None:
+            return []
+        now = asyncio.get_running_loop().time()
+        return [self._buffer.groups[g] for g, start in self._admitted_at.items() if now - start > limit]
+
+    def _priority(self, sample: Sample) -> tuple[int, ...]:
+        return resume_key(self._config.rollout.resume_order, sample, self._buffer.groups[sample.group_id])
+
+    def _note_occupancy(self) -> None:
+        self.occupancy.update(asyncio.get_running_loop().time(), len(self._generating))
 
     def _running(self) -> Iterable[Sample]:
         return (s for g in self._buffer.active() for s in g.samples if s.sample_id in self._tasks)
@@ -130,11 +168,11 @@ class SampleRunner:
 
     def _fill(self) -> None:
         """Start samples while slots are free, oldest group first; new groups as admission allows."""
-        step, slots = self._policy_step, self._config.slots
+        step = self._policy_step
         if step is None:
             return
         try:
-            while len(self._generating) < slots and (self._pending or self._admit(step)):
+            while len(self._generating) < self.slots and (self._pending or self._admit(step)):
                 if self._pending:
                     self._start(*self._pending.popleft())
         except RlsysError as e:  # called from tasks and commands alike: the next command tells it
@@ -162,6 +200,7 @@ class SampleRunner:
             self._flush_soon()
         self._buffer.record_admission(group)
         self._prompts[group.group_id] = prompt
+        self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)
         if not waiting:  # a restart came between its last reward and its decision
@@ -201,6 +240,9 @@ class SampleRunner:
             self._buffer.save([sample])
             self._flush_soon()
             self._fill()
+            self._note_occupancy()
+            if self._config.rollout.max_resumes is not None:
+                self.wake.set()  # a take may have waited for this one alone
         if sample.status is not Status.CENSORED:
             verdict = await self._scorer.score(prompt, sample.response_ids)
             if verdict.reason is None:
@@ -224,7 +266,7 @@ class SampleRunner:
                 self._grow(group, decision)
                 return
             state = GroupState.READY if isinstance(decision, Accept) else GroupState.FILTERED
-        del self._prompts[group.group_id]
+        del self._prompts[group.group_id], self._admitted_at[group.group_id]
         self._planning.close(group, rewarded=reason is None)
         self._buffer.finish(group, state)
         self._save_planning()

@@ -37,7 +37,7 @@ class Dispatcher:
     def __init__(self, pool: Pool, strategy: Strategy) -> None:
         self.pool = pool
         self._strategy = strategy
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[int, ...], int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._landed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -48,7 +48,7 @@ class Dispatcher:
     # -- one request --------------------------------------------------------------------------------------------
 
     async def admit(
-        self, priority: int, wish: Callable[[], Wish], *, evaluation: bool = False
+        self, priority: tuple[int, ...], wish: Callable[[], Wish], *, evaluation: bool = False
     ) -> EngineState:
         """Wait until the gate is open and an engine serves; lower priorities first, then in order of arrival.
 

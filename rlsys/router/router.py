@@ -63,6 +63,8 @@ class Router:
         self._order = itertools.count()
         self.on_tokens: Callable[[int], None] = lambda tokens: None
         """Told how many tokens a sample of the ledger has just got."""
+        self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
+        """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
         self._run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
         self._counts = {
@@ -99,9 +101,8 @@ class Router:
                 sample.status = Status.TRUNCATED
                 break
             evaluation = sample.sample_id == _EVALUATION
-            engine = await self._dispatcher.admit(
-                sample.sample_id, lambda: self._wish(sample), evaluation=evaluation
-            )
+            priority = () if evaluation else self.priority(sample)
+            engine = await self._dispatcher.admit(priority, lambda: self._wish(sample), evaluation=evaluation)
             await self._segment(engine, sample, limit, temperature)
         return sample
 

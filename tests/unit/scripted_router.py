@@ -37,6 +37,7 @@ class ScriptedRouter:
         self.lost = 0
         self.received = self.resumes = 0
         self.on_tokens: Callable[[int], None] = lambda tokens: None
+        self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
 
     def tick(self, tokens: int = 1) -> None:
         """Every sample in flight gets up to so many tokens, the oldest first."""

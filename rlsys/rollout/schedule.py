@@ -1,0 +1,59 @@
+"""Which samples go on first, which groups a step takes, and what is too old to be trained. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from rlsys.types import Sample, SampleGroup, TokenSpan
+
+ResumeOrder = Literal["oldest", "nearest_done", "longest"]
+
+
+def resume_key(order: ResumeOrder, sample: Sample, group: SampleGroup) -> tuple[int, ...]:
+    """Samples with smaller keys go on first; ties by age.
+
+    oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since a group
+    is of use only when it is whole; in a group, the longest first. longest: the least budget left, so that the tail
+    starts early.
+    """
+    length = len(sample.response_ids)
+    if order == "nearest_done":
+        missing = sum(not s.status.terminal for s in group.samples)
+        return missing, group.group_id, -length, sample.sample_id
+    if order == "longest":
+        return -length, sample.sample_id
+    return (sample.sample_id,)
+
+
+def choose(ready: Sequence[SampleGroup], wanted: int) -> list[SampleGroup] | None:
+    """The first to finish; None while there are too few."""
+    return list(ready[:wanted]) if len(ready) >= wanted else None
+
+
+def choose_in_time(
+    ready: Sequence[SampleGroup],
+    active: Sequence[SampleGroup],
+    wanted: int,
+    slack: Callable[[SampleGroup], int],
+) -> list[SampleGroup] | None:
+    """As `choose`, so that nothing grows too old: None while waiting for a running group can still prevent it.
+
+    `slack`: how many further steps may take the group, 0 for one that only this step can. Those with the least are
+    chosen first. What stays behind must fit into the steps to come: at most k * wanted groups with a slack of k or
+    less (earliest deadline first). Admission sees to it that this can be met.
+    """
+    if len(ready) < wanted:
+        return None
+    order = sorted(ready, key=slack)  # stable: of equals, the first to finish
+    rest = [(slack(g), False) for g in order[wanted:]] + [(slack(g), True) for g in active]
+    for k in {s for s, _ in rest}:
+        late = [running for s, running in rest if s <= k]
+        if len(late) > k * wanted and any(late):
+            return None
+    return order[:wanted]
+
+
+def too_old(sample: Sample, limit: int, age: Callable[[int], int]) -> list[TokenSpan]:
+    """Tokens sampled by weights that are more than `limit` steps old. `age`: of a weight version, in train steps."""
+    return [TokenSpan(span.start, span.end) for span in sample.spans if age(span.version) > limit]

@@ -1,0 +1,62 @@
+"""Selection: which groups a step takes and when it may; what the config says about age and interruptions."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.schedule import choose, choose_in_time, too_old
+from rlsys.types import Sample, SampleGroup, Status
+
+
+class Selection:
+    """Holds no state: it reads the buffer's."""
+
+    def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
+        self._rollout = config.rollout
+        self._colocated = config.launch.placement == "colocated"
+        self._keeps = config.router.interruption != "abort"
+        self._buffer = buffer
+
+    def groups(self, policy_step: int) -> list[SampleGroup] | None:
+        """For the step after `policy_step`; None while there are too few, or some must be waited for."""
+        if self._colocated and self.uninterruptible():  # a take interrupts
+            return None
+        ready, wanted = self._buffer.ready(), self._rollout.groups_per_step
+        if self._rollout.staleness_policy != "wait":
+            return choose(ready, wanted)
+        limit = self._rollout.max_staleness
+        return choose_in_time(
+            ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, policy_step)
+        )
+
+    def uninterruptible(self) -> list[Sample]:
+        """Samples in an engine that have been resumed as often as rollout.max_resumes allows."""
+        limit = self._rollout.max_resumes
+        if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
+            return []
+        samples = (s for g in self._buffer.active() for s in g.samples)
+        return [s for s in samples if s.status is Status.IN_FLIGHT and s.resumes >= limit]
+
+    def stays_young(self, sample: Sample, done_steps: int) -> bool:
+        """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""
+        if self._rollout.staleness_policy == "mask":
+            return True
+        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.weight_version
+        return done_steps - self._buffer.policy_step(version) <= self._rollout.max_staleness
+
+    def too_old(self, done_steps: int) -> list[SampleGroup]:
+        """Groups that no step after `done_steps` may take."""
+        if self._rollout.staleness_policy == "mask":
+            return []
+        limit = self._rollout.max_staleness
+        return [g for g in self._buffer.groups.values() if self._buffer.age(g, done_steps) > limit]
+
+    def mask_old(self, groups: list[SampleGroup], policy_step: int) -> int:
+        """Under the policy `mask`: tokens of taken groups that are not trained are marked; how many."""
+        if self._rollout.staleness_policy != "mask":
+            return 0
+        for sample in (s for g in groups for s in g.samples):
+            sample.masked = too_old(
+                sample, self._rollout.max_staleness, lambda v: policy_step - self._buffer.policy_step(v)
+            )
+        return sum(span.end - span.start for g in groups for s in g.samples for span in s.masked)
