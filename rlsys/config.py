@@ -48,6 +48,8 @@ class DataConfig(Section):
     """Seed of the training prompts; run.seed is added to it."""
     reward: str = "reasoning_gym"
     """Short name of a reward function, or an import path `package.module:function`."""
+    judge: str | None = None
+    """What group rewards ask for verdicts: engines (the run's own), chain_sum (a rule), or an import path."""
 
 
 class EvalConfig(Section):

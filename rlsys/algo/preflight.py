@@ -9,7 +9,6 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 
 UNSERVED = {
-    "verdicts": "not in the loop yet",
     "tool_errors": "this data source runs no tools",
     "transferred": "not in the loop yet",
     "prompt_scores": "not in the loop yet",
@@ -26,10 +25,18 @@ def check(config: Config) -> None:
             asked[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
     for field, needs in asked.items():
         for need in sorted(needs):
-            if need == "behaviour" and config.launch.placement != "colocated":
-                raise UserError(
-                    f"{field} needs {need}, {NEEDS[need]}: launch.placement = {config.launch.placement!r} has "
-                    "changed the weights by then; use colocated, or algo.anchor = interpolated or ewma"
-                )
-            if need in UNSERVED:
-                raise UserError(f"{field} needs {need}, {NEEDS[need]}: {UNSERVED[need]}")
+            if reason := _why_not(need, config):
+                raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
+
+
+def _why_not(need: str, config: Config) -> str:
+    """Why nothing serves this need; empty when something does."""
+    placement = config.launch.placement
+    if need == "behaviour" and placement != "colocated":
+        return (
+            f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
+            "interpolated or ewma"
+        )
+    if need == "verdicts" and config.data.judge is None:
+        return "data.judge names none"
+    return UNSERVED.get(need, "")

@@ -27,6 +27,7 @@ from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
 from rlsys.rewards import build_reward, canonical_answer
+from rlsys.rewards.judges import build_judge
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
@@ -137,7 +138,12 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
         config.rollout.reward_timeout,
         lambda text: canonical_answer(text, tokenizer.eos_token),
     )
-    planning = Planning(config, source, tokenizer)
+
+    async def ask(question: str) -> str:
+        ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
+        return tokenizer.decode((await router.greedy(ids, config.rollout.max_response_tokens)).ids)
+
+    planning = Planning(config, source, tokenizer, build_judge(config, ask))
     buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
     try:
         async with make_session() as session:

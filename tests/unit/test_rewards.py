@@ -123,3 +123,22 @@ def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
         UserError, match=r"data\.reward = 'reasoning_gim': unknown name; did you mean reasoning_gym\?"
     ):
         build_reward(config)
+
+
+@pytest.mark.parametrize(
+    ("working", "verdict"),
+    [("4-1=3\n3-7=-4", -1), ("4-1=2\n2-7=-5", 0), ("4-1=3\n3-7=4", 1), ("", 0), ("4-1=3\nwell", 1)],
+)
+def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: int) -> None:
+    from rlsys.algo.group_rewards import Fapo, flaw
+    from rlsys.rewards.judges import build_judge
+
+    async def never(question: str) -> str:
+        raise AssertionError("the rule asks nobody")
+
+    config = Config.model_validate({"model": {"path": "x"}, "data": {"judge": "chain_sum"}})
+    judge = build_judge(config, never)
+    assert judge is not None
+    solution = f"{working}</think><answer>-4</answer>"
+    asked = Fapo().question.replace("{prompt}", "4-1-7=").replace("{response}", solution)
+    assert flaw(asyncio.run(judge(asked))) == verdict  # type: ignore[arg-type]
