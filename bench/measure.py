@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from launch.plan import THREADS
 from launch.ports import free_ports
 from rlsys.config import Config
-from rlsys.convert.hf import HFConfig
+from rlsys.convert.config import HFConfig
 from rlsys.convert.layout import entries
 from rlsys.engine.launch_args import engine_command
 

@@ -23,6 +23,7 @@ from megatron_patches import (
     cpu_rng,
     distributed_optimizer_step,
     gloo_uneven,
+    mla_te_names,
     moe_gemm,
     moe_splits,
     norm_sequence_parallel,
@@ -37,6 +38,7 @@ PATCHES: tuple[Patch, ...] = (
     checkpoint_queue.PATCH,
     checkpoint_without_output.PATCH,
     gloo_uneven.PATCH,
+    mla_te_names.PATCH,
     cpu_rng.PATCH,
 )
 

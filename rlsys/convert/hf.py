@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config, checked, and its tensors, read and written one at a time."""
+"""The tensors of a Hugging Face model folder, read and written one at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlsys.convert.families import Family, family_of
+from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
 
 SIDE_FILES = (
@@ -31,110 +30,6 @@ SIDE_FILES = (
 
 MAX_FILE_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """The fields of config.json that decide shapes and numbers. Sizes in elements."""
-
-    family: Family
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_size: int
-    rope_theta: float
-    norm_eps: float
-    tied: bool
-    context_length: int
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_ffn_size: int = 0
-    norm_topk: bool = True
-
-    @classmethod
-    def read(cls, folder: Path) -> HFConfig:
-        """Raises UserError that names the field when something would not be converted faithfully."""
-        file = folder / "config.json"
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise UserError(f"{file}: not readable as JSON: {e}") from None
-        if not isinstance(raw, dict):
-            raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
-        return cls.of(raw, str(file))
-
-    @classmethod
-    def of(cls, raw: dict[str, Any], where: str) -> HFConfig:
-        """`raw` is config.json as read from `where`."""
-        family = family_of((raw.get("architectures") or ["?"])[0])
-        _check_supported(raw, family, where)
-        raw = {**family.defaults, **raw}
-        if "num_local_experts" in raw:
-            raw.setdefault("num_experts", raw["num_local_experts"])
-        rope = raw.get("rope_parameters") or {}
-        try:
-            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-            return cls(
-                family=family,
-                vocab_size=raw["vocab_size"],
-                hidden_size=hidden,
-                layers=raw["num_hidden_layers"],
-                heads=heads,
-                kv_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or hidden // heads,
-                ffn_size=raw["intermediate_size"],
-                rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
-                norm_eps=raw["rms_norm_eps"],
-                tied=raw["tie_word_embeddings"],
-                context_length=raw["max_position_embeddings"],
-                experts=raw["num_experts"] if family.moe else 0,
-                experts_per_token=raw["num_experts_per_tok"] if family.moe else 0,
-                expert_ffn_size=raw["moe_intermediate_size"] if family.moe else 0,
-                norm_topk=raw["norm_topk_prob"] if family.moe else True,
-            )
-        except KeyError as e:
-            raise UserError(f"{where}: field {e} is missing") from None
-
-    def shape(self, letters: str) -> tuple[int, ...]:
-        """The HF shape that the name table spells in `letters` (rlsys.convert.families)."""
-        sizes = {
-            "v": self.vocab_size,
-            "h": self.hidden_size,
-            "q": self.heads * self.head_dim,
-            "k": self.kv_heads * self.head_dim,
-            "d": self.head_dim,
-            "f": self.ffn_size,
-            "m": self.expert_ffn_size,
-            "e": self.experts,
-        }
-        return tuple(sizes[letter] for letter in letters)
-
-
-def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
-    """Refuse what would silently compute something else."""
-    rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    for field, value, expected in (
-        ("rope type", kind, "default"),
-        (
-            "partial_rotary_factor",
-            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)),
-            1.0,
-        ),
-        ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
-        ("use_sliding_window", raw.get("use_sliding_window") or False, False),
-        ("attention_bias", raw.get("attention_bias") or False, family.qkv_bias),
-    ):
-        if value != expected:
-            raise UserError(f"{where}: {field} = {value!r} is not supported; expected {expected!r}")
-    if family.moe and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
-        raise UserError(
-            f"{where}: mlp_only_layers = {raw.get('mlp_only_layers')}, decoder_sparse_step = "
-            f"{raw.get('decoder_sparse_step', 1)}: dense layers between MoE layers are not supported"
-        )
 
 
 @dataclass(frozen=True)
@@ -166,9 +61,9 @@ class HFTensors:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{folder}: no *.safetensors in it")
-        fused = {
+        others = {
             name.format(l=layer): tuple(p.replace("{l}", str(layer)) for p in parts)
-            for name, parts in config.family.fused.items()
+            for name, parts in config.family.other_names.items()
             for layer in range(config.layers)
         }
         for file in files:
@@ -178,11 +73,12 @@ class HFTensors:
             except (SafetensorError, OSError) as e:
                 raise UserError(f"{file}: not a whole safetensors file: {e}") from None
             for name in names:
-                self._add(file, name, fused.get(name), config.experts)
+                self._add(file, name, others.get(name, (name,)), config.experts)
 
-    def _add(self, file: Path, name: str, parts: tuple[str, ...] | None, experts: int) -> None:
-        if parts is None:
-            self._places[name] = _Place(file, name)
+    def _add(self, file: Path, name: str, parts: tuple[str, ...], experts: int) -> None:
+        """`parts`: the names of the table that it holds, of one expert for those of all."""
+        if "{e}" not in parts[0]:
+            self._places[parts[0]] = _Place(file, name)
             return
         with safe_open(str(file), framework="pt") as f:
             held = f.get_slice(name).get_shape()[0]

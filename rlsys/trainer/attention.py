@@ -118,7 +118,15 @@ class PackedAttention(DotProductAttention):
     Padding stands behind the real keys, so the causal mask alone hides it.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Latent attention has other head sizes than the config's, which it tells; ours come with the tensors."""
         alone = copy.copy(config)
         alone.context_parallel_size = 1  # upstream's refuses more; its own state does not depend on it
         super().__init__(alone, *args, **kwargs)

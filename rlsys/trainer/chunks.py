@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 from torch.nn import Parameter
 
 from rlsys.trainer.value_head import ValueHead
 
+EXPERT_BIAS = "router.expert_bias"
+"""Ends the names of the only weights that are no parameters: no gradient reaches them."""
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
@@ -34,6 +37,14 @@ class Chunks:
                 module.value_head = ValueHead(module).to(device)
                 return module.value_head
         return None
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters, and the buffers that belong to the model as they do."""
+        yield from self.named_parameters()
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                if name.endswith(EXPERT_BIAS):
+                    yield self._whole_name(module, name), buffer
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Megatron's description of every parameter for a checkpoint, one entry a chunk."""

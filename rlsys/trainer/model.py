@@ -7,24 +7,22 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
-from rlsys.convert.hf import HFConfig
+from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
 from rlsys.trainer.attention import PackedAttention
-from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
 from rlsys.trainer.weights import load_hf
 
 
 def check_layout(config: Config, hf: HFConfig) -> None:
     """Raises UserError, with both numbers, for a layout that does not divide this model."""
-    p, path = config.parallel, config.model.path
+    p, path, latent = config.parallel, config.model.path, hf.latent
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
     for name, size, what, total in (
@@ -32,7 +30,15 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         ("tp", p.tp, "key-value heads", hf.kv_heads),
         ("tp", p.tp, "attention heads", hf.heads),
         ("tp", p.tp, "vocab_size", hf.vocab_size),
-        ("tp", p.tp, "the feed-forward size", 0 if hf.experts else hf.ffn_size),
+        ("tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
+        ("tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
+        ("tp", p.tp, "the rank of queries", (latent and latent.q_rank) or 0),
+        (
+            "tp",
+            p.tp,
+            "the rank of keys and values with position",
+            latent.kv_rank + latent.rotary if latent else 0,
+        ),
         ("ep", p.ep, "experts", hf.experts),
         ("etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
     ):
@@ -40,23 +46,64 @@ def check_layout(config: Config, hf: HFConfig) -> None:
             raise UserError(f"parallel.{name} = {size} does not divide {what} = {total} of {path}")
 
 
+def _experts(hf: HFConfig) -> dict[str, Any]:
+    if not hf.experts:
+        return {}
+    routing = hf.routing
+    fields: dict[str, Any] = {
+        "num_moe_experts": hf.experts,
+        "moe_router_topk": hf.experts_per_token,
+        "moe_ffn_hidden_size": hf.expert_ffn_size,
+        "moe_router_score_function": routing.kind,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+    if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
+        fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
+    if hf.shared_ffn_size:
+        fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
+    if routing.kind == "softmax":
+        # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
+        return {**fields, "moe_router_pre_softmax": not routing.normalised}
+    if routing.groups > 1:
+        fields |= {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.top_groups}
+    return {
+        **fields,
+        "moe_router_topk_scaling_factor": routing.scale,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # megatron's own default would move it at every step
+    }
+
+
+def _latent_attention(hf: HFConfig) -> dict[str, Any]:
+    """The fields that MLATransformerConfig has beyond TransformerConfig's."""
+    latent, rope = hf.latent, hf.rope
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_context,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
     """Every field that changes numbers comes from config.json; fusions need kernels we cannot count on."""
     p = config.parallel
     dtype = getattr(torch, config.model.dtype)
-    moe: dict[str, Any] = {}
-    if hf.experts:
-        moe = {
-            "num_moe_experts": hf.experts,
-            "moe_router_topk": hf.experts_per_token,
-            "moe_ffn_hidden_size": hf.expert_ffn_size,
-            # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
-            "moe_router_pre_softmax": not hf.norm_topk,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_dtype": "fp32",
-        }
-    return TransformerConfig(
+    kind = TransformerConfig if hf.latent is None else MLATransformerConfig
+    return kind(
         num_layers=hf.layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.heads,
@@ -65,11 +112,11 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
-        qk_layernorm=hf.family.qk_norm,
+        qk_layernorm=hf.qk_norm or hf.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.family.qkv_bias,
+        add_qkv_bias=hf.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -97,17 +144,18 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         perform_initialization=False,
         calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
-        **moe,
+        **_experts(hf),
+        **_latent_attention(hf),
     )
 
 
-def layer_spec(transformer: TransformerConfig) -> ModuleSpec:
-    """Transformer Engine's layers where they can run, else megatron's own with our packed attention."""
-    experts, qk_norm = transformer.num_moe_experts, transformer.qk_layernorm
-    if have_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=qk_norm)
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+def block_spec(transformer: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank: Transformer Engine's where they can run, else megatron's own with our attention."""
+    engine = have_transformer_engine()
+    spec = get_gpt_decoder_block_spec(transformer, engine, normalization="RMSNorm", vp_stage=stage)
+    if not engine:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
 
@@ -131,7 +179,7 @@ def _chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> G
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
         transformer,
-        layer_spec(transformer),
+        block_spec(transformer, stage),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -139,7 +187,14 @@ def _chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> G
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
-        rotary_base=hf.rope_theta,
+        rotary_base=hf.rope.theta,
+        rotary_percent=hf.rope.share,
+        rope_scaling=hf.rope.kind == "llama3",
+        rope_scaling_factor=hf.rope.factor,
         vp_stage=stage,
     )
-    return model.to(transformer.params_dtype)  # torch's norms are born in float32
+    model.to(transformer.params_dtype)  # torch's norms are born in float32
+    for name, buffer in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
+    return model

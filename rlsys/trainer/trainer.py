@@ -27,7 +27,8 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
-from rlsys.convert.hf import HFConfig, write_hf
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints

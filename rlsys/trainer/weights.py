@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
-from torch.nn import Parameter
 
-from rlsys.convert.hf import HFConfig, HFTensors
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hf import HFTensors
 from rlsys.convert.layout import Entry, check_names, entries, to_hf, to_megatron
 from rlsys.errors import UserError
 from rlsys.trainer.chunks import Chunks
-from rlsys.trainer.shards import shard, unshard
+from rlsys.trainer.shards import is_cut, shard, unshard
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -24,17 +25,19 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 
 
-class LocalParameters:
-    """The parameters of one rank, found by the entries of the name table, and who else holds which. Collective."""
+class LocalWeights:
+    """The weights of one rank, found by the entries of the name table, and who else holds which. Collective."""
 
     def __init__(self, model: Chunks, hf: HFConfig) -> None:
-        self._by_name = dict(model.named_parameters())
+        self._by_name = dict(model.named_weights())
         self._experts = hf.experts // parallel_state.get_expert_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        dtypes = {name: parameter.dtype for name, parameter in self._by_name.items()}
+        dtypes = {name: weight.dtype for name, weight in self._by_name.items()}
         self._stages: list[dict[str, torch.dtype]] = [{} for _ in range(self.pp_group.size())]
         dist.all_gather_object(self._stages, dtypes, group=self.pp_group)
 
@@ -58,7 +61,7 @@ class LocalParameters:
                     return stage, name, dtypes[name]
         raise UserError(f"the model has no parameter {plain} for {', '.join(entry.hf)}")
 
-    def __getitem__(self, name: str) -> Parameter:
+    def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
 
 
@@ -69,7 +72,7 @@ def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
     """
     tensors = HFTensors(folder, hf)
     check_names(hf, tensors.names, str(folder))
-    local = LocalParameters(model, hf)
+    local = LocalWeights(model, hf)
     rank, filled = parallel_state.get_expert_model_parallel_rank(), set()
     for entry in entries(hf):
         stage, name, _ = local.place(entry)
@@ -80,13 +83,14 @@ def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
             continue
         full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
         for name in here:
-            parameter = local[name]
+            weight = local[name]
+            cut = is_cut(weight, full.numel(), entry.rule)
             with torch.no_grad():
-                parameter.copy_(shard(full, entry.rule))
-            if entry.rule.cut is not None and not hasattr(parameter, "tensor_model_parallel"):
+                weight.copy_(shard(full, entry.rule) if cut else full)
+            if cut and not hasattr(weight, "tensor_model_parallel"):
                 # Megatron marks shards when it initialises them, which we skip; unmarked ones count as copies
                 # in the gradient norm.
-                set_tensor_model_parallel_attributes(parameter, True, entry.rule.cut, 1)
+                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut, 1)
             filled.add(name)
     if rest := sorted(local.names - filled):
         raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
@@ -98,7 +102,7 @@ def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
     One parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a
     view of a parameter: use it before the next optimizer step.
     """
-    local = LocalParameters(model, hf)
+    local = LocalWeights(model, hf)
     for entry in entries(hf):
         stage, name, dtype = local.place(entry)
         if stage == local.pp_group.rank():
@@ -113,7 +117,7 @@ def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
         yield from zip(entry.hf, tensors, strict=True)
 
 
-def _whole(local: LocalParameters, entry: Entry, name: str) -> Tensor:
+def _whole(local: LocalWeights, entry: Entry, name: str) -> Tensor:
     """The full parameter from all ranks of this pipeline stage. Collective."""
     group = parallel_state.get_expert_model_parallel_group()
     part, owner = local[name].detach(), local.owner(entry)
@@ -121,4 +125,5 @@ def _whole(local: LocalParameters, entry: Entry, name: str) -> Tensor:
         # Experts have one shape everywhere, so this rank's own is the mould for another's.
         part = part if owner == group.rank() else torch.empty_like(part)
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
-    return unshard(part, entry.rule)
+    elements = sum(math.prod(shape) for shape in entry.hf.values())
+    return unshard(part, entry.rule) if is_cut(part, elements, entry.rule) else part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,24 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         open_ones.pop().close()
 
 
-def transformers_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> Tensor:
+@functools.lru_cache(maxsize=1)
+def transformers_model(folder: Path) -> Any:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def transformers_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> Tensor:
+    model = transformers_model(folder)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def split(values: Tensor, micro: MicroBatch) -> list[Tensor]:
@@ -61,9 +73,32 @@ def split(values: Tensor, micro: MicroBatch) -> list[Tensor]:
     [
         ("Qwen3MoeForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}),
         ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+        ("Qwen2ForCausalLM", {}),
+        ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+        ("MixtralForCausalLM", {}),
+        ("Glm4MoeForCausalLM", {}),
+        ("Glm4MoeForCausalLM", {"use_qk_norm": False, "attention_bias": False, "tie_word_embeddings": True}),
+        ("DeepseekV3ForCausalLM", {}),
+        (
+            "DeepseekV3ForCausalLM",
+            {"q_lora_rank": None, "rope_parameters": None, "n_group": 1, "topk_group": 1},
+        ),
     ],
-    ids=["moe", "moe-unnormalised", "dense-tied"],
+    ids=[
+        "qwen3-moe",
+        "qwen3-moe-unnormalised",
+        "qwen3-moe-mixed",
+        "qwen3-tied",
+        "qwen2",
+        "llama3",
+        "mixtral",
+        "glm",
+        "glm-air-tied",
+        "deepseek",
+        "deepseek-plain",
+    ],
 )
 def test_packed_logprobs_equal_transformers(
     architecture: str, changes: dict[str, Any], tmp_path: Path, start: Callable[..., Trainer]
@@ -88,7 +123,8 @@ def test_temperature_scales_logits_and_canaries_stay_at_one(
     trainer = start(model, rollout={"temperature": 0.5})
     ids = cases.samples()[0].prompt_ids + cases.samples()[0].response_ids
     (hot,) = trainer.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
-    assert torch.allclose(hot[1:], transformers_logprobs(model, ids, 0.5), rtol=0, atol=1e-5)
+    expected = transformers_logprobs(model, ids, 0.5)
+    assert torch.allclose(hot[1:], expected, rtol=0, atol=1e-5 / 0.5)  # rounding of the logits is scaled, too
     canary = trainer.canaries([ids])[0]
     expected = transformers_logprobs(model, canary.ids)
     assert torch.allclose(torch.tensor(canary.logp), expected, rtol=0, atol=1e-5)
@@ -178,7 +214,7 @@ def test_too_few_ranks_are_refused(
 
 
 def test_an_illegal_layout_is_refused_with_both_numbers(model: Path, tmp_path: Path) -> None:
-    from rlsys.convert.hf import HFConfig
+    from rlsys.convert.config import HFConfig
     from rlsys.trainer.model import check_layout
 
     def config(**parallel: int) -> Config:

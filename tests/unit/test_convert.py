@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlsys.convert import hf as hf_module
+from rlsys.convert.config import HFConfig
 from rlsys.convert.families import FAMILIES
-from rlsys.convert.hf import HFConfig, HFTensors, write_hf
+from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import check_names, entries, to_hf, to_megatron
 from rlsys.errors import UserError
 
@@ -41,8 +43,25 @@ def raw_config(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dic
     }
 
 
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "n_group": 2, "topk_group": 1, "q_lora_rank": 5, "kv_lora_rank": 7, "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2, "v_head_dim": 4, "num_hidden_layers": 3,
+}  # fmt: skip
+GLM = {
+    "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 3},
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Glm4MoeForCausalLM": GLM,
+}
+
+
 def config_of(**changes: Any) -> HFConfig:
-    return HFConfig.of(raw_config(**changes), "config.json")
+    more = OF_FAMILY.get(changes.get("architecture", ""), {})
+    return HFConfig.of(raw_config(**{**more, **changes}), "config.json")
 
 
 def random_tensors(config: HFConfig) -> dict[str, Tensor]:
@@ -78,6 +97,47 @@ def test_round_trip_is_bit_equal(architecture: str) -> None:
         back.update(zip(entry.hf, to_hf(entry.rule, combined, config), strict=True))
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def names_of(config: HFConfig) -> set[str]:
+    return {name for entry in entries(config) for name in entry.hf}
+
+
+def test_a_feature_decides_which_tensors_a_model_has() -> None:
+    glm = config_of(architecture="Glm4MoeForCausalLM")
+    bare = config_of(architecture="Glm4MoeForCausalLM", use_qk_norm=False, attention_bias=False)
+    lost = {n.split(".")[-2] + "." + n.split(".")[-1] for n in names_of(glm) - names_of(bare)}
+    assert lost == {"q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias"}
+    full = config_of(architecture="DeepseekV3ForCausalLM", q_lora_rank=None)
+    assert {n for n in names_of(full) if ".0.self_attn.q" in n} == {"model.layers.0.self_attn.q_proj.weight"}
+
+
+def test_dense_layers_may_stand_before_and_between_layers_with_experts() -> None:
+    assert config_of(architecture="DeepseekV3ForCausalLM").moe_layers == (False, True, True)
+    assert config_of(num_hidden_layers=4, decoder_sparse_step=2).moe_layers == (False, True, False, True)
+    mixed = config_of(num_hidden_layers=3, mlp_only_layers=[1])
+    assert mixed.moe_layers == (True, False, True)
+    assert "model.layers.1.mlp.up_proj.weight" in names_of(mixed)
+
+
+def test_deepseek_shapes_come_from_its_ranks_and_head_sizes() -> None:
+    shapes = {n: s for e in entries(config_of(architecture="DeepseekV3ForCausalLM")) for n, s in e.hf.items()}
+    at = "model.layers.1."
+    assert shapes[at + "self_attn.q_a_proj.weight"] == (5, 16)
+    assert shapes[at + "self_attn.q_b_proj.weight"] == (4 * (3 + 2), 5)
+    assert shapes[at + "self_attn.kv_a_proj_with_mqa.weight"] == (7 + 2, 16)
+    assert shapes[at + "self_attn.kv_b_proj.weight"] == (4 * (3 + 4), 7)
+    assert shapes[at + "self_attn.o_proj.weight"] == (16, 4 * 4)
+    assert shapes[at + "mlp.shared_experts.up_proj.weight"] == (2 * 10, 16)
+    assert shapes[at + "mlp.gate.e_score_correction_bias"] == (4,)
+
+
+def test_layers_for_multi_token_prediction_are_left_out() -> None:
+    config = config_of(architecture="DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
+    names = frozenset(names_of(config))
+    check_names(config, names | {"model.layers.3.eh_proj.weight"}, "here")
+    with pytest.raises(UserError, match=r"no place in the model, first: model\.layers\.4\.eh_proj"):
+        check_names(config, names | {"model.layers.4.eh_proj.weight"}, "here")
 
 
 def test_queries_keys_and_values_are_interleaved_by_group() -> None:
@@ -120,7 +180,7 @@ def test_fields_left_out_mean_what_the_family_means() -> None:
     for name in ("norm_topk_prob", "head_dim", "tie_word_embeddings"):
         del raw[name]
     config = HFConfig.of(raw, "config.json")
-    assert (config.norm_topk, config.head_dim, config.tied) == (False, 4, False)
+    assert (config.routing.normalised, config.head_dim, config.tied) == (False, 4, False)
 
 
 def test_newer_spellings_of_the_config_are_read() -> None:
@@ -128,7 +188,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
     del raw["num_experts"]
     del raw["rope_theta"]
     config = HFConfig.of(raw, "config.json")
-    assert (config.experts, config.rope_theta) == (3, 500.0)
+    assert (config.experts, config.rope.theta) == (3, 500.0)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +203,47 @@ def test_newer_spellings_of_the_config_are_read() -> None:
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported; expected False"),
         ({"attention_bias": True}, "attention_bias = True is not supported; expected False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; expected 1.0"),
-        ({"mlp_only_layers": [0]}, "dense layers between MoE layers are not supported"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "mlp_bias": True},
+            "mlp_bias = True is not supported; expected False",
+        ),
+        (
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 2.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            "rope high_freq_factor = 2.0 is not supported; expected 4.0",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "sliding_window": 4096},
+            "sliding_window = 4096 is not supported; expected None",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "the weights are quantised (fp8); a folder in bfloat16 or float32 is needed",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "num_experts_per_tok": 4},
+            "num_experts_per_tok = 4 with topk_group = 1 is not supported; expected num_experts_per_tok = 2",
+        ),
+        (
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                **DEEPSEEK,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0},
+            },
+            "rope attention_factor = 2.0 is not supported with 'yarn'",
+        ),
     ],
 )
 def test_configs_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(message)):
         HFConfig.of({**raw_config(), **changes}, "config.json")
 
 

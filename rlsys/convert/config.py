@@ -1,0 +1,276 @@
+"""config.json of a Hugging Face model folder, in one set of words for all families, and checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlsys.convert.families import Family, Feature, Rule, family_of
+from rlsys.errors import UserError
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's llama3 scaling of rotary frequencies is written for."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. `share`: of the head size that is rotated. `factor` and below: of a scaled kind only."""
+
+    theta: float
+    share: float = 1.0
+    kind: Literal["default", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1). `q_rank` None: queries are not compressed.
+
+    `plain` and `rotary`: a head's part of queries and keys without and with position; `value`: of values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token chooses its experts. `groups` > 1: only those of the `top_groups` best groups.
+
+    softmax: over all experts, `normalised` to sum 1 over the chosen ones. sigmoid: chosen by score + bias, weighted
+    by the normalised score times `scale` (DeepSeek-V3, section 2.1.2).
+    """
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The fields of config.json that decide shapes and numbers. Sizes in elements.
+
+    `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers behind the last one, for
+    multi-token prediction, which are left out.
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rope: Rope
+    norm_eps: float
+    tied: bool
+    context_length: int
+    qk_norm: bool
+    qkv_bias: bool
+    moe_layers: tuple[bool, ...]
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    shared_ffn_size: int = 0
+    routing: Routing = Routing()
+    latent: LatentAttention | None = None
+    prediction_layers: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> HFConfig:
+        """Raises UserError that names the field when something would not be converted faithfully."""
+        file = folder / "config.json"
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise UserError(f"{file}: not readable as JSON: {e}") from None
+        if not isinstance(raw, dict):
+            raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+        return cls.of(raw, str(file))
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], where: str) -> HFConfig:
+        """`raw` is config.json as read from `where`."""
+        family = family_of((raw.get("architectures") or ["?"])[0])
+        raw = _in_our_words(raw, family)
+        _check_supported(raw, family, where)
+        try:
+            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+            experts = {
+                "experts": raw["num_experts"],
+                "experts_per_token": raw["num_experts_per_tok"],
+                "expert_ffn_size": raw["moe_intermediate_size"],
+                "shared_ffn_size": raw.get("n_shared_experts", 0) * raw["moe_intermediate_size"],
+                "routing": _routing(raw, family, where),
+            } if family.moe else {}  # fmt: skip
+            return cls(
+                family=family,
+                vocab_size=raw["vocab_size"],
+                hidden_size=hidden,
+                layers=raw["num_hidden_layers"],
+                heads=heads,
+                kv_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or hidden // heads,
+                ffn_size=raw["intermediate_size"],
+                rope=_rope(raw, family, where),
+                norm_eps=raw["rms_norm_eps"],
+                tied=raw["tie_word_embeddings"],
+                context_length=raw["max_position_embeddings"],
+                qk_norm=raw["qk_norm"],
+                qkv_bias=raw["attention_bias"],
+                moe_layers=_moe_layers(raw, family),
+                latent=_latent(raw) if family.mla else None,
+                prediction_layers=raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 0)),
+                **experts,
+            )
+        except KeyError as e:
+            raise UserError(f"{where}: field {e} is missing") from None
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What the whole model has."""
+        ranked: Feature = "q_rank" if self.latent is not None and self.latent.q_rank else "q_full"
+        have: dict[Feature, bool] = {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, ranked: True}
+        return frozenset(name for name, present in have.items() if present)
+
+    def rules(self, layer: int) -> list[Rule]:
+        """The rules of one layer."""
+        kind: Feature = "moe" if self.moe_layers[layer] else "dense"
+        have = {*self.features, kind, None}
+        return [r for r in self.family.rules if r.per_layer and r.only in have]
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """The HF shape that the name table spells in `letters` (rlsys.convert.families)."""
+        return tuple(self._sizes[letter] for letter in letters)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {
+            "v": self.vocab_size,
+            "h": self.hidden_size,
+            "q": self.heads * self.head_dim,
+            "k": self.kv_heads * self.head_dim,
+            "d": self.head_dim,
+            "f": self.ffn_size,
+            "m": self.expert_ffn_size,
+            "e": self.experts,
+            "s": self.shared_ffn_size,
+        }
+        if (latent := self.latent) is not None:
+            sizes |= {
+                "a": latent.q_rank or 0,
+                "b": self.heads * (latent.plain + latent.rotary),
+                "c": latent.kv_rank,
+                "p": latent.kv_rank + latent.rotary,
+                "x": self.heads * (latent.plain + latent.value),
+                "o": self.heads * latent.value,
+            }
+        return sizes
+
+
+def _in_our_words(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The family's defaults, under what the file says, under our names for its fields."""
+    found = {name: value for name, value in raw.items() if value is not None}
+    merged = {**family.defaults, **found}
+    for ours, theirs in family.fields.items():
+        if theirs in found:
+            merged[ours] = found[theirs]
+    if "num_local_experts" in merged:
+        merged.setdefault("num_experts", merged["num_local_experts"])
+    return merged
+
+
+def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
+    """Refuse what would silently compute something else."""
+    for field, values in family.allowed.items():
+        if raw.get(field) not in values:
+            expected = " or ".join(repr(v) for v in values)
+            raise UserError(f"{where}: {field} = {raw.get(field)!r} is not supported; expected {expected}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise UserError(
+            f"{where}: the weights are quantised ({method}); a folder in bfloat16 or float32 is needed"
+        )
+
+
+def _moe_layers(raw: dict[str, Any], family: Family) -> tuple[bool, ...]:
+    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer."""
+    first, step = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers", ()))
+    return tuple(
+        family.moe and i >= first and i not in dense and (i + 1) % step == 0
+        for i in range(raw["num_hidden_layers"])
+    )
+
+
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+_YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+
+
+def _rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
+    """From `rope_parameters` (newer) or `rope_theta` and `rope_scaling`."""
+    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    kinds = ("default", "yarn") if family.mla else ("default", "llama3")
+    shares = (0.5,) if "partial_rotary_factor" in family.defaults else (1.0,)
+    for field, value, allowed in (("rope type", kind, kinds), ("partial_rotary_factor", share, shares)):
+        if value not in allowed:
+            expected = " or ".join(repr(a) for a in allowed)
+            raise UserError(f"{where}: {field} = {value!r} is not supported; expected {expected}")
+    theta = float(given.get("rope_theta") or raw["rope_theta"])
+    if kind == "default":
+        return Rope(theta, share)
+    known = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
+    if unknown := sorted(set(given) - known):
+        raise UserError(f"{where}: rope {unknown[0]} = {given[unknown[0]]!r} is not supported with {kind!r}")
+    if kind == "llama3":
+        for field, value in LLAMA3.items():
+            if given[field] != value:
+                raise UserError(f"{where}: rope {field} = {given[field]} is not supported; expected {value}")
+        return Rope(theta, share, "llama3", given["factor"])
+    if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
+        raise UserError(f"{where}: rope mscale without mscale_all_dim, or the reverse, is not supported")
+    more = {
+        name: given[name]
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if given.get(name)
+    }
+    context = given.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    return Rope(theta, share, "yarn", given["factor"], context, **more)
+
+
+def _routing(raw: dict[str, Any], family: Family, where: str) -> Routing:
+    if not family.sigmoid:
+        return Routing(normalised=raw["norm_topk_prob"])
+    groups, top, chosen = raw["n_group"], raw["topk_group"], raw["num_experts_per_tok"]
+    if groups > 1 and chosen // top != 2:
+        # Megatron weighs a group by its num_experts_per_tok / topk_group best experts, the model by its two best.
+        raise UserError(
+            f"{where}: num_experts_per_tok = {chosen} with topk_group = {top} is not supported; expected "
+            f"num_experts_per_tok = {2 * top}"
+        )
+    return Routing("sigmoid", True, groups, top, raw["routed_scaling_factor"])
+
+
+def _latent(raw: dict[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        raw.get("q_lora_rank"),
+        raw["kv_lora_rank"],
+        raw["qk_nope_head_dim"],
+        raw["qk_rope_head_dim"],
+        raw["v_head_dim"],
+    )
