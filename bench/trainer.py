@@ -1,0 +1,185 @@
+"""A train step against bare Megatron-Core on the same packed batch, packing, and the log-prob pass. One rank.
+
+    python bench/trainer.py --json [--repeats 7] [--quick]
+
+bare       megatron's schedule over the same micro-batches, its own cross-entropy loss, its optimizer step
+step       Trainer.train_step with the GRPO objective of the quickstart (log-probs, clipped loss, metrics)
+logprobs   Trainer.score: the pass that recomputes log-probs before a step
+
+Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from april import TRACE
+from measure import machine, say, spread, write_random_moe
+from torch import Tensor
+
+from rlsys.algo.objective import Objective
+from rlsys.config import Config
+from rlsys.train import micro_loss
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.share import Share
+from rlsys.trainer.signals import pack_rows, sample_table, score
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
+
+GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
+LR = 1e-5
+
+
+def synthetic(trace: list[int]) -> Taken:
+    """Groups of random tokens and rewards with the trace's lengths: the cost of a step does not depend on them."""
+    rng = random.Random(0)
+    groups = []
+    for g in range(GROUPS):
+        prompt = [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
+        samples = []
+        for i in range(GROUP_SIZE):
+            number = g * GROUP_SIZE + i
+            sample, n = Sample(number, g, i, prompt, seed=1), trace[number]
+            ids = [rng.randrange(VOCAB) for _ in range(n)]
+            sample.append(Segment(ids, [-7.6] * n, [VersionSpan(1, 0, n)]))
+            sample.status, sample.reward = Status.FINISHED, float(i % 2)
+            samples.append(sample)
+        groups.append(SampleGroup(g, g, samples))
+    return Taken(1, 1, groups, {})
+
+
+class Bench:
+    """One trainer and one packed batch."""
+
+    def __init__(self, config: Config) -> None:
+        self.trainer = Trainer(config)
+        self.objective = Objective(config.algo)
+        taken = synthetic(json.loads(TRACE.read_text())["lengths"])
+        plan = self.objective.plan(sample_table(taken, self.objective.needs))
+        self.batch = pack_rows(taken, plan.rows, self.trainer)
+        score([self.batch], self.objective, self.trainer)
+        self.objective.finish(plan, self.batch, self.trainer.sum_over_dp)
+        self.objective.prepare(self.batch, self.trainer.sum_over_dp)
+        self.denominator = plan.denominator
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(m.tokens) for m in self.batch)
+
+    def step(self) -> None:
+        self.trainer.train_step(self.batch, partial(micro_loss, self.objective), LR, self.denominator)
+
+    def logprobs(self) -> None:
+        self.trainer.score(self.batch)
+
+    def bare(self) -> None:
+        """What a pre-training loop does: nothing of ours but the split of a micro-batch into this rank's share."""
+        # Imported here: rlsys.trainer patches megatron before its first import.
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        t = self.trainer
+        t._transformer.finalize_model_grads_func = finalize_model_grads
+        for model in t._models:
+            model.zero_grad_buffer()
+        t._optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self._bare_forward,
+            data_iterator=iter(self.batch),
+            model=t._models,
+            num_microbatches=len(self.batch),
+            seq_length=t.config.trainer.token_budget,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        t._optimizer.step()
+
+    def _bare_forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        share = share_of(next(batches))
+        labels = share.following[None]
+        losses = model(
+            share.tokens[None], share.position_ids[None], None, labels=labels, packed_seq_params=share.packed
+        )
+        count = torch.tensor(losses.numel(), dtype=torch.int)
+        return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
+
+
+def timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    sizes = (
+        {"hidden_size": 64}
+        if args.quick
+        else {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    )
+    model = write_random_moe(folder / "model", vocab_size=VOCAB, num_hidden_layers=4, num_experts=8, **sizes)
+    config = Config.model_validate(
+        {
+            "model": {"path": model},
+            "run": {"dir": folder / "run"},
+            "trainer": {"token_budget": 2048},
+            "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_response_tokens": 512},
+        }
+    )
+    bench = Bench(config)
+    seconds: dict[str, list[float]] = {"bare": [], "step": [], "logprobs": []}
+    for work in (bench.bare, bench.step, bench.logprobs):  # warm up
+        work()
+    for repeat in range(args.repeats):
+        for name in seconds if repeat % 2 else reversed(seconds):
+            seconds[name].append(timed(getattr(bench, name)))
+        say(
+            f"repeat {repeat + 1}/{args.repeats}: "
+            + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in seconds.items())
+        )
+    medians = {name: spread(values)["median"] for name, values in seconds.items()}
+    padded = sum(len(share_of(micro).tokens) for micro in bench.batch)
+    return {
+        "bench": "trainer", "tokens": bench.tokens, "micro_batches": len(bench.batch), "repeats": args.repeats,
+        "machine": machine(), "seconds": {name: spread(values) for name, values in seconds.items()},
+        "tokens_per_s": {name: bench.tokens / s for name, s in medians.items()},
+        "summary": {
+            "ratio_to_bare_megatron": medians["bare"] / medians["step"],
+            "real_token_share": bench.tokens / padded,
+            "logprob_share": medians["logprobs"] / (medians["logprobs"] + medians["step"]),
+        },
+    }  # fmt: skip
+
+
+def share_of(micro: MicroBatch) -> Share:
+    """A micro-batch as one rank computes it."""
+    from megatron.core import parallel_state
+
+    return Share.of(micro, 1, parallel_state.get_context_parallel_group(), torch.device("cpu"), 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 1
+    with tempfile.TemporaryDirectory() as name:
+        result = run(args, Path(name))
+    print(json.dumps(result if args.json else result["summary"], indent=2))
+
+
+if __name__ == "__main__":
+    main()
