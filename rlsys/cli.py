@@ -77,7 +77,7 @@ def supervise(config: Config, make_plan: Callable[[Backend], Plan]) -> None:
             try:
                 Supervisor(config, plan, backend, run_dir, display, stop).run()
             except Stopped as stopped:
-                if stopped.number == signal.SIGUSR1:  # the time limit is near: go on in another session
+                if stopped.number == signal.SIGUSR1 or backend.preempted():  # go on in another session
                     backend.requeue()
                 raise
 

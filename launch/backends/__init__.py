@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Whether the scheduler wants the nodes back and did not tell this process by a signal."""
 
     def requeue(self) -> None:
-        """Have the same command started again later, where the scheduler can; all roles have ended."""
+        """After a stop that the scheduler wanted: have the same command started again later, if it can."""
 
     def close(self) -> None:
         """Give up what this backend itself started; roles have ended."""

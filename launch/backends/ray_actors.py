@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from rlsys.errors import RunError, UserError
 
 ANSWER_SECONDS = 30.0
 """A live actor answers in milliseconds; one that does not is lost."""
+JOIN_SECONDS = 60.0
+"""For the nodes of a cluster that is just starting."""
 LOST = 255
 """Exit code of a role whose actor is gone."""
 _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
@@ -129,7 +132,9 @@ class RayBackend:
         bundle = {"CPU": 1.0} | ({"GPU": float(g)} if (g := config.launch.gpus_per_node) else {})
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
         n = config.launch.nodes
-        alive = sum(node["Alive"] for node in ray.nodes())
+        deadline = time.monotonic() + JOIN_SECONDS
+        while (alive := sum(node["Alive"] for node in ray.nodes())) < n and time.monotonic() < deadline:
+            time.sleep(0.5)
         if alive < n:
             ray.shutdown()
             raise UserError(f"launch.nodes = {n}, but the Ray cluster has {alive}")

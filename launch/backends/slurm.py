@@ -73,7 +73,11 @@ class SlurmBackend:
         return self._sentinel is not None and self._sentinel.exit_code is not None
 
     def requeue(self) -> None:
-        client(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+        """Slurm requeues a preempted job only if it still runs when its grace time is over. A cancelled one, or one
+        that lost a node, is not running any more: its fate is decided."""
+        job = os.environ["SLURM_JOB_ID"]
+        if "JobState=RUNNING" in client(["scontrol", "--oneliner", "show", "job", job]):
+            client(["scontrol", "requeue", job])
 
     def close(self) -> None:
         if self._sentinel is not None:
