@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from launch.backends.slurm import client
 from launch.submit import JOB
+from rlsys.config import load_config
 from rlsys.errors import RlsysError, UserError
-from rlsys.obs.metrics import FILE_NAME, read_metrics
+from rlsys.obs.metrics import FILE_NAME, MetricsTail, read_metrics
 
 FOLLOW_SECONDS = 0.5
 
@@ -29,9 +31,36 @@ def status_lines(run: Path, now: float) -> list[str]:
         facts.append(("last metric", f"{now - last:.0f} s ago"))
         if metrics.steps:
             facts.append(("reward", f"{metrics.steps[-1]['reward']:.3f}"))
+        lost = lost_seconds(MetricsTail(run).read())
+        facts.append(("lost to stops", f"{lost:.0f} s, {lost * gpus_of(run):.0f} GPU-seconds"))
         facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))
     events = last_lines(run / "logs" / "supervisor.log", 3)
-    return [f"{name:12} {value}" for name, value in facts] + [f"{'':12} {line}" for line in events]
+    return [f"{name:13} {value}" for name, value in facts] + [f"{'':13} {line}" for line in events]
+
+
+def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:
+    """Wall seconds between the last line before each stop and the beginning of the first train step that was not
+    repeated: the stop itself, the wait in a queue, the start, and steps that were trained again.
+
+    `entries`: all lines of metrics.jsonl in order, repeated steps too.
+    """
+    lost, reached, last, stopped = 0.0, 0, None, None
+    for entry in entries:
+        if entry["kind"] == "run" and entry["event"] in ("start", "resume") and stopped is None:
+            stopped = last
+        if entry["kind"] == "step" and entry["step"] > reached:
+            reached = entry["step"]
+            if stopped is not None:
+                lost += entry["time"] - entry["time_step"] - stopped
+                stopped = None
+        last = entry["time"]
+    return lost
+
+
+def gpus_of(run: Path) -> int:
+    """GPUs that the run holds; on machines without, its trainer ranks stand for them."""
+    config = load_config(run / "config.yaml")
+    return config.launch.nodes * config.launch.gpus_per_node or config.parallel.world_size
 
 
 def is_locked(run: Path) -> bool:
@@ -52,7 +81,7 @@ def job_state(job: str) -> str:
     try:
         told = client(["squeue", "--noheader", f"--jobs={job}", "--format=%T %M %R"]).strip()
     except RlsysError as e:
-        return f"{job} ({e})"
+        return f"{job} ({str(e).splitlines()[0]})"
     return f"{job} {told or 'not in the queue'}"
 
 

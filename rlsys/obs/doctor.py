@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
+SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "glusterfs", "9p")
+PROBE_MIB = 32
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,12 @@ def examine() -> list[Finding]:
         *(_package(name, optional=name == "ray") for name in PACKAGES),
         Finding("cpu", f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB memory"),
         Finding("disk", f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here"),
+        _folder(Path.cwd()),
         _shared_memory(),
         Finding("gpu", "; ".join(gpus) or "none", "" if gpus else "gloo and torch attention instead"),
+        _communication(bool(gpus)),
+        _address(),
+        _slurm(),
         _transformer_engine(),
         _apex(),
     ]
@@ -65,6 +76,63 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "no /dev/shm", "use weights.method=disk")
     free = shutil.disk_usage("/dev/shm").free / 1e9
     return Finding("shared memory", f"{free:.1f} GB free in /dev/shm", "weight buckets pass through it")
+
+
+def _folder(folder: Path) -> Finding:
+    """A run's folder must be seen by all of its machines, know locks, and take checkpoints in reasonable time."""
+    held = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
+    kind = max(held, key=lambda p: len(p.mountpoint)).fstype if held else "unknown"
+    note = (
+        "every node sees it" if kind in SHARED else "other machines may not see it; one machine needs no more"
+    )
+    data = os.urandom(2**20) * PROBE_MIB
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            start = time.monotonic()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = PROBE_MIB / (time.monotonic() - start)
+    except OSError as e:
+        return Finding("this folder", f"{kind}: {e.strerror}", "runs write and lock files", ok=False)
+    return Finding("this folder", f"{kind}, writes {rate:,.0f} MiB/s, locks work", note)
+
+
+def _communication(gpus: bool) -> Finding:
+    torch = importlib.util.find_spec("torch")
+    library = Path(torch.origin).parent / "lib" / "libtorch_cuda.so" if torch and torch.origin else None
+    cuda = library is not None and library.exists()
+    found = "nccl and gloo" if cuda else "gloo"
+    lacks = gpus and not cuda
+    return Finding(
+        "ranks talk by", found, "torch has no CUDA, but there are GPUs" if lacks else "", ok=not lacks
+    )
+
+
+def _address() -> Finding:
+    """Other machines reach this one by its name."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket() as s:
+            s.bind((address, 0))
+    except OSError as e:
+        return Finding("address", f"{name}: {e.strerror}", "runs over several machines need it")
+    local = address.startswith("127.")
+    return Finding(
+        "address", f"{name} = {address}", "loopback: set it in DNS for several machines" if local else ""
+    )
+
+
+def _slurm() -> Finding:
+    if shutil.which("sbatch") is None:
+        return Finding("slurm", "not installed", "only for launch.backend=slurm")
+    done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True)
+    job = os.environ.get("SLURM_JOB_ID")
+    return Finding(
+        "slurm", done.stdout.strip() or "sbatch fails", f"inside job {job}" if job else "not inside a job"
+    )
 
 
 def _transformer_engine() -> Finding:

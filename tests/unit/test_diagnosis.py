@@ -15,7 +15,7 @@ import pytest
 from launch.diagnosis import RoleState, ask, describe, frames, waits_for
 from launch.keeper import catches, visible
 from launch.plan import Node
-from launch.status import is_locked, role_logs, show_logs, status_lines
+from launch.status import is_locked, lost_seconds, role_logs, show_logs, status_lines
 from launch.submit import JobOptions, job_script
 from rlsys.config import load_config
 from rlsys.errors import UserError
@@ -90,21 +90,37 @@ def run(tmp_path: Path) -> Path:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
     (tmp_path / ".lock").touch()
+    (tmp_path / "config.yaml").write_text("model: {path: none}\nparallel: {ep: 2}\n")
     return tmp_path
 
 
 def test_status_of_a_run_from_its_folder(run: Path) -> None:
     lines = status_lines(run, now=130.0)
     assert lines[:4] == [
-        "processes    none",
-        "train step   1",
-        "last metric  20 s ago",
-        "reward       0.250",
+        "processes     none",
+        "train step    1",
+        "last metric   20 s ago",
+        "reward        0.250",
     ]
     with (run / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert is_locked(run)
     assert not is_locked(run)
+
+
+def test_time_lost_to_stops_is_until_the_first_new_step() -> None:
+    def step(n: int, time: float) -> dict[str, object]:
+        return {"kind": "step", "step": n, "time": time, "time_step": 2.0}
+
+    def run(event: str, time: float) -> dict[str, object]:
+        return {"kind": "run", "event": event, "step": 0, "time": time}
+
+    whole = [run("start", 0.0), step(1, 2.0), step(2, 4.0), step(3, 6.0)]
+    assert lost_seconds(whole) == 0.0
+    again = [run("resume", 30.0), step(3, 32.0), run("resume", 40.0), step(3, 42.0), step(4, 44.0)]
+    assert lost_seconds([*whole, *again]) == 44.0 - 2.0 - 6.0
+    leave = [run("leave", 7.0), run("resume", 20.0), step(4, 22.0)]
+    assert lost_seconds([*whole, *leave]) == 22.0 - 2.0 - 7.0
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:
