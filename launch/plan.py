@@ -168,6 +168,7 @@ def _engine(
             argv += ["--dist-init-addr", meeting]
         if share.gpus:
             env = {k: v for k, v in env.items() if k != "CUDA_VISIBLE_DEVICES"}
+        env = env | _stacks(config, name)
         roles.append(
             Role(
                 f"{name}.{part}" if spans else name, "engine", argv, env,
