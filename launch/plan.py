@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from launch.layout import Layout, Share
@@ -84,9 +85,12 @@ class Plan:
 
     roles: list[Role]
     nodes: list[Node] = field(default_factory=lambda: [Node("localhost")])
+    run_dir: Path = Path()
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        return {**base, **THREADS, **role.env}
+        """`base` with what all roles get, where this one may write its stacks, and its own."""
+        stacks = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
+        return {**base, **THREADS, **stacks, **role.env}
 
     def unit(self, name: str) -> list[Role]:
         return [role for role in self.roles if role.unit == name]
@@ -108,24 +112,21 @@ def build_plan(
     rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
-    roles.append(Role("rollout", "rollout", rollout, _stacks(config, "rollout"), f"{rollout_url}/status"))
+    roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
-    return Plan(roles, nodes)
+    return Plan(roles, nodes, config.run.dir)
 
 
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> Plan:
     """Fine-tuning on traces: the trainer alone."""
-    return Plan(_trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", []), nodes)
+    return Plan(
+        _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", []), nodes, config.run.dir
+    )
 
 
 def _run_config(config: Config) -> str:
     return str(config.run.dir / "config.yaml")
-
-
-def _stacks(config: Config, name: str) -> dict[str, str]:
-    """Where the role's processes write their stacks when they are asked for them."""
-    return {STACKS_VARIABLE: str((config.run.dir / "logs" / "stacks" / name).absolute())}
 
 
 def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
@@ -168,7 +169,6 @@ def _engine(
             argv += ["--dist-init-addr", meeting]
         if share.gpus:
             env = {k: v for k, v in env.items() if k != "CUDA_VISIBLE_DEVICES"}
-        env = env | _stacks(config, name)
         roles.append(
             Role(
                 f"{name}.{part}" if spans else name, "engine", argv, env,
@@ -196,7 +196,7 @@ def _trainer(
         name = "trainer" if len(shares) == 1 else f"trainer-{part}"
         roles.append(
             Role(
-                name, "trainer", [*argv, *arguments], _stacks(config, "trainer"),
+                name, "trainer", [*argv, *arguments],
                 unit="trainer", node=share.node, gpus=share.gpus,
             )
         )  # fmt: skip
