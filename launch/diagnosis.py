@@ -19,6 +19,9 @@ ANSWER_SECONDS = 20.0
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
+_STACK_BEGINS = "Stack (most recent call first)"
+"""faulthandler's words."""
+
 _WAITS = (
     ("torch/distributed/", "", "the other ranks, in {function}"),
     ("rlsys/rollout/client.py", "wait_ready", "the rollout process and its engines to be ready"),
@@ -30,6 +33,7 @@ _WAITS = (
     ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
     ("rlsys/weights/", "", "an engine: weights on their way, in {function}"),
     ("rlsys/trainer/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
+    ("selectors.py", "select", "nobody: its event loop has nothing to do now"),
     ("rlsys/train.py", "update", "nobody: it trains"),
 )
 """(part of the file's path, function or any, whom that frame waits for); of a stack, the innermost match counts."""
@@ -94,9 +98,8 @@ def read_stacks(run: Path, since: float) -> dict[str, str]:
     """What processes wrote after the time `since` (seconds since the epoch)."""
     files = (run / STACKS).glob("*.txt")
     fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= since}
-    # A process asked twice appends: its last answer counts.
-    return {name: text[text.rfind("Current thread") :] if "Current thread" in text else text
-            for name, text in fresh.items()}  # fmt: skip
+    # A process that is asked again appends: its last answer counts.
+    return {name: text[max(0, text.rfind(_STACK_BEGINS)) :] for name, text in fresh.items()}
 
 
 def ask(run: Path) -> str:

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from launch.diagnosis import RoleState, ask, describe, frames, waits_for
+from launch.diagnosis import RoleState, ask, describe, frames, read_stacks, waits_for
 from launch.keeper import catches, visible
 from launch.plan import Node
 from launch.status import is_locked, lost_seconds, role_logs, show_logs, status_lines
@@ -23,7 +24,7 @@ from rlsys.obs.role import STACKS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-IN_TAKE = """Current thread 0x00007f (most recent call first):
+IN_TAKE = """Stack (most recent call first):
   File "/usr/lib/python3.11/socket.py", line 706 in readinto
   File "/usr/lib/python3.11/http/client.py", line 279 in _read_status
   File "/opt/rlsys/rollout/client.py", line 104 in _http
@@ -31,7 +32,7 @@ IN_TAKE = """Current thread 0x00007f (most recent call first):
   File "/opt/rlsys/rollout/client.py", line 58 in take
   File "/opt/rlsys/train.py", line 50 in <lambda>
 """
-IN_BROADCAST = """Current thread 0x00007f (most recent call first):
+IN_BROADCAST = """Stack (most recent call first):
   File "/venv/torch/distributed/distributed_c10d.py", line 2924 in broadcast
   File "/venv/torch/distributed/distributed_c10d.py", line 3760 in broadcast_object_list
   File "/opt/rlsys/trainer/trainer.py", line 82 in on_main
@@ -67,9 +68,18 @@ def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
         assert catches(process.pid, signal.SIGUSR2)
         assert not catches(process.pid, signal.SIGUSR1)
         process.send_signal(signal.SIGUSR2)
+        process.send_signal(signal.SIGUSR2)
         process.communicate(b"\n")
     assert process.returncode == 0
-    assert frames((tmp_path / "stacks" / "trainer-rank3.txt").read_text())[-1][2] == "<module>"
+    found = frames((tmp_path / "stacks" / "trainer-rank3.txt").read_text())
+    assert found and found[-1][2] == "<module>"
+
+
+def test_the_last_answer_of_a_process_counts(tmp_path: Path) -> None:
+    (tmp_path / "logs/stacks").mkdir(parents=True)
+    (tmp_path / "logs/stacks/trainer-rank0.txt").write_text(IN_TAKE + "\n" + IN_BROADCAST)
+    assert read_stacks(tmp_path, since=0.0) == {"trainer-rank0": IN_BROADCAST}
+    assert read_stacks(tmp_path, since=time.time() + 60) == {}
 
 
 def test_indices_count_among_the_gpus_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
