@@ -115,6 +115,8 @@ class TrainerConfig(Section):
     """Most tokens in one packed micro-batch."""
     equal_lengths: bool = False
     """Pad a step's micro-batches to one length: pipeline stages then need not tell each other shapes."""
+    replay: Literal["off", "engine", "trainer"] = "off"
+    """Whose experts a token takes again in training: its own choice, the engine's (R3), the scoring pass's (R2)."""
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
@@ -312,6 +314,8 @@ class Config(Section):
                 f"trainer.token_budget = {t.token_budget} cannot hold one response of "
                 f"rollout.max_response_tokens = {r.max_response_tokens}"
             )
+        if t.replay == "engine" and not self.engine.return_routes:
+            raise ValueError("trainer.replay = engine needs engine.return_routes = true")
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "

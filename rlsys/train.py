@@ -162,7 +162,7 @@ def optimise(
         share = plan.denominator / len(updates)
         result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
         objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
-        stats = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+        stats = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, **result.routing}
         for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
     return stats

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.types import Sample
+from rlsys.types import RouteSpan, Sample
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class TrainSample:
     row: int = -1
     trained: list[bool] | None = None
     behaviour: list[float] = field(default_factory=list)
+    routes: tuple[RouteSpan, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -49,8 +50,9 @@ class TrainSample:
         missing = [math.nan] * (len(sample.response_ids) - len(sample.behaviour))
         behaviour = [*sample.behaviour, *missing]
         return cls(
-            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained, behaviour
-        )
+            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained, behaviour,
+            tuple(sample.routes),
+        )  # fmt: skip
 
     @property
     def mask(self) -> list[float]:
@@ -65,7 +67,14 @@ class TrainSample:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """`mask` is 1 on response tokens that are trained."""
+    """`mask` is 1 on response tokens that are trained.
+
+    `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, kept by the first scoring
+    pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
+    """
+
+    routes: list[RouteSpan] = field(default_factory=list)
+    own_routes: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
@@ -130,6 +139,7 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         return torch.tensor(flat, dtype=dtype)
 
     lengths = [len(s) for s in samples]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return MicroBatch(
         tokens=torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
@@ -140,6 +150,11 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         behaviour=per_token(math.nan, [s.behaviour for s in samples], torch.float32)
         if all(s.behaviour for s in samples)
         else None,
+        routes=[
+            RouteSpan(start + span.start, start + span.end, span.experts)
+            for s, start in zip(samples, starts, strict=False)
+            for span in s.routes
+        ],
     )
 
 

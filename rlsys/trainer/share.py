@@ -46,7 +46,8 @@ def padded_lengths(lengths: list[int], tp: int, cp: int, total: int = 0) -> list
 class Share:
     """tokens, position_ids, following `[P / c]` int64: this rank's tokens and the token behind each of them.
 
-    `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered.
+    `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered. `source`
+    `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether another follows it.
     """
 
     tokens: Tensor
@@ -55,6 +56,8 @@ class Share:
     packed: PackedSequences
     place: Tensor
     first: Tensor
+    source: Tensor
+    predicts: Tensor
     cp_group: ProcessGroup
 
     @classmethod
@@ -73,9 +76,10 @@ class Share:
         place[order] = torch.arange(len(order))
         mine = order.chunk(cp)[cp_group.rank()]
 
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(len(order)).index_copy(0, at, values)
+        def spread(values: Tensor, padding: int = 0) -> Tensor:
+            return values.new_full((len(order),), padding).index_copy(0, at, values)
 
+        follows = torch.ones(len(micro.tokens), dtype=torch.bool).index_fill(0, ends - 1, False)
         tokens = micro.tokens.cpu()
         positions = torch.cat([torch.arange(n) for n in padded])
         return cls(
@@ -85,6 +89,8 @@ class Share:
             packed=PackedSequences.of(padded, device, place if cp > 1 else None),
             place=place[at].to(device),
             first=starts.to(device),
+            source=spread(torch.arange(len(tokens)), -1)[mine].to(device),
+            predicts=spread(follows)[mine].to(device),
             cp_group=cp_group,
         )
 

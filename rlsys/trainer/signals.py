@@ -58,7 +58,8 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
     """All passes that the objective needs, over the whole step: before the first update, or later ones would
     score their own past."""
     passes = objective.passes
-    for batch in batches if passes & CURRENT else ():
+    wanted = passes & CURRENT or trainer.config.trainer.replay == "trainer"
+    for batch in batches if wanted else ():
         for micro, found in zip(batch, trainer.score(batch), strict=True):
             micro.old = micro.now = found.logp
             micro.entropy, micro.values = found.entropy, found.values

@@ -6,7 +6,7 @@ Shapes: T packed tokens of a micro-batch, V vocabulary. All ranks call every met
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
 from rlsys.trainer.weights import gather_hf
 from rlsys.types import Canary
@@ -46,11 +47,15 @@ LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums."""
+    """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
+
+    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model.
+    """
 
     loss: float
     grad_norm: float
     sums: dict[str, Tensor]
+    routing: dict[str, float]
 
 
 class Trainer:
@@ -79,6 +84,7 @@ class Trainer:
         ]
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
+        self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
 
@@ -157,7 +163,8 @@ class Trainer:
             raise RunError("the gradient is not finite; the step was not taken")
         _, grad_norm, _ = self._optimizer.step()
         sums = self._reduce(stored)
-        return StepResult(float(sums.pop("loss_sum") / denominator), float(grad_norm), sums)
+        loss_sum = float(sums.pop("loss_sum"))
+        return StepResult(loss_sum / denominator, float(grad_norm), sums, self._routing.metrics(self._device))
 
     def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
         """This rank's micro-batches of `samples`, which every rank gives alike."""
@@ -180,7 +187,10 @@ class Trainer:
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(batches).to(self._device)
             share = Share.of(micro, self.config.parallel.tp, cp_group, self._device, length)
+            chunk = self._models.index(model)
+            self._routing.begin(chunk, micro, share)
             output = model(share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed)
+            self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)
 
         iterators = [iter(batch) for _ in self._models]
@@ -236,6 +246,11 @@ class Trainer:
         total = value.to(self._device, copy=True)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.to(value.device)
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """This rank's part of the model, one module a virtual pipeline stage."""
+        return self._chunks.modules
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters, by megatron's names."""

@@ -32,6 +32,9 @@ LAYOUTS = {
         "ep=2,padded",
         "ep=2,dispatcher=allgather,padded",
         "cp=2,padded",
+        "tp=2,replay",
+        "pp=2,vpp=2,replay",
+        "cp=2,replay",
         "pp=2,vpp=2,save",
     ),
     4: (
@@ -43,6 +46,7 @@ LAYOUTS = {
         "cp=2,ep=2,tp=2,etp=1",
         "tp=2,pp=2,padded",
         "tp=2,ep=2,dp=2,dispatcher=allgather,padded",
+        "cp=2,ep=2,tp=2,etp=1,replay",
         "tp=2,ep=2,etp=1,dp=2,save",
     ),
 }
@@ -56,15 +60,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(workplace: Path) -> dict[str, Any]:
-    """What one rank sees; it leaves a checkpoint of step 3."""
-    trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
-    seen: dict[str, Any] = {"before": cases.canary_logps(trainer), "steps": cases.steps(trainer, 3, cases.LR)}
-    cases.save(trainer, 3)
-    seen |= {"after": cases.canary_logps(trainer), "sums": cases.weight_sums(trainer)}
-    seen["fourth"] = cases.steps(trainer, 1, cases.LR)
-    trainer.close()
-    return seen
+def alone(workplace: Path) -> dict[str, dict[str, Any]]:
+    """What one rank sees, without and with replay; each leaves a checkpoint of step 3."""
+    out = {}
+    for name in ("run", "replay"):
+        trainer = Trainer(cases.config_of(workplace / "model", workplace / name, **cases.sections(name)))
+        out[name] = cases.three_steps(trainer)
+        cases.save(trainer, 3)
+        out[name]["fourth"] = cases.steps(trainer, 1, cases.LR)
+        trainer.close()
+    return out
 
 
 def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
@@ -72,7 +77,9 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_every_layout_trains_as_one_rank_does(ranks: int, workplace: Path, alone: dict[str, Any]) -> None:
+def test_every_layout_trains_as_one_rank_does(
+    ranks: int, workplace: Path, alone: dict[str, dict[str, Any]]
+) -> None:
     """Log-probs, three optimizer steps (loss, gradient norm, metric), log-probs, weights, a fourth step from a
     checkpoint of one rank; and one rank goes on from a checkpoint of several."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -83,14 +90,15 @@ def test_every_layout_trains_as_one_rank_does(ranks: int, workplace: Path, alone
     seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
     assert tuple(seen) == LAYOUTS[ranks]
     for layout, got in seen.items():
-        assert near(got["before"], alone["before"], rtol=0, atol=1e-5), layout
-        assert near(got["steps"], alone["steps"], rtol=1e-5), layout
-        assert near(got["after"], alone["after"], rtol=0, atol=1e-5), layout
-        assert got["sums"] == pytest.approx(alone["sums"], rel=1e-5), layout
+        one = alone["replay" if "replay" in layout else "run"]
+        assert near(got["before"], one["before"], rtol=0, atol=1e-5), layout
+        assert near(got["steps"], one["steps"], rtol=1e-5), layout
+        assert near(got["after"], one["after"], rtol=0, atol=1e-5), layout
+        assert got["sums"] == pytest.approx(one["sums"], rel=1e-5), layout
         assert got["loaded"] == 3
-        assert near(got["fourth"], alone["fourth"], rtol=1e-5), layout
+        assert near(got["fourth"], one["fourth"], rtol=1e-5), layout
     (saved,) = (layout for layout in LAYOUTS[ranks] if "save" in layout)
     trainer = Trainer(cases.config_of(workplace / "model", workplace / saved))
     assert trainer.load_checkpoint() == 3
-    assert near(cases.steps(trainer, 1, cases.LR), alone["fourth"], rtol=1e-5)
+    assert near(cases.steps(trainer, 1, cases.LR), alone["run"]["fourth"], rtol=1e-5)
     trainer.close()

@@ -5,6 +5,7 @@ Run under torchrun it takes the same steps in other layouts: `trainer_cases.py W
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -19,6 +20,7 @@ from rlsys.config import Config
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
+from rlsys.types import RouteSpan
 
 BUDGET = 128
 SEQUENCES = [[5, 3, 80, 41, 7, 7], [9] * 20]
@@ -97,10 +99,23 @@ def samples(vocab_size: int = 96, n: int = 10) -> list[TrainSample]:
     return out
 
 
+def with_routes(
+    plain: list[TrainSample], layers: int = 4, experts: int = 8, topk: int = 2
+) -> list[TrainSample]:
+    """Random routes for all positions that predict a token but those of the fourth sample, which has none."""
+    rng = random.Random(1)
+    out = []
+    for i, s in enumerate(plain):
+        n = len(s) - 1
+        chosen = bytes(e for _ in range(n * layers) for e in rng.sample(range(experts), topk))
+        out.append(dataclasses.replace(s, routes=() if i == 3 else (RouteSpan(0, n, chosen),)))
+    return out
+
+
 def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """A clipped objective of the shape that GRPO has, and one metric."""
     logp = scores.logp
-    advantages = micro.expand(torch.randn(10, generator=torch.Generator().manual_seed(0)))
+    advantages = micro.expand(torch.randn(16, generator=torch.Generator().manual_seed(0)))
     ratio = (logp - micro.mu).exp()
     clipped = ratio.clamp(0.5, 2.0)
     loss = -torch.minimum(ratio * advantages, clipped * advantages) * micro.mask
@@ -108,12 +123,15 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
-    """[loss, gradient norm, metric] of `n` optimizer steps on the same samples."""
-    batch = trainer.pack(samples())
+    """[loss, gradient norm, metric, figures of routing] of `n` optimizer steps on the same samples."""
+    batch = trainer.pack(with_routes(samples()))  # looked at where trainer.replay = engine
     out = []
     for _ in range(n):
         result = trainer.train_step(batch, policy_loss, lr)
-        out.append([result.loss, result.grad_norm, float(result.sums["gap"])])
+        replay = [
+            result.routing.get(name, 0.0) for name in ("replay_share", "route_agreement", "expert_load_max")
+        ]
+        out.append([result.loss, result.grad_norm, float(result.sums["gap"]), *replay])
     return out
 
 
@@ -140,21 +158,30 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         key, _, value = word.partition("=")
         if value:
             parallel[key] = int(value) if value.isdigit() else value
-    return {"parallel": parallel, "trainer": {"equal_lengths": "padded" in layout}}
+    replay = "replay" in layout
+    return {
+        "parallel": parallel,
+        "trainer": {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"},
+        "engine": {"return_routes": replay},
+    }
+
+
+def three_steps(trainer: Trainer) -> dict[str, Any]:
+    seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
+    return seen | {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
     """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
 
-    The checkpoint is the one that one rank saved in workplace/run; a layout with "save" leaves its own in
-    workplace/LAYOUT.
+    The checkpoint is the one that one rank saved in workplace/run or workplace/replay; a layout with
+    "save" leaves its own in workplace/LAYOUT.
     """
     for layout in layouts:
         start = time.monotonic()
-        run = workplace / (layout if "save" in layout else "run")
+        run = workplace / (layout if "save" in layout else "replay" if "replay" in layout else "run")
         trainer = Trainer(config_of(workplace / "model", run, **sections(layout)))
-        seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
-        seen |= {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
+        seen = three_steps(trainer)
         if "save" in layout:
             save(trainer, 3)
         seen |= {"loaded": trainer.load_checkpoint(), "fourth": steps(trainer, 1, LR)}

@@ -1,0 +1,175 @@
+"""Router replay: the experts that a bfloat16 engine chose, in a float32 trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.routing import decode
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import RouteSpan, Sample, VersionSpan
+from tests.integration.servers import TINY_MOE, running_engine, tiny_moe_model
+
+pytestmark = pytest.mark.integration
+
+LAYERS, TOPK = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose weights are the same in bfloat16 and in float32."""
+    folder = tmp_path_factory.mktemp("models") / "rounded"
+    tiny_moe_model(0).bfloat16().float().save_pretrained(folder)
+    return folder
+
+
+async def generated(url: str, n: int) -> list[Sample]:
+    async def one(client: EngineClient, i: int) -> Sample:
+        sample = Sample(i, i, 0, [1, 4, 20 + i, 40, 21, 30 + i, 5, 6], seed=i)
+        stream = client.generate(
+            sample.prompt_ids, rid=f"replay-{i}-", max_new_tokens=60, temperature=1.0, seed=i, stop_ids=[2],
+            routes_from=0,
+        )  # fmt: skip
+        async for segment in stream:
+            sample.append(dataclasses.replace(segment, spans=[VersionSpan(1, 0, len(segment.ids))]))
+        return sample
+
+    async with make_session() as session:
+        client = EngineClient(url, session)
+        return await asyncio.gather(*(one(client, i) for i in range(n)))
+
+
+@pytest.fixture(scope="module")
+def samples(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrainSample]:
+    """Of a bfloat16 engine, with its routes for every position that predicted a token."""
+    config = Config.model_validate(
+        {
+            "model": {"path": model, "dtype": "bfloat16"},
+            "engine": {"max_running_requests": 16, "max_total_tokens": 8192, "return_routes": True},
+        }
+    )
+    with running_engine(config, tmp_path_factory.mktemp("engine")) as url:
+        made = asyncio.run(generated(url, 16))
+    return [TrainSample.of(s, s.sample_id) for s in made]
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
+    """A float32 trainer with this kind of replay; the one before it is closed."""
+    open_ones: list[Trainer] = []
+
+    def make(replay: str) -> Trainer:
+        while open_ones:
+            open_ones.pop().close()
+        sections: dict[str, Any] = {"trainer": {"replay": replay, "token_budget": 512}}
+        config = cases.config_of(model, tmp_path, **sections, engine={"return_routes": replay == "engine"})
+        open_ones.append(Trainer(config))
+        return open_ones[0]
+
+    yield make
+    while open_ones:
+        open_ones.pop().close()
+
+
+def chosen_experts(trainer: Trainer) -> list[Tensor]:
+    """Of every forward pass from now on and every router, as a map `[P, experts]`: what megatron dispatches by."""
+    seen: list[Tensor] = []
+    for module in trainer.modules:
+        for name, child in module.named_modules():
+            if name.endswith("mlp.router"):
+                child.register_forward_hook(lambda _, __, out: seen.append(out[1]))
+    return seen
+
+
+def gaps(trainer: Trainer, batch: list[MicroBatch]) -> Tensor:
+    """|logp - mu| of every response token."""
+    parts = zip(batch, trainer.logprobs(batch), strict=True)
+    return torch.cat([(logp - micro.mu).abs()[micro.keep] for micro, logp in parts])
+
+
+def as_map(experts: Tensor) -> Tensor:
+    there = experts.long().clamp(min=0)
+    return torch.zeros(len(experts), TINY_MOE["num_experts"]).scatter(1, there, 1).bool()
+
+
+def test_replay_takes_the_engines_experts_and_log_probs_come_closer(
+    samples: list[TrainSample], start: Callable[[str], Trainer]
+) -> None:
+    found = {}
+    for mode in ("off", "engine"):
+        trainer = start(mode)
+        batch = trainer.pack(samples)
+        seen = chosen_experts(trainer)
+        gap = gaps(trainer, batch)
+        same = torch.cat(
+            [
+                (own[: len(micro.tokens)] == as_map(engine))[engine[:, 0] >= 0].all(1)
+                for i, micro in enumerate(batch)
+                for own, engine in zip(
+                    seen[i * LAYERS : (i + 1) * LAYERS],
+                    decode(micro.routes, len(micro.tokens), LAYERS, TOPK).unbind(1),
+                    strict=True,
+                )
+            ]
+        )
+        assert len(same) == LAYERS * sum(len(s) - 1 for s in samples)
+        found[mode] = float(same.double().mean()), float(gap.mean()), float(gap.quantile(0.999))
+    print(found)
+    assert found["engine"][0] == 1
+    assert found["off"][0] < 1
+    assert found["engine"][1] < found["off"][1]
+    assert found["engine"][2] < found["off"][2]
+
+
+def test_the_router_learns_under_replay_and_tokens_without_routes_are_counted(
+    samples: list[TrainSample], start: Callable[[str], Trainer]
+) -> None:
+    trainer = start("engine")
+    half = [dataclasses.replace(s, routes=()) if i % 2 else s for i, s in enumerate(samples)]
+    before = {n: t.clone() for n, t in trainer.named_hf_tensors() if "mlp.gate.weight" in n}
+    result = trainer.train_step(trainer.pack(half), cases.policy_loss, 1e-3)
+    missing = sum(len(s) - 1 for s in half if not s.routes)
+    assert result.routing["replay_missing"] == missing
+    assert result.routing["replay_share"] == pytest.approx(1 - missing / sum(len(s) - 1 for s in half))
+    assert 0.5 < result.routing["route_agreement"] <= 1
+    assert result.routing["expert_load_max"] >= 1
+    after = {n: t for n, t in trainer.named_hf_tensors() if n in before}
+    assert all(not torch.equal(before[n], t) for n, t in after.items())
+
+
+def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
+    samples: list[TrainSample], start: Callable[[str], Trainer]
+) -> None:
+    """R2: after an update the routers would choose otherwise, and do not."""
+    trainer = start("trainer")
+    batch = trainer.pack(samples)
+    seen = chosen_experts(trainer)
+    trainer.score(batch)
+    first = list(seen)
+    seen.clear()
+    shares = [trainer.train_step(batch, cases.policy_loss, 1e-2).routing for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(seen, first * 3, strict=True))
+    assert shares[0]["route_agreement"] == 1
+    assert shares[2]["route_agreement"] < 1
+    assert shares[2]["replay_share"] == 1
+
+
+def test_routes_decode_by_position_and_width() -> None:
+    narrow = RouteSpan(1, 3, bytes([1, 2, 3, 4, 5, 6, 7, 8]))
+    wide = RouteSpan(4, 5, b"".join(int(e).to_bytes(2, "little") for e in (300, 1, 2, 3)))
+    got = decode([narrow, wide], tokens=6, layers=2, topk=2)
+    assert got[1].tolist() == [[1, 2], [3, 4]]
+    assert got[2].tolist() == [[5, 6], [7, 8]]
+    assert got[4].tolist() == [[300, 1], [2, 3]]
+    assert (got[[0, 3, 5]] == -1).all()
