@@ -45,17 +45,21 @@ def settings(folder: Path, kind: str) -> Config:
     return Config.model_validate({"model": {"path": "none"}, "run": {"dir": folder}, "launch": launch})
 
 
-def enter_job(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the batch script of a job on two nodes."""
-    script = f"#!/bin/sh\nenv | grep ^SLURM > {slurm.folder}/job.env.part\n"
+def enter_job(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, *, het: bool = False) -> None:
+    """As in the batch script of a job on two nodes: of one kind, or each a component of a heterogeneous job."""
+    options = (
+        "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=1\n" if het else f"#SBATCH --nodes={NODES}\n"
+    )
+    script = f"#!/bin/sh\n{options}env | grep ^SLURM > {slurm.folder}/job.env.part\n"
     script += f"mv {slurm.folder}/job.env.part {slurm.folder}/job.env\nsleep 600\n"
     (slurm.folder / "job.sh").write_text(script)
     env = slurm.folder / "job.env"
     env.unlink(missing_ok=True)
-    slurm.run("sbatch", f"--nodes={NODES}", "--output=/dev/null", str(slurm.folder / "job.sh"))
+    slurm.run("sbatch", "--output=/dev/null", str(slurm.folder / "job.sh"))
     slurm.wait(env.exists, "the job does not start")
     for line in env.read_text().splitlines():
-        monkeypatch.setenv(*line.split("=", 1))
+        name, _, value = line.partition("=")
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", slurm.env["PATH"])
 
 
@@ -149,3 +153,16 @@ def test_free_ports_of_every_node(stage: Stage) -> None:
         ports = stage.backend.free_ports(node, 3)
         assert len(set(ports)) == 3
     assert not stage.backend.preempted()
+
+
+def test_components_of_a_heterogeneous_job_are_one_cluster(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_job(slurm, monkeypatch, het=True)
+    with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
+        stage = Stage(backend, tmp_path)
+        for node in backend.nodes:
+            index = backend.nodes.index(node)
+            assert stage.end_of(stage.start("import os; print(os.environ['SLURMD_NODENAME'])", index)) == 0
+            assert stage.log().splitlines()[-1] == node.name
+        assert len({node.name for node in backend.nodes}) == 2

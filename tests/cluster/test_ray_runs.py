@@ -53,6 +53,7 @@ def actor_of(*words: str) -> psutil.Process:
     raise AssertionError(f"no keeper of {words}")
 
 
+@pytest.mark.slow
 def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     ray_cluster: str, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:

@@ -260,6 +260,21 @@ def test_a_preemption_lets_the_trainer_leave_by_itself(stage: Stage) -> None:
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
+def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STATUS_SECONDS", "_STACKS_SECONDS"):
+        monkeypatch.setattr(supervisor, name, 0.02)
+    launch = stage.config.launch.model_copy(update={"silence_seconds": 0.2})
+    stage.config = stage.config.model_copy(update={"launch": launch})
+    hangs = "answer, request = here / 'run/diagnosis.txt', here / 'run/.diagnose'\n"
+    hangs += "while not answer.exists(): time.sleep(0.01)\n"
+    hangs += "(here / 'first').write_text(answer.read_text())\nrequest.touch()\n"
+    hangs += "while 'asked for' not in answer.read_text(): time.sleep(0.01)"
+    stage.run(stage.role("rollout", SERVE_FOREVER, serves=True), stage.role("trainer", hangs))
+    assert "nothing has changed for launch.silence_seconds" in (stage.folder / "first").read_text()
+    assert any("diagnosis.txt" in phase for phase in stage.display.phases)
+    assert not (stage.folder / "run/.diagnose").exists()
+
+
 def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
     interrupt = f"wait_for('engine-0 probed', 'rollout probed')\nos.kill({os.getpid()}, signal.SIGINT)\n"
     interrupt += "signal.pause()"
