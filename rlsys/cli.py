@@ -33,6 +33,7 @@ from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
+from rlsys.router.command import add_router
 
 
 def train(args: argparse.Namespace) -> int:
@@ -203,6 +204,7 @@ def make_parser() -> Parser:
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add_commands(add)
+    add_router(add)
     return parser
 
 

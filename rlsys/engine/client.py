@@ -10,14 +10,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from rlsys.engine.sse import events
 from rlsys.types import RouteSpan, Segment, VersionSpan
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
 CONTROL_TIMEOUT = 60.0
+LOAD_TIMEOUT = 600.0
 IDLE_SECONDS = 30.0
 RESERVED_TOKENS = 6
 """SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
+_JSON = {"Content-Type": "application/json"}
 _GENERATED = "sglang:generation_tokens_total"
 
 DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
@@ -99,9 +102,9 @@ class EngineClient:
                 text = (await answer.text())[:300]
                 raise EngineError(f"{self.url}/generate: {answer.status} {text}", answer.status)
             received = 0
-            async for line in answer.content:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    chunk = json.loads(line[6:])
+            async for event in events(answer.content.iter_any()):
+                if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
+                    chunk = json.loads(event[6:])
                     segment = _segment(chunk, received, self.url)
                     received += len(segment.ids)
                     if routes_from is not None and segment.prompt_tokens:
@@ -141,6 +144,31 @@ class EngineClient:
 
     async def set_weight_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def update_weights_from_disk(self, folder: str, version: int) -> None:
+        """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
+        body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
+        await self._post("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
+
+    async def info(self) -> dict[str, Any]:
+        """What it says of itself: `model_path`, `max_req_input_len`, ..."""
+        info = _parse(await self._get("/server_info"))
+        return info if isinstance(info, dict) else {}
+
+    async def tokenize(self, text: str) -> list[int]:
+        """As its own `/generate` does."""
+        answer = await self._post("/tokenize", {"model": "", "prompt": text})
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    def open(self, path: str, body: bytes) -> Any:
+        """POST a JSON body as it is; a context manager of aiohttp's response."""
+        return self._session.post(self.url + path, data=body, headers=_JSON)
+
+    async def fetch(self, path: str) -> tuple[int, bytes]:
+        """GET, with whatever status."""
+        async with self._session.get(self.url + path, timeout=_control()) as answer:
+            return answer.status, await answer.read()
 
     async def flush(self, *, paused: bool = False) -> None:
         """Empty the prefix cache, once nothing runs. EngineError when something still does after IDLE_SECONDS.
@@ -186,8 +214,10 @@ class EngineClient:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
         return text
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        async with self._session.post(self.url + path, json=body, timeout=_control()) as answer:
+    async def _post(self, path: str, body: dict[str, Any], timeout: float = CONTROL_TIMEOUT) -> Any:
+        async with self._session.post(
+            self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+        ) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)

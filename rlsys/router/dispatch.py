@@ -44,6 +44,8 @@ class Dispatcher:
         self.open = False
         self.interrupted = True
         """Not even evaluation may go on."""
+        self.interrupts = 0
+        """How often requests were asked back: an abort without one is somebody else's."""
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class Dispatcher:
         An abort that overtakes its request is lost, so it is repeated until each request has answered.
         """
         self.open, self.interrupted = False, True
+        self.interrupts += 1
         deadline = asyncio.get_running_loop().time() + INTERRUPT_SECONDS
         while leaving := self._leaving(keep):
             self._landed.clear()

@@ -322,13 +322,25 @@ class ScriptedEngine:
 
 
 class _Answer:
-    def __init__(self, status: int, text: str = "", content: AsyncIterator[bytes] | None = None) -> None:
+    def __init__(self, status: int, text: str = "", content: _Content | None = None) -> None:
         self.status = status
         self._text = text
         self.content = content
 
     async def text(self) -> str:
         return self._text
+
+
+class _Content:
+    """The body of a stream, in pieces that do not follow the events."""
+
+    def __init__(self, stream: AsyncIterator[bytes]) -> None:
+        self._stream = stream
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        async for line in self._stream:
+            yield line[:7]
+            yield line[7:] + b"\n"
 
 
 class Network:
@@ -357,7 +369,7 @@ class Network:
         if body.get("stream"):
             stream = engine.stream(body)
             try:
-                yield _Answer(200, content=stream)
+                yield _Answer(200, content=_Content(stream))
             finally:
                 await stream.aclose()
             return

@@ -1,0 +1,59 @@
+"""The command line of `rlsys router`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from rlsys.errors import UserError
+from rlsys.router.front import FrontLimits
+from rlsys.router.serve import RouterOptions, run_router
+from rlsys.router.strategy import STRATEGIES
+
+
+def router(args: argparse.Namespace) -> int:
+    """Serve an HTTP front before running engines, until SIGTERM."""
+    for name in ("concurrency", "queue_seconds", "max_body_mb"):
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port}: expected 0 to 65535")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_router(
+        RouterOptions(
+            engines=args.engine or [],
+            port=args.port,
+            host=args.host,
+            token_file=args.token_file,
+            strategy=args.strategy,
+            interruption=args.interruption,
+            vocab_size=args.vocab_size,
+            queue_seconds=args.queue_seconds,
+            limits=FrontLimits(int(args.max_body_mb * 2**20), args.concurrency, args.queue),
+        )
+    )
+    return 0
+
+
+def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """`add` makes a sub-command: name, function, help."""
+    limits = FrontLimits()
+    sub = add("router", router, "serve SGLang's and OpenAI's HTTP API before running engines")
+    sub.add_argument("--engine", action="append", metavar="URL", help="an SGLang server; may be repeated")
+    sub.add_argument("--port", type=int, required=True, help="0 takes a free one")
+    sub.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback needs a token")
+    sub.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token that clients must send")
+    sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
+    sub.add_argument(
+        "--interruption",
+        choices=["abort", "retract", "in_place"],
+        default="retract",
+        help="what engines do with requests while weights change",
+    )
+    sub.add_argument("--vocab-size", type=int, metavar="N", help="where the model's folder cannot be read")
+    sub.add_argument("--queue-seconds", type=float, default=120.0, help="longest wait for an engine")
+    sub.add_argument("--max-body-mb", type=float, default=limits.body_bytes / 2**20, help="largest request")
+    sub.add_argument("--concurrency", type=int, default=limits.concurrency, help="requests served at once")
+    sub.add_argument("--queue", type=int, default=limits.queue, help="requests that may wait beyond that")

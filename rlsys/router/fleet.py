@@ -1,0 +1,149 @@
+"""A router that stands alone: its engines, what they are, and their weights, which nobody but them knows.
+
+Engines serve with the version that most of the pool had when it started. Weights change by folder
+(`POST /update_weights_from_disk`); an engine that joins, restarts or failed an update is then brought to the same
+folder before it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import aiohttp
+
+from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
+from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.errors import RunError, UserError
+from rlsys.router.checks import Limits
+from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.pool import EngineState, Pool
+from rlsys.router.proxy import Proxy
+from rlsys.router.push import PROBE_SECONDS, states
+from rlsys.router.strategy import STRATEGIES
+
+log = logging.getLogger("rlsys.router")
+
+
+class Fleet:
+    """Owns the pool of a stand-alone router. `limits` are None until an engine has answered."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        session: aiohttp.ClientSession,
+        *,
+        strategy: str,
+        interruption: Interruption,
+        queue_seconds: float,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._session = session
+        self.pool = Pool([EngineClient(url, session) for url in urls], trusted=True)
+        self.dispatcher = Dispatcher(self.pool, STRATEGIES[strategy])
+        self.proxy = Proxy(self.dispatcher, queue_seconds)
+        self._interruption = interruption
+        self._vocab_size = vocab_size
+        self.limits: Limits | None = None
+        self._folder: str | None = None
+        self._updating = asyncio.Lock()
+
+    def add(self, url: str) -> None:
+        """Raises UserError for something that is no URL, or an engine that is here already."""
+        if not url.startswith(("http://", "https://")) or len(url) > 2000:
+            raise UserError(f"url = {url[:200]!r}: expected http://HOST:PORT")
+        try:
+            self.pool.add(EngineClient(url, self._session))
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+    def drain(self, url: str) -> None:
+        """It gets nothing new and leaves when it is empty. Raises UserError when it is not here."""
+        engine = self.pool.find(url)
+        if engine is None:
+            raise UserError(f"{url[:200]} is not in the pool: {states(self.pool)}")
+        engine.draining = True
+
+    async def watch(self) -> None:
+        """For the life of the process."""
+        self.dispatcher.resume()
+        while True:
+            await self.pool.probe()
+            if self.limits is None and self.pool.serving():
+                await self._learn(self.pool.serving()[0])
+            if self._folder is not None and not self._updating.locked():
+                async with self._updating:
+                    for engine in self.pool.stale():
+                        await self.dispatcher.attempt(engine, self._load(engine))
+            if self.pool.serving() and self.limits is not None:
+                self.dispatcher.wake()
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _learn(self, engine: EngineState) -> None:
+        """What requests must keep to. Raises UserError when the vocabulary's size is nowhere to be read."""
+        try:
+            info = await engine.client.info()
+        except (*DeadEngine, EngineError):
+            return
+        folder = Path(str(info.get("model_path")))
+        size = self._vocab_size
+        if size is None:
+            try:
+                size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+            except (OSError, ValueError, KeyError) as e:
+                raise UserError(
+                    f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
+                ) from None
+        self.limits = Limits(size, int(info["max_req_input_len"]) + RESERVED_TOKENS)
+        self.proxy.incremental = bool(info.get("incremental_streaming_output"))
+        self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    async def update(self, folder: str, version: int | None) -> int:
+        """Every engine loads the folder; the version they then report. Requests in flight survive it.
+
+        An engine that fails is brought up to date later. Raises RunError when all fail: then nothing changed.
+        """
+        async with self._updating:
+            before = self.pool.version, self._folder
+            if version is not None and version <= before[0]:
+                raise UserError(f"weight_version = {version}: expected more than {before[0]}, which is there")
+            hold = self._interruption != "abort"
+            await self.dispatcher.bring_back((lambda _: True) if hold else None)
+            if hold:
+                await self.dispatcher.pause(self._interruption)
+            self.pool.version, self._folder = version or before[0] + 1, folder
+            engines = self.pool.alive()
+            done = await asyncio.gather(*(self._try_load(e) for e in engines))
+            if not any(ok for ok, _ in done):
+                self.pool.version, self._folder = before
+            for engine in engines:
+                await self.dispatcher.attempt(engine, self.dispatcher.unpause(engine))
+            self.dispatcher.resume()
+            if not any(ok for ok, _ in done):
+                raise RunError(f"no engine could load {folder}: {'; '.join(why for _, why in done)[:500]}")
+            return self.pool.version
+
+    async def _try_load(self, engine: EngineState) -> tuple[bool, str]:
+        try:
+            await self._load(engine)
+        except EngineError as e:  # it keeps what it had
+            return False, str(e)
+        except DeadEngine as e:
+            engine.died()
+            return False, f"{engine.url}: {e or type(e).__name__}"
+        return True, ""
+
+    async def _load(self, engine: EngineState) -> None:
+        assert self._folder is not None
+        version = self.pool.version
+        await engine.client.update_weights_from_disk(self._folder, version)
+        if self._interruption != "in_place":
+            await engine.client.flush(paused=engine.paused)
+        reported = await engine.client.weight_version()
+        if reported != version:
+            raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")
+        engine.has(version)

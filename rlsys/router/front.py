@@ -1,0 +1,217 @@
+"""The HTTP front of a stand-alone router: SGLang's /generate, OpenAI's completions and chat, and its own affairs.
+
+    POST /generate  /v1/completions  /v1/chat/completions     to an engine, streamed or whole (proxy.py)
+    GET  /v1/models /model_info /server_info                  from any engine
+    GET  /health (it lives)  /ready (an engine serves)  /metrics (Prometheus)
+    GET, POST, DELETE /engines                                list, add {"url": ...}, drain {"url": ...}
+    POST /update_weights_from_disk {"model_path": ..., "weight_version": ...}
+
+Every refusal is JSON: {"error": {"message", "type", "code"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rlsys.engine.client import DeadEngine
+from rlsys.errors import RunError, UserError
+from rlsys.router.checks import RefusedPrompt
+from rlsys.router.fleet import Fleet
+from rlsys.router.metrics import Metrics
+from rlsys.router.proxy import Job, Unavailable, error_body
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+FORWARDED = ("/generate", "/v1/completions", "/v1/chat/completions")
+ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+OPEN = ("/health", "/ready")
+"""What needs no token: it tells nothing and costs nothing."""
+RETRY_SECONDS = "1"
+
+
+@dataclass(frozen=True)
+class FrontLimits:
+    """`queue`: requests that wait while `concurrency` others are being served; more are refused with 429."""
+
+    body_bytes: int = 16 * 2**20
+    concurrency: int = 1024
+    queue: int = 4096
+
+
+class Front:
+    """Owns how many requests are inside."""
+
+    def __init__(self, fleet: Fleet, token: str | None, limits: FrontLimits) -> None:
+        self._fleet = fleet
+        self._token = token.encode() if token is not None else None
+        self._limits = limits
+        self._metrics = Metrics(fleet, lambda: self._inside)
+        self._inside = 0
+        self._slots = asyncio.Semaphore(limits.concurrency)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[self._guard])
+
+        app.add_routes([web.post(path, self._forward) for path in FORWARDED])
+        app.add_routes([web.get(path, self._ask) for path in ASKED])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._scrape),
+                web.get("/engines", self._list),
+                web.post("/engines", self._add),
+                web.delete("/engines", self._drain),
+                web.post("/update_weights_from_disk", self._update),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Tokens, errors as JSON, counts."""
+        start = time.monotonic()
+        try:
+            if self._token is not None and request.path not in OPEN and not self._knows(request):
+                raise _Refused(401, "a bearer token is required: Authorization: Bearer TOKEN")
+            response = await handler(request)
+        except _Refused as e:
+            response = _error(e.status, str(e))
+        except RefusedPrompt as e:
+            response = _error(400, str(e))
+        except UserError as e:
+            response = _error(400, str(e))
+        except RunError as e:
+            response = _error(500, str(e))
+        except Unavailable as e:
+            response = _error(503, str(e))
+        except web.HTTPRequestEntityTooLarge:
+            response = _error(413, f"the body is larger than {self._limits.body_bytes} bytes")
+        except web.HTTPException as e:
+            response = _error(e.status, f"{request.method} {request.path[:200]}: {e.reason}")
+        known = request.match_info.route.resource
+        self._metrics.observe(
+            known.canonical if known else "other", response.status, time.monotonic() - start
+        )
+        return response
+
+    def _knows(self, request: web.Request) -> bool:
+        """Compared in constant time, whatever was sent."""
+        assert self._token is not None
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
+
+    # -- requests for engines -----------------------------------------------------------------------------------
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        most = self._limits.concurrency + self._limits.queue
+        if self._inside >= most:
+            raise _Refused(
+                429, f"{self._inside} requests are here already, of at most {most}; try again later"
+            )
+        self._inside += 1
+        try:
+            raw = await request.read()
+            body = _object(raw)
+            limits = self._fleet.limits
+            if limits is None:
+                raise Unavailable("no engine has answered yet")
+            try:
+                limits.check_request(body)
+            except RefusedPrompt:
+                self._metrics.refused.inc()
+                raise
+            async with self._slots:
+                return await self._fleet.proxy.run(Job.of(request.path, body, raw), request)
+        finally:
+            self._inside -= 1
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        for engine in self._fleet.pool.serving():
+            try:
+                status, body = await engine.client.fetch(request.path)
+            except DeadEngine:
+                continue
+            return web.Response(status=status, body=body, content_type="application/json")
+        raise Unavailable("no engine serves")
+
+    # -- its own affairs ----------------------------------------------------------------------------------------
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        serving = len(self._fleet.pool.serving())
+        ready = serving > 0 and self._fleet.limits is not None
+        return web.json_response({"ready": ready, "engines_serving": serving}, status=200 if ready else 503)
+
+    async def _scrape(self, _: web.Request) -> web.Response:
+        body, kind = self._metrics.render()
+        return web.Response(body=body, headers={"Content-Type": kind})
+
+    async def _list(self, _: web.Request) -> web.Response:
+        rows = [
+            {
+                "url": e.url, "state": e.state, "version": e.version, "in_flight": e.load, "tokens": e.tokens,
+                "deaths": e.deaths, "failures_in_a_row": e.breaker.failures,
+            }
+            for e in self._fleet.pool.engines
+        ]  # fmt: skip
+        return web.json_response({"weight_version": self._fleet.pool.version, "engines": rows})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        url = _text(_object(await request.read()), "url")
+        self._fleet.add(url)
+        return web.json_response({"url": url}, status=201)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        url = request.query.get("url") or _text(_object(await request.read()), "url")
+        self._fleet.drain(url)
+        return web.json_response({"url": url, "draining": True}, status=202)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = _object(await request.read())
+        version = body.get("weight_version")
+        if version is not None and not str(version).isdecimal():
+            raise UserError(f"weight_version = {version!r}: expected a whole number")
+        new = await self._fleet.update(_text(body, "model_path"), None if version is None else int(version))
+        return web.json_response({"success": True, "weight_version": new})
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """Strict JSON: NaN and Infinity are refused here."""
+    try:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _Refused(400, f"not a JSON object: {e}") from None
+    return body
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name} = {value!r}: expected text")
+    return value
+
+
+def _error(status: int, message: str) -> web.Response:
+    headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        body=error_body(status, message), status=status, content_type="application/json", headers=headers
+    )

@@ -1,0 +1,357 @@
+"""One HTTP request through to an engine and back, over interruptions and engine deaths.
+
+Bytes pass as they are: a request is parsed once for its checks, an answer only when it was interrupted. Then
+
+    /generate, one plain prompt   goes on from its tokens (stitch.py)
+    anything else                 is made again with the same seed; of a stream, what the client has is skipped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rlsys.engine.client import DeadEngine, EngineError
+from rlsys.engine.sse import END, events
+from rlsys.router import stitch
+from rlsys.router.dispatch import Dispatcher
+from rlsys.router.pool import EngineState, Flight
+from rlsys.router.strategy import Wish
+
+KEYS_KEPT = 65536
+KEY_CHARACTERS = 512
+OK = 200
+SERVER_FAULT = 500
+MOST_FAILURES = 2
+"""Engines that one request may see failing before it counts as the culprit."""
+JSON = "application/json"
+DONE = b"data: [DONE]"
+_ABORTED = b'"abort"'
+
+
+class Unavailable(Exception):
+    """No engine could serve it; the message says why."""
+
+
+class Broken(Exception):
+    """A stream that cannot be continued as if nothing had happened."""
+
+
+@dataclass
+class Job:
+    """One client's request. `made`: /generate's answer so far, when it was interrupted; `sent`: events that the
+    client has; `failures`: engines that failed under it.
+    """
+
+    path: str
+    body: dict[str, Any]
+    raw: bytes
+    key: str
+    stream: bool
+    sent: list[bytes] = field(default_factory=list)
+    made: dict[str, Any] | None = None
+    prompt: list[int] = field(default_factory=list)
+    failures: int = 0
+
+    @classmethod
+    def of(cls, path: str, body: dict[str, Any], raw: bytes) -> Job:
+        """A single response without a seed gets one: made again, it is the same."""
+        if path != "/generate" and body.get("seed") is None and body.get("n", 1) == 1:
+            body = {**body, "seed": random.getrandbits(31)}
+            raw = msgspec.json.encode(body)
+        return cls(path, body, raw, affinity_key(body), body.get("stream") is True)
+
+
+def affinity_key(body: dict[str, Any]) -> str:
+    """Requests that begin alike, or say that they belong together, share an engine's cache."""
+    for name in ("session_id", "routing_key", "conversation_id"):
+        if isinstance(body.get(name), str):
+            return str(body[name])
+    begin = body.get("input_ids") or body.get("text") or body.get("messages") or body.get("prompt")
+    return str(begin[:KEY_CHARACTERS] if isinstance(begin, str | list) else begin)[:KEY_CHARACTERS]
+
+
+class Reply:
+    """What goes to the client: a whole answer, or a stream that begins with its first event."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._stream: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._stream is not None
+
+    async def write(self, event: bytes) -> None:
+        if self._stream is None:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            self._stream = web.StreamResponse(headers=headers)
+            await self._stream.prepare(self._request)
+        await self._stream.write(event + END)
+
+    async def end(self) -> web.StreamResponse:
+        assert self._stream is not None
+        await self._stream.write_eof()
+        return self._stream
+
+    def whole(self, body: bytes, status: int, kind: str) -> web.Response:
+        """Raises Broken when a stream has begun already."""
+        if self.begun:
+            raise Broken(f"the engine refused to go on: {status} {body[:200].decode(errors='replace')}")
+        return web.Response(body=body, status=status, headers={"Content-Type": kind})
+
+
+class Proxy:
+    """Owns which engine a key went to last. `incremental`: engines' streams bring new tokens only. `stop_ids`: tokens
+    that end a response.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, queue_seconds: float) -> None:
+        self._dispatcher = dispatcher
+        self._queue_seconds = queue_seconds
+        self._engine_of: OrderedDict[str, str] = OrderedDict()
+        self._order = itertools.count()
+        self.incremental = True
+        self.stop_ids: Collection[int] = ()
+        self.counts = {"continued": 0, "repeated": 0, "broken": 0}
+
+    async def run(self, job: Job, request: web.Request) -> web.StreamResponse:
+        """The engine's answer. Raises Unavailable before the answer has begun."""
+        reply = Reply(request)
+        try:
+            while True:
+                done = await self._attempt(job, reply, await self._admit(job))
+                if done is not None:
+                    return done
+                await self._prepare(job)
+                if job.made is not None and (reason := self._reason(job)) is not None:
+                    return await self._finish_here(job, reply, reason)
+        except (Broken, Unavailable) as e:
+            if not reply.begun:
+                raise Unavailable(str(e)) from None
+            self.counts["broken"] += 1
+            await reply.write(b"data: " + error_body(503, str(e)))
+            return await reply.end()
+
+    async def _attempt(self, job: Job, reply: Reply, engine: EngineState) -> web.StreamResponse | None:
+        """None when it was interrupted, or its engine failed: what came is in the job."""
+        before = self._dispatcher.interrupts
+        scope = asyncio.timeout(None)
+        flight = Flight(f"http-{next(self._order)}", None, scope)
+        try:
+            with self._dispatcher.flying(engine, flight, len(job.raw) // 4):
+                async with scope, engine.client.open(job.path, self._body(job)) as answer:
+                    if answer.status >= SERVER_FAULT and job.failures < MOST_FAILURES:
+                        engine.failed()
+                        job.failures += 1
+                        return None
+                    engine.breaker.succeeded()
+                    if job.stream and answer.status == OK:
+                        return await self._relay(job, reply, answer, before)
+                    whole = await self._whole(job, answer)
+                    if self._dispatcher.interrupts != before and self._interrupted(job, whole):
+                        return None
+                    return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
+        except DeadEngine:
+            if not scope.expired():
+                engine.died()
+            job.failures += 1
+            if job.failures > MOST_FAILURES:
+                raise Unavailable(f"{job.failures} engines in a row died of the request or with it") from None
+        return None
+
+    async def _relay(self, job: Job, reply: Reply, answer: Any, before: int) -> web.StreamResponse | None:
+        """A stream to the client. None when it was cut short."""
+        async with aclosing(self._stream(job, answer.content.iter_any(), before)) as stream:
+            async for event in stream:
+                job.sent.append(event)
+                await reply.write(event)
+        return await reply.end() if job.sent and job.sent[-1].startswith(DONE) else None
+
+    def _reason(self, job: Job) -> dict[str, Any] | None:
+        assert job.made is not None
+        return stitch.finished(job.body, job.made["output_ids"], self.stop_ids)
+
+    async def _finish_here(self, job: Job, reply: Reply, reason: dict[str, Any]) -> web.StreamResponse:
+        """The token that an aborted request made last was the one that ended it."""
+        assert job.made is not None
+        answer = {**job.made, "meta_info": {**job.made["meta_info"], "finish_reason": reason}}
+        if not job.stream:
+            return reply.whole(msgspec.json.encode(answer), OK, JSON)
+        if self.incremental:
+            meta = {k: v for k, v in answer["meta_info"].items() if k not in stitch.PER_TOKEN}
+            answer |= {"text": "", "output_ids": [], "meta_info": meta}
+        await reply.write(b"data: " + msgspec.json.encode(answer))
+        await reply.write(DONE)
+        return await reply.end()
+
+    async def _admit(self, job: Job) -> EngineState:
+        try:
+            async with asyncio.timeout(self._queue_seconds):
+                engine = await self._dispatcher.admit(
+                    next(self._order),
+                    lambda: Wish(self._engine_of.get(job.key), key=hash(job.key) & 0xFFFFFFFF),
+                )
+        except TimeoutError:
+            raise Unavailable(f"no engine could take the request within {self._queue_seconds:g} s") from None
+        self._engine_of[job.key] = engine.url
+        self._engine_of.move_to_end(job.key)
+        if len(self._engine_of) > KEYS_KEPT:
+            self._engine_of.popitem(last=False)
+        return engine
+
+    def _body(self, job: Job) -> bytes:
+        if job.made is None:
+            return job.raw
+        return msgspec.json.encode(stitch.continuation(job.body, job.prompt, job.made["output_ids"]))
+
+    # -- whole answers ------------------------------------------------------------------------------------------
+
+    async def _whole(self, job: Job, answer: Any) -> bytes:
+        """The answer's bytes, joined with what was made before."""
+        body: bytes = await answer.read()
+        if job.made is None or answer.status != OK:
+            return body
+        joined = stitch.join(job.made, msgspec.json.decode(body), incremental=False)
+        return msgspec.json.encode(joined)
+
+    def _interrupted(self, job: Job, body: bytes) -> bool:
+        """Whether an abort of ours ended it; what it has is kept."""
+        if _ABORTED not in body:
+            return False
+        answer = msgspec.json.decode(body)
+        parts = answer if isinstance(answer, list) else [answer]
+        if not any(isinstance(a, dict) and stitch.was_aborted(a) for a in parts):
+            return False
+        if isinstance(answer, dict) and self._goes_on(job):
+            self._keep(job, answer)
+        return True
+
+    def _keep(self, job: Job, answer: dict[str, Any]) -> None:
+        """One that was aborted in the queue has nothing to go on from."""
+        if answer["meta_info"].get("prompt_tokens") and answer.get("output_ids"):
+            job.made = answer
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    async def _stream(self, job: Job, pieces: Any, before: int) -> AsyncGenerator[bytes, None]:
+        """Events for the client: all but the one that tells of our abort."""
+        behind = Skipper(job.sent) if job.sent and job.made is None else None
+        async for event in events(pieces):
+            if (
+                _ABORTED in event
+                and self._dispatcher.interrupts != before
+                and stitch.was_aborted(_parse(event))
+            ):
+                chunk = _parse(event)
+                if self._goes_on(job) and chunk["meta_info"].get("prompt_tokens"):
+                    if job.made is not None:
+                        chunk = stitch.join(job.made, chunk, incremental=self.incremental)
+                    chunk["meta_info"]["finish_reason"] = None
+                    yield b"data: " + msgspec.json.encode(chunk)
+                return
+            if job.made is not None and event.startswith(b"data: {"):
+                chunk = stitch.join(job.made, _parse(event), incremental=self.incremental)
+                event = b"data: " + msgspec.json.encode(chunk)
+            elif behind is not None:
+                event = behind.skip(event)
+                if not event:
+                    continue
+            yield event
+
+    def _goes_on(self, job: Job) -> bool:
+        return job.path == "/generate" and stitch.can_go_on(job.body)
+
+    async def _prepare(self, job: Job) -> None:
+        """For the next attempt: gather what the client of a stream has, and the prompt's ids."""
+        if self._goes_on(job):
+            chunks = [_parse(e) for e in job.sent if e.startswith(b"data: {")]
+            if job.stream and chunks:
+                job.made = stitch.gather(chunks, incremental=self.incremental)
+            if job.made is not None and not job.prompt:
+                job.prompt = await self._prompt_ids(job)
+        self.counts["continued" if job.made is not None else "repeated"] += 1
+
+    async def _prompt_ids(self, job: Job) -> list[int]:
+        if isinstance(job.body.get("input_ids"), list):
+            ids: list[int] = job.body["input_ids"]
+            return ids
+        while True:
+            engine = await self._admit(job)
+            try:
+                return await engine.client.tokenize(job.body["text"])
+            except (*DeadEngine, EngineError):
+                engine.died()
+
+
+class Skipper:
+    """Drops from a repeated stream what the client has. Only text can be compared; Broken when it differs."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        self._sent: dict[int, str] = {}
+        for chunk in (_parse(e) for e in sent if e.startswith(b"data: {")):
+            for index, text in _texts(chunk):
+                self._sent[index] = self._sent.get(index, "") + text
+        self._again: dict[int, str] = {}
+
+    def skip(self, event: bytes) -> bytes:
+        """The event, or what of it is new; empty when nothing is."""
+        if not event.startswith(b"data: {"):
+            return event
+        chunk, new = _parse(event), False
+        if not chunk.get("choices"):
+            return event  # usage
+        for choice in chunk["choices"]:
+            index, (holder, name) = choice.get("index", 0), _place(choice)
+            text = holder.get(name) or ""
+            had, seen = self._sent.get(index, ""), self._again.get(index, "")
+            whole = seen + text
+            if not had.startswith(whole[: len(had)]):
+                raise Broken("interrupted by a weight update, and the new weights say something else")
+            self._again[index] = whole
+            fresh = whole[max(len(had), len(seen)) :]
+            if fresh != text and choice.get("logprobs"):
+                choice["logprobs"] = None
+            holder[name] = fresh
+            new = new or bool(fresh) or choice.get("finish_reason") is not None
+        return b"data: " + msgspec.json.encode(chunk) if new else b""
+
+
+def _place(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Where a chunk's choice has its text. Raises Broken for what is no text."""
+    if "text" in choice:
+        return choice, "text"
+    delta = choice.get("delta") or {}
+    if delta.get("tool_calls") or delta.get("reasoning_content"):
+        raise Broken("interrupted in the middle of a tool call or of reasoning")
+    choice["delta"] = delta
+    return delta, "content"
+
+
+def _texts(chunk: dict[str, Any]) -> list[tuple[int, str]]:
+    out = []
+    for choice in chunk.get("choices") or []:
+        holder, name = _place(choice)
+        out.append((choice.get("index", 0), holder.get(name) or ""))
+    return out
+
+
+def _parse(event: bytes) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
+    return parsed
+
+
+def error_body(status: int, message: str) -> bytes:
+    """As OpenAI's clients and SGLang's expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

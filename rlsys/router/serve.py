@@ -1,0 +1,113 @@
+"""`rlsys router`: the HTTP front as a process, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from rlsys.engine.client import make_session
+from rlsys.errors import UserError
+from rlsys.router.dispatch import Interruption
+from rlsys.router.fleet import Fleet
+from rlsys.router.front import Front, FrontLimits
+
+SHORTEST_TOKEN = 16
+SHUTDOWN_SECONDS = 10.0
+
+log = logging.getLogger("rlsys.router")
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What the command line says. `interruption`: what engines do with requests while weights change."""
+
+    engines: list[str]
+    port: int
+    host: str = "127.0.0.1"
+    token_file: Path | None = None
+    strategy: str = "prefix_affinity"
+    interruption: Interruption = "retract"
+    vocab_size: int | None = None
+    queue_seconds: float = 120.0
+    limits: FrontLimits = field(default_factory=FrontLimits)
+
+
+def read_token(options: RouterOptions) -> str | None:
+    """Raises UserError for a token that is missing where others can reach us, unreadable, or too short."""
+    if options.token_file is None:
+        if not is_loopback(options.host):
+            raise UserError(f"--host {options.host}: other machines can reach it; --token-file is required")
+        return None
+    try:
+        token = options.token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--token-file {options.token_file}: {getattr(e, 'strerror', None) or e}") from None
+    if len(token) < SHORTEST_TOKEN:
+        raise UserError(
+            f"--token-file {options.token_file}: {len(token)} characters, expected at least {SHORTEST_TOKEN}"
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def run_router(options: RouterOptions) -> None:
+    """Raises UserError for a taken port, a missing token, or a vocabulary that nothing tells."""
+    token = read_token(options)
+    asyncio.run(serve(options, token))
+
+
+async def serve(options: RouterOptions, token: str | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with make_session() as session:
+        fleet = Fleet(
+            options.engines,
+            session,
+            strategy=options.strategy,
+            interruption=options.interruption,
+            queue_seconds=options.queue_seconds,
+            vocab_size=options.vocab_size,
+        )
+        app = Front(fleet, token, options.limits).app()
+        # A client that is gone must not keep an engine busy.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None
+        )
+        await runner.setup()
+        tasks = [asyncio.ensure_future(fleet.watch()), asyncio.ensure_future(stop.wait())]
+        try:
+            await _listen(runner, options)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, options: RouterOptions) -> None:
+    try:
+        await web.TCPSite(runner, options.host, options.port).start()
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise UserError(f"--port {options.port}: in use on {options.host}") from None
+        raise UserError(f"--host {options.host} --port {options.port}: {e.strerror or e}") from None
+    port = runner.addresses[0][1]
+    log.info("listening on http://%s:%d before %d engines", options.host, port, len(options.engines))

@@ -1,0 +1,131 @@
+"""An SGLang server of a few lines, on a real socket of this process: for tests of bytes that pass through the front.
+
+The token at a position is the position's successor, so a response is the same however it is cut into requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+
+def token_at(position: int) -> int:
+    return (position + 1) % 100
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(97 + i % 26) for i in ids)
+
+
+class HttpEngine:
+    """`hold`: while it is set, requests stop after `hold_at` tokens, until they are aborted or it is cleared."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.raw: list[bytes] = []
+        self.hold_at: int | None = None
+        self.free = asyncio.Event()
+        self.aborts = 0
+        self.fail_with: int | None = None
+        self.loads: list[str] = []
+        self.paused = False
+        self._server: TestServer | None = None
+
+    async def start(self) -> str:
+        app = web.Application()
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/update_weights_from_disk", self._load)
+        app.router.add_post("/tokenize", self._tokenize)
+        for path in ("/flush_cache", "/pause_generation", "/continue_generation"):
+            app.router.add_post(path, self._nothing)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/server_info", self._server_info)
+        self._server = TestServer(app)
+        await self._server.start_server()
+        return str(self._server.make_url("")).rstrip("/")
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    async def _nothing(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.version)})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": "nowhere", "max_req_input_len": 194, "incremental_streaming_output": True}
+        )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"tokens": list(range(len((await request.json())["prompt"])))})
+
+    async def _abort(self, _: web.Request) -> web.Response:
+        self.aborts += 1
+        self.free.set()
+        return web.Response()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["model_path"] == "bad":
+            return web.json_response({"success": False, "message": "no such folder"}, status=400)
+        self.loads.append(body["model_path"])
+        self.version = int(body["weight_version"])
+        return web.json_response({"success": True, "message": ""})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.raw.append(await request.read())
+        body = json.loads(self.raw[-1])
+        self.requests.append((request.path, body))
+        if self.fail_with is not None:
+            return web.json_response({"error": {"message": "broken"}}, status=self.fail_with)
+        prompt = body.get("input_ids") or list(range(len(body.get("text", "four"))))
+        budget = body.get("sampling_params", {}).get("max_new_tokens") or body.get("max_tokens") or 8
+        aborts, made = self.aborts, []
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if body.get("stream"):
+            await response.prepare(request)
+        reason: str | None = None
+        while reason is None:
+            if self.hold_at is not None and len(made) >= self.hold_at:
+                await self.free.wait()
+            made.append(token_at(len(prompt) + len(made) - 1))
+            aborted = self.aborts != aborts
+            reason = "abort" if aborted else "length" if len(made) == budget else None
+            if body.get("stream"):
+                chunk = self._answer(request.path, prompt, made, reason, only_last=True)
+                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        if not body.get("stream"):
+            return web.json_response(self._answer(request.path, prompt, made, reason))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _answer(
+        self, path: str, prompt: list[int], made: list[int], reason: str | None, only_last: bool = False
+    ) -> dict[str, Any]:
+        ids = made[-1:] if only_last else made
+        if path != "/generate":
+            place = (
+                {"text": letters(ids)} if path == "/v1/completions" else {"delta": {"content": letters(ids)}}
+            )
+            return {"id": "x", "choices": [{"index": 0, **place, "finish_reason": reason}]}
+        meta = {
+            "id": f"id{len(self.requests)}",
+            "finish_reason": {"type": reason} if reason else None,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(made),
+            "cached_tokens": 0,
+            "weight_version": str(self.version),
+            "output_token_logprobs": [[-i / 8, i, None] for i in ids],
+        }
+        return {"text": letters(ids), "output_ids": ids, "meta_info": meta}

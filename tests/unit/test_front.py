@@ -1,0 +1,421 @@
+"""The HTTP front of a stand-alone router, before small servers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from http_engine import HttpEngine, letters, token_at
+
+from rlsys.engine.client import make_session
+from rlsys.errors import UserError
+from rlsys.router.dispatch import Interruption
+from rlsys.router.fleet import Fleet
+from rlsys.router.front import FORWARDED, Front, FrontLimits
+from rlsys.router.serve import RouterOptions, is_loopback, read_token
+
+PROMPT = [1, 2, 3, 4]
+
+
+class Rig:
+    def __init__(self, engines: list[HttpEngine], urls: list[str], fleet: Fleet, client: TestClient) -> None:
+        self.engines, self.urls, self.fleet, self.client = engines, urls, fleet, client
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.client.post(path, json=body, **kwargs) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not true():
+                await asyncio.sleep(0.001)
+
+
+def scenario(
+    engines: int = 1,
+    *,
+    token: str | None = None,
+    limits: FrontLimits | None = None,
+    interruption: Interruption = "abort",
+    queue_seconds: float = 10.0,
+) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+    def run(body: Callable[[Rig], Awaitable[None]]) -> None:
+        async def main() -> None:
+            fakes = [HttpEngine() for _ in range(engines)]
+            urls = [await e.start() for e in fakes]
+            async with make_session() as session:
+                fleet = Fleet(
+                    urls,
+                    session,
+                    strategy="prefix_affinity",
+                    interruption=interruption,
+                    queue_seconds=queue_seconds,
+                    vocab_size=100,
+                )
+                app = Front(fleet, token, limits or FrontLimits()).app()
+                watch = asyncio.create_task(fleet.watch())
+                async with TestClient(TestServer(app)) as client:
+                    rig = Rig(fakes, urls, fleet, client)
+                    await rig.until(lambda: fleet.limits is not None or not engines)
+                    await body(rig)
+                watch.cancel()
+            for engine in fakes:
+                engine.free.set()
+                await engine.stop()
+
+        asyncio.run(main())
+
+    return run
+
+
+def made(n: int, prompt: int = len(PROMPT)) -> list[int]:
+    return [token_at(prompt + i - 1) for i in range(n)]
+
+
+def generate(n: int = 8, **more: Any) -> dict[str, Any]:
+    return {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": n, "sampling_seed": 3}, **more}
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    assert text.endswith("data: [DONE]\n\n")
+    return [json.loads(e[6:]) for e in text.split("\n\n")[:-2]]
+
+
+# Bytes through
+
+
+def test_no_field_is_dropped() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        body = generate(return_routed_experts=True, return_logprob=True, extra_key="k", anything={"new": [1]})
+        status, answer = await rig.post("/generate", body)
+        assert (status, answer["output_ids"]) == (200, made(8))
+        assert json.loads(rig.engines[0].raw[0]) == body
+
+
+def test_a_stream_comes_through_event_by_event() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.engines[0].hold_at = 3
+        async with rig.client.post("/generate", json=generate(stream=True)) as answer:
+            first = await answer.content.readuntil(b"\n\n")
+            assert json.loads(first[6:])["output_ids"] == made(1), "before the answer is complete"
+            rig.engines[0].free.set()
+            rest = (first + await answer.read()).decode()
+        assert [c["output_ids"][0] for c in parse(rest)] == made(8)
+
+
+def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.post("/v1/chat/completions", {"messages": [], "tools": [{"x": 1}], "n": 1})
+        await rig.post("/v1/chat/completions", {"messages": [], "n": 2})
+        await rig.post("/v1/chat/completions", {"messages": [], "seed": 5})
+        first, second, third = (body for _, body in rig.engines[0].requests)
+        assert isinstance(first["seed"], int) and first["tools"] == [{"x": 1}]
+        assert "seed" not in second, "several responses from one seed would be the same"
+        assert third["seed"] == 5
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_an_interrupted_generate_goes_on_from_its_tokens(stream: bool, text: bool) -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        for engine in rig.engines:
+            engine.hold_at = 5
+        body = generate(12, stream=stream)
+        if text:
+            body["text"] = "four"
+            del body["input_ids"]
+        task = asyncio.create_task(rig.post("/generate", body))
+        await rig.until(lambda: any(e.requests for e in rig.engines))
+        await asyncio.sleep(0.05)
+        for engine in rig.engines:
+            engine.hold_at = None
+        status, new = await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        assert (status, new["weight_version"]) == (200, 1)
+        status, answer = await task
+        assert status == 200
+        if stream:
+            chunks = parse(answer)
+            assert [i for c in chunks for i in c["output_ids"]] == made(12)
+            assert "".join(c["text"] for c in chunks) == letters(made(12))
+            answer = chunks[-1]
+            assert {c["meta_info"]["id"] for c in chunks} == {"id1"}
+            assert not any(c["meta_info"]["finish_reason"] for c in chunks[:-1])
+        else:
+            assert answer["output_ids"] == made(12)
+            assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == made(12)
+        meta = answer["meta_info"]
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 12)
+        assert meta["finish_reason"] == {"type": "length"}
+        sent = [body for e in rig.engines for _, body in e.requests]
+        assert [b["sampling_params"]["max_new_tokens"] for b in sent] == [12, 6]
+        assert sent[1]["input_ids"] == (list(range(4)) if text else PROMPT) + made(6)
+        assert all(e.loads == ["next"] for e in rig.engines)
+        assert rig.fleet.proxy.counts["continued"] == 1
+
+
+def test_the_last_token_before_an_abort_may_be_the_end() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.fleet.proxy.stop_ids = {made(6)[-1]}
+        rig.engines[0].hold_at = 5
+        tasks = [
+            asyncio.create_task(rig.post("/generate", generate(n, stream=s)))
+            for n, s in ((20, False), (20, True), (6, False))
+        ]
+        await rig.until(lambda: len(rig.engines[0].requests) == 3)
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        whole, stream, _ = [(await t)[1] for t in tasks]
+        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]["type"]) == (made(6), "stop")
+        chunks = parse(stream)
+        assert [i for c in chunks for i in c["output_ids"]] == made(6)
+        assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+        assert len(rig.engines[0].requests) == 3, "nothing is written past the end"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.engines[0].hold_at = 5
+        task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, "messages": []}))
+        await rig.until(lambda: bool(rig.engines[0].requests))
+        await asyncio.sleep(0.05)
+        rig.engines[0].hold_at = None
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        _, answer = await task
+        first, second = (body for _, body in rig.engines[0].requests)
+        assert first == second and first["seed"] is not None
+        parts = parse(answer) if stream else [answer]
+        choices = [c["choices"][0] for c in parts]
+        assert "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in choices) == letters(
+            made(9)
+        )
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+
+
+def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        rig.engines[0].hold_at = 5
+        body = {"max_tokens": 9, "stream": True, "prompt": "a"}
+        task = asyncio.create_task(rig.post("/v1/completions", body))
+        await rig.until(lambda: bool(rig.engines[0].requests))
+        await asyncio.sleep(0.05)
+        answer = rig.engines[0]._answer
+        rig.engines[0]._answer = lambda path, prompt, ids, *a, **k: answer(
+            path, prompt, [i + 1 for i in ids], *a, **k
+        )  # type: ignore
+        rig.engines[0].hold_at = None
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        _, text = await task
+        error = json.loads(text.rstrip().rsplit("\n\n", 1)[1][6:])["error"]
+        assert error["code"] == 503 and "new weights say something else" in error["message"]
+
+
+def test_a_dead_engine_costs_no_request() -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        for engine in rig.engines:
+            engine.hold_at = 5
+        tasks = [
+            asyncio.create_task(rig.post("/generate", generate(12, stream=True, session_id=str(i))))
+            for i in range(4)
+        ]
+        await rig.until(lambda: all(len(e.requests) == 2 for e in rig.engines))
+        await asyncio.sleep(0.05)
+        rig.engines[1].hold_at = None
+        rig.engines[1].free.set()
+        state = rig.fleet.pool.find(rig.urls[0])
+        assert state is not None
+        state.died()
+        for task in tasks:
+            _, text = await task
+            assert [i for c in parse(text) for i in c["output_ids"]] == made(12)
+        assert len(rig.engines[1].requests) == 4
+        rig.engines[0].free.set()
+
+
+def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere() -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        rig.engines[0].fail_with = 500
+        for i in range(4):
+            status, answer = await rig.post("/generate", generate(session_id=str(i)))
+            assert (status, answer["output_ids"]) == (200, made(8))
+        rig.engines[1].fail_with = 500
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer) == (500, {"error": {"message": "broken"}})
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"input_ids": [1, 100]}', "token id 100 is outside the vocabulary of 100"),
+        (b'{"input_ids": [[1], [-1]]}', "token id -1 is outside the vocabulary of 100"),
+        (b'{"prompt": [7, 10000000000]}', "token id 10000000000 is outside the vocabulary of 100"),
+        (b'{"input_ids": [1.5]}', "input_ids: expected whole numbers"),
+        (b'{"input_ids": [1, true]}', "input_ids: expected whole numbers"),
+        (b'{"input_ids": []}', "the prompt is empty"),
+        (json.dumps({"input_ids": [5] * 200}).encode(), "the prompt has 200 tokens; there is room for 193"),
+        (b'{"text": "a", "sampling_params": {"temperature": NaN}}', "not a JSON object"),
+        (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "not a JSON object"),
+        (b'{"text": "a", "sampling_params": {"temperature": "hot"}}', "temperature = 'hot': expected a finite"),
+        (b'{"text": "a", "sampling_params": {"temperature": -1}}', "temperature = -1: expected a value"),
+        (b'{"text": "a", "sampling_params": [{"top_p": 0}]}', "top_p = 0: expected a value in (0, 1]"),
+        (b'{"text": "a", "sampling_params": {"stop_token_ids": [400]}}', "token id 400 is outside"),
+        (b'{"text": "a", "sampling_params": 3}', "sampling_params = '3': expected an object"),
+        (b'{"messages": [], "logit_bias": {"400": 1}}', "token id 400 is outside"),
+        (b'{"messages": [], "n": 1000000}', "n = 1000000: expected a value in [1, 128]"),
+        (b'{"messages": [], "seed": 1.5}', "seed = 1.5: expected a whole number"),
+        (b"[1]", "not a JSON object"),
+        (b"{", "not a JSON object"),
+        (b"[" * 100000, "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        for path in FORWARDED:
+            async with rig.client.post(path, data=body) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["code"]) == (400, 400)
+                assert why in error["message"]
+        assert not rig.engines[0].requests
+
+
+def test_too_large_too_many_and_nobody_there() -> None:
+    @scenario(limits=FrontLimits(body_bytes=1000, concurrency=1, queue=1))
+    async def _(rig: Rig) -> None:
+        status, answer = await rig.post("/generate", generate(x="y" * 2000))
+        assert (status, answer["error"]["code"]) == (413, 413)
+        rig.engines[0].hold_at = 1
+        tasks = [asyncio.create_task(rig.post("/generate", generate())) for _ in range(2)]
+        await rig.until(lambda: bool(rig.engines[0].requests))
+        await asyncio.sleep(0.05)
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer["error"]["type"]) == (429, "invalid_request_error")
+        assert len(rig.engines[0].requests) == 1, "one at a time"
+        rig.engines[0].free.set()
+        assert [(await t)[0] for t in tasks] == [200, 200]
+
+    @scenario(queue_seconds=0.05)
+    async def _(rig: Rig) -> None:
+        rig.fleet.dispatcher.open = False
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer["error"]["message"]) == (503, "no engine could take the request within 0.05 s")
+
+    @scenario(0)
+    async def _(rig: Rig) -> None:
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer["error"]["message"]) == (503, "no engine has answered yet")
+        assert (await rig.client.get("/health")).status == 200
+        assert (await rig.client.get("/ready")).status == 503
+
+
+def test_a_token_is_asked_for() -> None:
+    @scenario(token="s3cret-s3cret-s3cret")
+    async def _(rig: Rig) -> None:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-s3cret-s3cret"}):
+            status, answer = await rig.post("/generate", generate(), headers=headers)
+            assert (status, answer["error"]["code"]) == (401, 401)
+            assert (await rig.client.get("/engines", headers=headers)).status == 401
+        right = {"Authorization": "Bearer s3cret-s3cret-s3cret"}
+        assert (await rig.post("/generate", generate(), headers=right))[0] == 200
+        assert (await rig.client.get("/health")).status == 200
+
+
+def test_other_machines_need_a_token(tmp_path: Path) -> None:
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    assert read_token(RouterOptions([], 0)) is None
+    with pytest.raises(UserError, match=r"--host 0.0.0.0: other machines can reach it; --token-file"):
+        read_token(RouterOptions([], 0, host="0.0.0.0"))
+    file = tmp_path / "token"
+    with pytest.raises(UserError, match="No such file"):
+        read_token(RouterOptions([], 0, token_file=file))
+    file.write_text("short\n")
+    with pytest.raises(UserError, match="5 characters, expected at least 16"):
+        read_token(RouterOptions([], 0, token_file=file))
+
+
+# Engines
+
+
+def test_engines_join_are_brought_up_to_date_and_leave() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.post("/update_weights_from_disk", {"model_path": "next", "weight_version": 7})
+        joiner = HttpEngine()
+        url = await joiner.start()
+        assert await rig.post("/engines", {"url": url}) == (201, {"url": url})
+        status, answer = await rig.post("/engines", {"url": url})
+        assert (status, answer["error"]["message"]) == (400, f"{url} is in the pool already")
+        await rig.until(lambda: len(rig.fleet.pool.serving()) == 2)
+        assert (joiner.loads, joiner.version) == (["next"], 7)
+        async with rig.client.delete("/engines", json={"url": rig.urls[0]}) as gone:
+            assert gone.status == 202
+        await rig.until(lambda: len(rig.fleet.pool.engines) == 1)
+        async with rig.client.get("/engines") as listed:
+            rows = (await listed.json())["engines"]
+        assert [(r["url"], r["state"]) for r in rows] == [(url, "version 7")]
+        assert (await rig.post("/generate", generate()))[0] == 200
+        assert len(joiner.requests) == 1
+        for bad in ({"url": "ftp://x"}, {"url": 3}, {}):
+            assert (await rig.post("/engines", bad))[0] == 400
+        assert (await rig.client.delete("/engines?url=http://nobody:1")).status == 400
+        await joiner.stop()
+
+
+def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
+    @scenario(interruption="retract")
+    async def _(rig: Rig) -> None:
+        status, answer = await rig.post("/update_weights_from_disk", {"model_path": "bad"})
+        assert status == 500 and "no engine could load bad" in answer["error"]["message"]
+        assert (await rig.post("/generate", generate()))[0] == 200
+        assert rig.fleet.pool.version == 0
+        status, answer = await rig.post("/update_weights_from_disk", {"model_path": "a", "weight_version": 0})
+        assert status == 400 and "expected more than 0" in answer["error"]["message"]
+
+
+def test_prometheus_reads_it() -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        await rig.post("/generate", generate())
+        await rig.post("/generate", {"input_ids": [1000]})
+        async with rig.client.get("/metrics") as answer:
+            text = await answer.text()
+        assert 'rlsys_router_requests_total{code="200",path="/generate"} 1.0' in text
+        assert "rlsys_router_refused_total 1.0" in text
+        assert f'rlsys_router_engine_up{{engine="{rig.urls[0]}"}} 1.0' in text
+
+
+def test_a_prefix_stays_with_its_engine() -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        for _ in range(3):
+            for first in (1, 2):
+                await rig.post("/generate", {**generate(), "input_ids": [first, *PROMPT]})
+        for engine in rig.engines:
+            assert len({tuple(b["input_ids"]) for _, b in engine.requests}) <= 2
+        owners = {
+            first: {i for i, e in enumerate(rig.engines) for _, b in e.requests if b["input_ids"][0] == first}
+            for first in (1, 2)
+        }
+        assert all(len(o) == 1 for o in owners.values())
