@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import random
+import zlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
@@ -199,8 +200,8 @@ class Proxy:
         try:
             async with asyncio.timeout(self._queue_seconds):
                 engine = await self._dispatcher.admit(
-                    next(self._order),
-                    lambda: Wish(self._engine_of.get(job.key), key=hash(job.key) & 0xFFFFFFFF),
+                    (next(self._order),),
+                    lambda: Wish(self._engine_of.get(job.key), key=zlib.crc32(job.key.encode())),
                 )
         except TimeoutError:
             raise Unavailable(f"no engine could take the request within {self._queue_seconds:g} s") from None
