@@ -24,6 +24,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
         router = stage.router()
-        scorer = Scorer(reward_one, lambda _ids: "", 60.0)
+        scorer = Scorer(lambda: nullcontext(reward_one), lambda _ids: "", 60.0)
         source = RandomPrompts()
         manager = RolloutManager(config, buffer, router, source, scorer, Planning(config, source, None))
         sync = WeightSync(config, is_main=True)

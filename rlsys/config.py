@@ -94,6 +94,8 @@ class RolloutConfig(Section):
     """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after which a reward counts as failed and its sample as censored."""
+    reward_concurrency: Positive = 4
+    """Rewards computed at once; a plain reward function has up to so many processes, an async one none."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without a new token after which a take gives up and the run stops with a message."""
 

@@ -1,15 +1,15 @@
-"""Rewards: `build_reward(config)` gives `async reward_fn(prompt, response_text) -> Reward in [0, 1]`.
+"""Rewards: `reward_fn(prompt, response_text) -> Reward in [0, 1]`.
 
-A reward function, built in or named by import path, is made as `function(config)` and may be async or plain;
-a plain one runs in a thread, so that slow scoring never holds the event loop. It must not use signals (a
-thread cannot) and cannot be interrupted: whoever calls it has the time limit and censors the sample.
+A reward function, built in or named by import path, is made as `function(config)` and may be async or plain. An
+async one runs in the event loop and must not hold it. A plain one runs in processes of its own, each of which makes
+the function for itself: one that hangs can be killed there. Whoever calls has the time limit and censors the sample.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from rlsys.config import Config
@@ -21,6 +21,7 @@ from rlsys.rewards.answer import (
     reasoning_gym,
     reasoning_gym_partial,
 )
+from rlsys.rewards.workers import RewardWorkers
 from rlsys.types import Prompt
 
 Reward = float | dict[str, float]
@@ -35,25 +36,45 @@ REWARDS: dict[str, Callable[[Config], Callable[[Prompt, str], Any]]] = {
 }
 
 
-def build_reward(config: Config) -> RewardFn:
-    """The reward that `data.reward` names. Raises UserError for an unknown name.
-
-    The function that comes back raises ValueError when a score is not a number in [0, 1].
-    """
-    score = call("data.reward", resolve("data.reward", config.data.reward, REWARDS), config)
-
-    async def reward_fn(prompt: Prompt, response_text: str) -> Reward:
-        if inspect.iscoroutinefunction(score):
-            value = await score(prompt, response_text)
-        else:
-            value = await asyncio.to_thread(score, prompt, response_text)
-        named = value if isinstance(value, dict) else {"reward": value}
-        if not named or not all(0 <= float(v) <= 1 for v in named.values()):  # also false for NaN
-            raise ValueError(f"{config.data.reward} gave {value!r} for prompt {prompt.index}: not in [0, 1]")
-        marks = {name: float(v) for name, v in named.items()}
-        return marks if isinstance(value, dict) else marks["reward"]
-
-    return reward_fn
+def make_score(config: Config) -> Callable[[Prompt, str], Any]:
+    """The function that `data.reward` names. Raises UserError for an unknown name."""
+    score: Callable[[Prompt, str], Any] = call(
+        "data.reward", resolve("data.reward", config.data.reward, REWARDS), config
+    )
+    return score
 
 
-__all__ = ["REWARDS", "Reward", "RewardFn", "build_reward", "canonical_answer"]
+def check_reward(name: str, prompt: Prompt, value: Any) -> Reward:
+    """What a reward function gave, as numbers. Raises ValueError when they are not in [0, 1]."""
+    named = value if isinstance(value, dict) else {"reward": value}
+    if not named or not all(0 <= float(v) <= 1 for v in named.values()):  # also false for NaN
+        raise ValueError(f"{name} gave {value!r} for prompt {prompt.index}: not in [0, 1]")
+    marks = {key: float(v) for key, v in named.items()}
+    return marks if isinstance(value, dict) else marks["reward"]
+
+
+class Rewards:
+    """The reward function of a run. Raises UserError for an unknown name."""
+
+    def __init__(self, config: Config) -> None:
+        self._name = config.data.reward
+        score = make_score(config)
+        self._async_score = score if inspect.iscoroutinefunction(score) else None
+        self._workers = RewardWorkers(config)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RewardFn]:
+        """For one score. A plain function's process is killed when the score has not come by the end."""
+        own = nullcontext(self._async_score) if self._async_score else self._workers.worker()
+        async with own as score:
+
+            async def reward_fn(prompt: Prompt, response_text: str) -> Reward:
+                return check_reward(self._name, prompt, await score(prompt, response_text))
+
+            yield reward_fn
+
+    async def close(self) -> None:
+        await self._workers.close()
+
+
+__all__ = ["REWARDS", "Reward", "RewardFn", "Rewards", "canonical_answer", "check_reward", "make_score"]

@@ -279,6 +279,8 @@ class RolloutManager:
             "lost": self._buffer.lost,
             "cache_share": stats["cached_tokens"] / prefilled if prefilled else 0.0,
             "resumes_total": stats["resumes"],
+            "reward_hung": self._scorer.hung,
+            "reward_failed": self._scorer.failed,
             **{k: stats[k] for k in ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")},
         }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from rlsys.rewards import RewardFn
+from rlsys.rewards.workers import RewardError
 from rlsys.types import Prompt
 
 
@@ -29,40 +31,51 @@ class Verdict:
 
 
 class Scorer:
-    """Runs the reward function with a time limit. `hung` counts calls that did not end in time.
+    """Runs the reward function, so many at once, each with a time limit; waiting for a place does not count.
 
     A reward function is user code: whatever it raises censors one sample, is counted and told, and hurts
-    nobody else.
+    nobody else. `open_reward` gives the function for one score. `hung` counts scores that did not come in time,
+    `failed` those that raised or were no number.
     """
 
     def __init__(
         self,
-        reward_fn: RewardFn,
+        open_reward: Callable[[], AbstractAsyncContextManager[RewardFn]],
         decode: Callable[[Sequence[int]], str],
         timeout: float,
         answer: Callable[[str], str | None] = lambda text: None,
+        concurrency: int = 4,
     ) -> None:
-        self._reward_fn = reward_fn
+        self._open_reward = open_reward
         self._decode = decode
         self._answer = answer
         self._timeout = timeout
-        self.hung = 0
+        self._places = asyncio.Semaphore(concurrency)
+        self.hung = self.failed = 0
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Verdict:
         text = self._decode(response_ids)
-        task = asyncio.ensure_future(self._reward_fn(prompt, text))
-        try:
-            # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
-            done, _ = await asyncio.wait({task}, timeout=self._timeout)
-        finally:
-            task.cancel()
+        async with self._places, self._open_reward() as reward_fn:
+            task = asyncio.ensure_future(reward_fn(prompt, text))
+            try:
+                # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
+                done, _ = await asyncio.wait({task}, timeout=self._timeout)
+            finally:
+                task.cancel()
         if not done:
             self.hung += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
+        verdict = self._verdict(task, text)
+        self.failed += verdict.reason is not None
+        return verdict
+
+    def _verdict(self, task: asyncio.Future[Any], text: str) -> Verdict:
+        """Of a task that is done."""
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
-            return Verdict(reason=f"reward raised {type(error).__name__}: {error}")
+            told = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            return Verdict(reason=f"reward raised {told}")
         reward = task.result()
         named = reward if isinstance(reward, dict) else None
         parts: list[Any] = list(named.values()) if named else [reward]

@@ -26,7 +26,7 @@ from rlsys.engine.client import EngineClient, make_session
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
-from rlsys.rewards import build_reward, canonical_answer
+from rlsys.rewards import Rewards, canonical_answer
 from rlsys.rewards.judges import build_judge
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
@@ -132,11 +132,13 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
     tokenizer = Tokenizer(config.model.path)
     vocab_size, context_length = read_model_limits(config.model.path)
     source = build_source(config, tokenizer)
+    rewards = Rewards(config)
     scorer = Scorer(
-        build_reward(config),
+        rewards.open,
         tokenizer.decode,
         config.rollout.reward_timeout,
         lambda text: canonical_answer(text, tokenizer.eos_token),
+        config.rollout.reward_concurrency,
     )
 
     async def ask(question: str) -> str:
@@ -170,7 +172,8 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 log.warning("an engine does not answer; what it streamed so far is kept")
     finally:
         buffer.close()
-    if scorer.hung:  # their threads cannot be ended, and Python would wait for them
+        await rewards.close()
+    if scorer.hung:  # an async one may not let itself be cancelled, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +54,9 @@ class Rig:
         self.router = ScriptedRouter(length)
         planning = Planning(config, Numbers(), None)
         self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, "run", planning.largest)
-        self.scorer = Scorer(reward, lambda ids: "x" * len(ids), config.rollout.reward_timeout)
+        self.scorer = Scorer(
+            lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
+        )
         router: Any = self.router
         self.manager = RolloutManager(config, self.buffer, router, Numbers(), self.scorer, planning)
 

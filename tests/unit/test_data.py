@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -21,7 +20,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.data.source import is_heldout, stable_hash
 from rlsys.data.traces import Trace, terms, trace_batches, working
 from rlsys.errors import UserError
-from rlsys.rewards import build_reward
+from rlsys.rewards import make_score
 from rlsys.types import Prompt
 
 
@@ -113,9 +112,9 @@ def test_missing_tokenizer_names_the_folder(tmp_path: Path) -> None:
 def test_no_torch_is_imported(model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from rlsys.config import Config\n"
-        "from rlsys.data import Tokenizer, build_source; from rlsys.rewards import build_reward\n"
+        "from rlsys.data import Tokenizer, build_source; from rlsys.rewards import make_score\n"
         f"config = Config.model_validate({{'model': {{'path': {str(model)!r}}}}})\n"
-        "build_source(config, Tokenizer(config.model.path)).train(0); build_reward(config)\n"
+        "build_source(config, Tokenizer(config.model.path)).train(0); make_score(config)\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -319,7 +318,7 @@ def test_working_is_line_by_line() -> None:
 
 def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, tokenizer: Tokenizer) -> None:
     config = sft_config(model)
-    verifier = build_reward(config)
+    verifier = make_score(config)
     batches = list(trace_batches(config, tokenizer))
     assert len(batches) == 100
     for prompt, text in texts(tokenizer, batches[0] + batches[99]):
@@ -327,7 +326,7 @@ def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, token
         spaced = sum_text.replace("+", " + ").replace("-", " - ")
         question = f"State the final answer to the following arithmetic problem: {spaced} ="
         entry = {"answer": str(sum(terms(sum_text))), "metadata": {"source_dataset": "chain_sum"}}
-        assert asyncio.run(verifier(Prompt(0, prompt, [], entry), text)) == 1
+        assert verifier(Prompt(0, prompt, [], entry), text) == 1
         assert not is_heldout(question)
 
 

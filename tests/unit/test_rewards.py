@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
-from rlsys.rewards import build_reward
+from rlsys.rewards import Rewards, check_reward, make_score
 from rlsys.rewards.answer import final_answer
+from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
 
 
@@ -26,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reward_of(model: Path, name: str, prompt: Prompt, text: str) -> float:
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": name}})
-    return asyncio.run(build_reward(config)(prompt, text))
+    return float(make_score(config)(prompt, text))
 
 
 @pytest.mark.parametrize(
@@ -74,47 +77,81 @@ def scores_two(config: Config) -> object:
     return lambda prompt, text: 2
 
 
-@pytest.mark.parametrize("name", ["scores_nan", "scores_two"])
-def test_a_score_outside_zero_and_one_is_refused(model: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"for prompt 5: not in \[0, 1\]"):
-        reward_of(model, f"{__name__}:{name}", Prompt(5, "", [], {}), "")
+async def scores_async(prompt: Prompt, text: str) -> float:
+    await asyncio.sleep(0)
+    return 0.5
 
 
-def scores_async(config: Config) -> object:
-    async def score(prompt: Prompt, text: str) -> float:
-        await asyncio.sleep(0)
-        return 0.5
-
-    return score
+def makes_async(config: Config) -> object:
+    return scores_async
 
 
-def test_an_async_reward_by_import_path(model: Path) -> None:
-    assert reward_of(model, f"{__name__}:scores_async", Prompt(0, "", [], {}), "") == 0.5
+def hostile(config: Config) -> object:
+    """As bad as a reward function can be; what it does is in the prompt's entry."""
 
-
-RELEASE = threading.Event()
-
-
-def scores_when_released(config: Config) -> object:
-    def score(prompt: Prompt, text: str) -> float:
-        assert RELEASE.wait(20)
-        return 1.0
+    def score(prompt: Prompt, text: str) -> object:
+        print("noise on standard output")
+        deed = prompt.entry["deed"]
+        if deed == "hang":
+            while True:
+                pass
+        if deed == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "raise":
+            raise ZeroDivisionError("no such thing")
+        return {"nan": math.nan, "two": 2, "words": "full marks", "parts": {"a": 1}}[deed]
 
     return score
 
 
-def test_slow_scoring_does_not_hold_the_event_loop(model: Path) -> None:
-    config = Config.model_validate(
-        {"model": {"path": model}, "data": {"reward": f"{__name__}:scores_when_released"}}
-    )
+@pytest.mark.parametrize("value", [math.nan, 2, -1, {}, {"a": 1, "b": 2}])
+def test_a_score_outside_zero_and_one_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"x gave .* for prompt 5: not in \[0, 1\]"):
+        check_reward("x", Prompt(5, "", [], {}), value)
 
-    async def main() -> float:
-        scoring = asyncio.create_task(build_reward(config)(Prompt(0, "", [], {}), ""))
-        await asyncio.sleep(0)  # the score starts to wait; this coroutine can still release it
-        RELEASE.set()
-        return await scoring
 
-    assert asyncio.run(main()) == 1
+def config_of(model: Path, name: str) -> Config:
+    return Config.model_validate({"model": {"path": model}, "data": {"reward": f"{__name__}:{name}"}})
+
+
+def test_an_async_reward_by_import_path_runs_in_this_process(model: Path) -> None:
+    async def main() -> None:
+        rewards = Rewards(config_of(model, "makes_async"))
+        async with rewards.open() as reward_fn:
+            assert await reward_fn(Prompt(0, "", [], {}), "") == 0.5
+        assert rewards._workers.started == 0
+
+    asyncio.run(main())
+
+
+def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
+    """Two scores hang, with one place: the third gets its turn, and its time only begins then."""
+
+    async def main() -> None:
+        rewards = Rewards(config_of(model, "hostile"))
+        scorer = Scorer(rewards.open, lambda ids: "", timeout=1.5, concurrency=1)
+
+        async def told(*deeds: str) -> list[object]:
+            prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(deeds)]
+            verdicts = await asyncio.gather(*(scorer.score(p, []) for p in prompts))
+            return [v.reason if v.reason is not None else v.reward for v in verdicts]
+
+        assert await told("parts", "raise", "nan", "two", "words") == [
+            1.0,
+            "reward raised ZeroDivisionError: no such thing",
+            *(f"reward raised ValueError: {__name__}:hostile gave {x} for prompt {i}: not in [0, 1]"
+              for i, x in ((2, "nan"), (3, "2"))),
+            "reward raised ValueError: could not convert string to float: 'full marks'",
+        ]  # fmt: skip
+        assert (scorer.failed, scorer.hung) == (4, 0)
+        assert await told("die") == ["reward raised ProcessEnded: with code -9"]
+        hung = await told("hang", "hang", "parts")
+        assert hung == [*["reward took longer than rollout.reward_timeout = 1.5 s"] * 2, 1.0]
+        assert scorer.hung == 2
+        assert rewards._workers.started == 4  # one for all that answered, one after each end
+        await rewards.close()
+
+    asyncio.run(main())
 
 
 def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
@@ -122,7 +159,7 @@ def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
     with pytest.raises(
         UserError, match=r"data\.reward = 'reasoning_gim': unknown name; did you mean reasoning_gym\?"
     ):
-        build_reward(config)
+        Rewards(config)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Plain reward functions in processes of their own: one that hangs is killed, one that crashes takes nobody along.
+
+A thread could do neither. Requests go to a worker as pickles, which it may trust; its answers come as JSON, because
+what a reward function makes is not to be trusted with more than numbers and words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import struct
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.errors import RunError
+from rlsys.types import Prompt
+
+START_SECONDS = 120.0
+LENGTH = struct.Struct("<I")
+"""Every message is its length and its bytes."""
+
+
+class RewardError(Exception):
+    """The reward function raised, or its process died: a type and a message."""
+
+
+class RewardWorkers:
+    """Processes that score, started when they are needed and used again; as many as are held at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.model_dump_json().encode()
+        self._idle: list[Worker] = []
+        self.started = 0
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """A worker that is ready. It is killed when it has not answered by the end."""
+        worker = self._idle.pop() if self._idle else await self._start()
+        try:
+            yield worker
+        finally:
+            if worker.busy:
+                await worker.kill()
+            else:
+                self._idle.append(worker)
+
+    async def _start(self) -> Worker:
+        self.started += 1
+        worker = Worker(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "rlsys.rewards.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await worker.ask(self._config)
+        except (TimeoutError, RewardError) as e:
+            raise RunError(f"data.reward: its process did not start: {e or 'no answer'}") from None
+        finally:
+            if worker.busy:
+                await worker.kill()
+        return worker
+
+    async def close(self) -> None:
+        for worker in self._idle:
+            await worker.kill()
+        self._idle.clear()
+
+
+class Worker:
+    """One process; one question at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.busy = False
+
+    async def __call__(self, prompt: Prompt, response_text: str) -> Any:
+        """What the reward function gives. Raises RewardError."""
+        return await self.ask(pickle.dumps((prompt, response_text)))
+
+    async def ask(self, message: bytes) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.busy = True  # and stays it when this is cancelled, or the process dies
+        try:
+            self._process.stdin.write(LENGTH.pack(len(message)) + message)
+            await self._process.stdin.drain()
+            (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+            answer = json.loads(await self._process.stdout.readexactly(length))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise RewardError(f"ProcessEnded: with code {await self._process.wait()}") from None
+        self.busy = False
+        if "error" in answer:
+            raise RewardError(answer["error"])
+        return answer["value"]
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
