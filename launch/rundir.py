@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from rlsys.config import Config, dump_config, identity_fields, load_config
 from rlsys.errors import UserError
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
+DEAD_HOST_SECONDS = 120.0
+"""A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""
 _LOCK = ".lock"
 _CONFIG = "config.yaml"
 
@@ -61,19 +64,22 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
 
 
 def _lock(fd: int, config: Config, say: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + 2 * config.launch.grace_seconds
-    said = False
+    begin, said = time.monotonic(), False
     while not _try_lock(fd):
-        owner = os.pread(fd, 32, 0).decode().strip()
-        alive = owner.isdigit() and psutil.pid_exists(int(owner))
-        if alive or time.monotonic() > deadline:
-            raise UserError(f"run.dir = {config.run.dir}: in use by process {owner or 'unknown'}")
+        pid, _, host = os.pread(fd, 300, 0).decode().strip().partition(" ")
+        elsewhere = host not in ("", socket.gethostname())
+        patience = DEAD_HOST_SECONDS if elsewhere else 2 * config.launch.grace_seconds
+        alive = not elsewhere and pid.isdigit() and psutil.pid_exists(int(pid))
+        if alive or time.monotonic() - begin > patience:
+            raise UserError(
+                f"run.dir = {config.run.dir}: in use by process {pid or 'unknown'}{f' of {host}' * elsewhere}"
+            )
         if not said:
             say("waiting for the processes of an earlier, killed run to end")
             said = True
         time.sleep(0.2)
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
 
 
 def _try_lock(fd: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import bootstrap
+from launch import bootstrap, rundir
 from launch.describe import describe_arithmetic, describe_plan, evaluations, mode
 from launch.layout import Share, lay_out
 from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
@@ -261,6 +261,19 @@ def test_processes_of_a_dead_owner_are_waited_for_then_named(tmp_path: Path) -> 
     assert said == ["waiting for the processes of an earlier, killed run to end"]
     with open_run_dir(c, said.append) as run:
         assert not run.resumed
+
+
+def test_a_lock_of_another_machine_is_waited_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = config(f"run.dir={tmp_path}", "launch.grace_seconds=600")
+    monkeypatch.setattr(rundir, "DEAD_HOST_SECONDS", 0.0)
+    fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+    os.write(fd, f"{os.getpid()} node7\n".encode())  # a process here has that id, which means nothing
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} of node7"), open_run_dir(c, quiet):
+        pass
+    os.close(fd)
 
 
 @pytest.fixture
