@@ -90,6 +90,11 @@ class RolloutConfig(Section):
     """Budget of one response, counted over all its segments."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature of the rollout (evaluation is greedy)."""
+    generator: str = "single_turn"
+    """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
+    an import path `package.module:function`."""
+    generator_params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the generator."""
     flush_tokens: Positive = 16384
     """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0

@@ -16,17 +16,18 @@ from itertools import takewhile
 from typing import TypeVar
 
 from rlsys.config import Config
-from rlsys.data import PromptSource
+from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.step_metrics import step_metrics
-from rlsys.router.router import Router
+from rlsys.router.router import EVALUATION, Router
 from rlsys.types import (
     Canary,
     EvalResult,
@@ -59,14 +60,18 @@ class RolloutManager:
         source: PromptSource,
         scorer: Scorer,
         planning: Planning,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        """`tokenizer`: generators of several turns need one."""
         self._config = config
         self._buffer = buffer
         self._router = router
         self._source = source
         self._scorer = scorer
         planning.restore(buffer.planning)
-        self._runner = SampleRunner(config, buffer, router, planning, scorer)
+        generator = build_generator(config, tokenizer, sampling_turns(config, router))
+        self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
+        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator)
         self._selection = Selection(config, buffer)
         self._over_provision = OverProvision(config, buffer.over_provision)
         self._runner.slots = self._over_provision.slots
@@ -183,21 +188,18 @@ class RolloutManager:
         """Greedy on the held-out prompts; right is a full reward. What cannot be judged is not among `prompts`."""
         async with self._command:
             prompts = self._source.heldout(self._config.eval.prompts)
-            budget = self._config.rollout.max_response_tokens
-            segments = await self._watched(
-                asyncio.gather(*(self._router.greedy(p.ids, budget) for p in prompts)), "evaluation"
-            )
-            verdicts = await asyncio.gather(
-                *(self._scorer.score(p, s.ids) for p, s in zip(prompts, segments, strict=True))
-            )
+            probes = [Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0) for p in prompts]
+            pairs = list(zip(probes, prompts, strict=True))
+            await self._watched(asyncio.gather(*(self._greedy(s, p) for s, p in pairs)), "evaluation")
+            verdicts = await asyncio.gather(*(self._scorer.score(p, s.response_ids) for s, p in pairs))
             judged = [v for v in verdicts if v.reward is not None]
             if not judged:
                 raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
             return EvalResult(
                 accuracy=sum(v.right for v in judged) / len(judged),
                 prompts=len(judged),
-                mean_length=sum(len(s.ids) for s in segments) / len(segments),
-                truncated=sum(s.finish == "length" for s in segments),
+                mean_length=sum(s.sampled_tokens for s in probes) / len(probes),
+                truncated=sum(s.status is Status.TRUNCATED for s in probes),
             )
 
     async def commit(self, train_step: int) -> None:

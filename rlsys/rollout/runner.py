@@ -19,9 +19,11 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
 from rlsys.rollout.controller import Occupancy
+from rlsys.rollout.generator import Generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.tools import ToolFailed
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 
@@ -43,11 +45,17 @@ class SampleRunner:
     """
 
     def __init__(
-        self, config: Config, buffer: RolloutBuffer, router: Router, planning: Planning, scorer: Scorer
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Router,
+        planning: Planning,
+        scorer: Scorer,
+        generator: Generator,
     ) -> None:
         self._config = config
         self._buffer = buffer
-        self._router = router
+        self._generator = generator
         self._planning = planning
         self._scorer = scorer
         self.wake = asyncio.Event()
@@ -229,13 +237,12 @@ class SampleRunner:
         """One sample to its reward, or to the reason why it has none."""
         prompt = self._prompts[group.group_id]
         if not sample.status.terminal:
-            r = self._config.rollout
             try:
-                await self._router.generate(
-                    sample, max_response_tokens=r.max_response_tokens, temperature=r.temperature
-                )
+                await self._generator(sample, prompt)
             except RefusedPrompt as e:
                 sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
+            except ToolFailed as e:
+                sample.status, sample.censor_reason = Status.CENSORED, str(e)
             self._generating.discard(sample.sample_id)
             self._buffer.save([sample])
             self._flush_soon()

@@ -161,7 +161,7 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
                 interruption=config.router.interruption,
                 patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
             )
-            manager = RolloutManager(config, buffer, router, source, scorer, planning)
+            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
             watch = EngineWatch(engines, router)
             await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
             log.info("stopping: parking what is in flight")

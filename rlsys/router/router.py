@@ -25,7 +25,7 @@ from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
 __all__ = ["RefusedPrompt", "Router"]
 
-_EVALUATION = -1
+EVALUATION = -1
 """Id of samples and groups outside the ledger."""
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 _SERVER_FAULT = 500
@@ -100,7 +100,7 @@ class Router:
             if len(sample.response_ids) >= limit:
                 sample.status = Status.TRUNCATED
                 break
-            evaluation = sample.sample_id == _EVALUATION
+            evaluation = sample.sample_id == EVALUATION
             priority = () if evaluation else self.priority(sample)
             engine = await self._dispatcher.admit(priority, lambda: self._wish(sample), evaluation=evaluation)
             await self._segment(engine, sample, limit, temperature)
@@ -108,7 +108,7 @@ class Router:
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         """One greedy response outside the ledger, for evaluation. After an interruption it goes on like any."""
-        probe = Sample(_EVALUATION, _EVALUATION, 0, prompt_ids, seed=0)
+        probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=0)
         await self.generate(probe, max_response_tokens=max_new_tokens, temperature=0.0)
         finish = "stop" if probe.status is Status.FINISHED else "length"
         return Segment(probe.response_ids, probe.mu, probe.spans, finish)
@@ -122,7 +122,7 @@ class Router:
 
     async def _segment(self, engine: EngineState, sample: Sample, limit: int, temperature: float) -> None:
         """One request. Afterwards the sample is terminal, or PARKED with every token that arrived."""
-        if sample.sample_id != _EVALUATION:
+        if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
             resumed = bool(sample.response_ids) and not sample.observed_last
             sample.resumes += resumed
@@ -164,7 +164,7 @@ class Router:
 
     def _routes_from(self, sample: Sample) -> int | None:
         """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
-        if not self._routes or sample.sample_id == _EVALUATION:
+        if not self._routes or sample.sample_id == EVALUATION:
             return None
         if not sample.response_ids:
             return 0
@@ -200,7 +200,7 @@ class Router:
         engine.received += tokens
         self._dispatcher.grow(engine, flight, tokens)
         self._counts["received_tokens"] += tokens
-        if sample.sample_id == _EVALUATION:
+        if sample.sample_id == EVALUATION:
             self._counts["evaluation_tokens"] += tokens
             return segment.finish
         self.on_tokens(tokens)

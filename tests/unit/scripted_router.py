@@ -71,8 +71,9 @@ class ScriptedRouter:
             raise RefusedPrompt("the prompt has 900 tokens, the context 512")
         while not sample.status.terminal:
             await self._gate.wait()
-            self.resumes += bool(sample.response_ids)
-            sample.resumes += bool(sample.response_ids)
+            resumed = bool(sample.response_ids) and not sample.observed_last
+            self.resumes += resumed
+            sample.resumes += resumed
             sample.status, sample.engine = Status.IN_FLIGHT, URL
             busy = self._busy[sample.sample_id] = Busy(sample, max_response_tokens, asyncio.Event())
             self.most_in_flight = max(self.most_in_flight, len(self._busy))

@@ -1,0 +1,72 @@
+"""A Python calculator that cannot do harm: `python -I -S calculator.py`, code on standard input, result on output.
+
+Run as a file of its own in a process of its own; standard library only. The language is arithmetic: assignments and
+expressions of numbers, lists and a few functions. There are no attributes, imports, strings or definitions in it, so
+nothing can be reached from it. What still goes wrong (a huge power) meets the limits of the process: processor time,
+memory, and not one further file, pipe or socket.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import resource
+import sys
+
+CPU_SECONDS = 2
+MEMORY_BYTES = 256 * 2**20
+OUTPUT_CHARACTERS = 200
+
+FUNCTIONS = {
+    **{f.__name__: f for f in (abs, divmod, float, int, len, max, min, pow, round, sorted, sum)},
+    **{name: f for name, f in vars(math).items() if not name.startswith("_")},
+}
+ALLOWED = (
+    ast.Module, ast.Expr, ast.Assign, ast.AugAssign, ast.Name, ast.Load, ast.Store, ast.Constant, ast.BinOp,
+    ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call, ast.List, ast.Tuple, ast.operator, ast.unaryop,
+    ast.boolop, ast.cmpop,
+)  # fmt: skip
+
+
+def restrict() -> None:
+    """This process from now on: no further files, pipes or sockets, little time and memory."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(limit, (0, 0))
+
+
+def refusal(tree: ast.AST) -> str | None:
+    """What the first node that is not arithmetic is; None when all are."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED):
+            return type(node).__name__
+        if isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
+            return f"a {type(node.value).__name__}"
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
+            return "this call"
+    return None
+
+
+def evaluate(code: str) -> str:
+    """The value of the last line, or what is wrong with the code."""
+    try:
+        tree = ast.parse(code.strip())
+        if (refused := refusal(tree)) is not None:
+            return f"error: {refused} is not allowed"
+        if not tree.body:
+            return "error: there is nothing to compute"
+        last = tree.body.pop()
+        names = {"__builtins__": {}, **FUNCTIONS}
+        exec(compile(tree, "calculator", "exec"), names)
+        if not isinstance(last, ast.Expr):
+            return "error: the last line has no value"
+        return str(eval(compile(ast.Expression(last.value), "calculator", "eval"), names))
+    except Exception as e:  # noqa: BLE001  (whatever the code raises is its result)
+        return f"error: {type(e).__name__}"
+
+
+if __name__ == "__main__":
+    source = sys.stdin.read()
+    restrict()
+    print(evaluate(source)[:OUTPUT_CHARACTERS])

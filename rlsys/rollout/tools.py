@@ -1,0 +1,146 @@
+"""Turns of the model with a tool between them: the model ends its turn with a call, the tool's answer opens the next.
+
+prompt  turn: ... <python>3*7</python> <eos>  |  21 and the opening of the next turn  |  turn: ... <eos>
+        sampled, trained                         written by the tool, not trained        sampled, trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.errors import RunError, UserError
+from rlsys.types import Prompt, Sample, Status
+
+CALCULATOR = Path(__file__).with_name("calculator.py")
+TOOL_SECONDS = 30.0
+"""Longest wait for a tool that has its own limit of processor time: beyond it, the machine is at fault."""
+TOOLS_AT_ONCE = 8
+
+Tool = Callable[[str], Awaitable[str]]
+
+
+class ToolFailed(RunError):
+    """The tool could not answer, through no fault of the model: the sample is censored; an evaluation fails."""
+
+
+class ToolTurns:
+    """A generator (generator.py) with one tool. All it knows of a sample is in the sample's tokens."""
+
+    def __init__(
+        self,
+        speak: Callable[[Sample], Awaitable[None]],
+        tokenizer: Tokenizer,
+        tool: Tool,
+        *,
+        stop_ids: frozenset[int],
+        call: tuple[str, str],
+        answer: tuple[str, str],
+        max_turns: int,
+        max_response_tokens: int,
+    ) -> None:
+        """`call`: what stands around a call; `answer`: what is put around an answer, the next turn's opening
+        included. The model gets at most `max_turns` turns."""
+        self._speak = speak
+        self._tokenizer = tokenizer
+        self._tool = tool
+        self._stop_ids = stop_ids
+        self._call = re.compile(f"{re.escape(call[0])}(.*?){re.escape(call[1])}", re.DOTALL)
+        self._answer = answer
+        self._max_turns = max_turns
+        self._budget = max_response_tokens
+
+    async def __call__(self, sample: Sample, prompt: Prompt) -> None:
+        while True:
+            if (call := self.unanswered(sample)) is None:
+                await self._speak(sample)
+                if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
+                    return
+                # At once, before anybody can look: the turn has ended, the sample has not.
+                sample.status = Status.PARKED
+            before, after = self._answer
+            ids = self._tokenizer.encode(before + await self._tool(call) + after)
+            if len(sample.response_ids) + len(ids) >= self._budget:
+                sample.status = Status.TRUNCATED
+                return
+            sample.observe(ids)
+
+    def unanswered(self, sample: Sample) -> str | None:
+        """The last call of the model's last turn, when the turn has ended and another one is allowed."""
+        turns = len(sample.observed) + 1
+        if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
+            return None
+        if sample.response_ids[-1] not in self._stop_ids:
+            return None
+        start = sample.observed[-1].end if sample.observed else 0
+        calls = self._call.findall(self._tokenizer.decode(sample.response_ids[start:]))
+        return calls[-1] if calls else None
+
+
+def calculator(
+    config: Config,
+    tokenizer: Tokenizer,
+    speak: Callable[[Sample], Awaitable[None]],
+    max_turns: int = 4,
+    opens: str = "<python>",
+    closes: str = "</python>",
+    role: str = "user",
+) -> ToolTurns:
+    """A sandboxed Python calculator (calculator.py); it answers in a chat message of `role`."""
+    return ToolTurns(
+        speak,
+        tokenizer,
+        Calculator(),
+        stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
+        call=(opens, closes),
+        answer=around_answer(tokenizer, role),
+        max_turns=max_turns,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
+    """What the chat template puts between the end of the model's turn, an answer of `role`, and the next turn."""
+    marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
+    roles = "user", "assistant", role
+    messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
+    _, turn, rest = tokenizer.apply_chat(messages).partition(marks[1])
+    before, answer, after = rest.partition(marks[2])
+    if not turn or not answer:
+        raise UserError(
+            f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
+        )
+    return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
+
+
+class Calculator:
+    """Answers calls, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(TOOLS_AT_ONCE)
+
+    async def __call__(self, code: str) -> str:
+        async with self._places:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(CALCULATOR),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={},
+            )  # fmt: skip
+            try:
+                async with asyncio.timeout(TOOL_SECONDS):
+                    output, _ = await process.communicate(code.encode(errors="replace"))
+            except TimeoutError:
+                raise ToolFailed(f"the calculator did not answer within {TOOL_SECONDS:g} s") from None
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        return output.decode(errors="replace").strip() or "error: too much time or memory"
