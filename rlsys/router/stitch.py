@@ -74,6 +74,9 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any], *, incremental: bo
         meta["weight_versions"] = [*(meta_1.get("weight_versions") or []), *spans]
     if "routed_experts" in meta_1 and "routed_experts" in meta_2:
         meta["routed_experts"] = _join_base64(meta_1["routed_experts"], meta_2["routed_experts"])
+    reason = meta_2.get("finish_reason") or {}
+    if "length" in reason:
+        meta["finish_reason"] = {**reason, "length": made + reason["length"]}
     out = {**second, "meta_info": meta}
     if not incremental:
         out["text"] = first.get("text", "") + second.get("text", "")

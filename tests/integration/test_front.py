@@ -1,0 +1,280 @@
+"""`rlsys router` as a process before a real SGLang server, seen by stock clients: the openai package, SGLang's own
+load client, and plain HTTP. Weights are updated under their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from tests.integration.servers import ROOT, running_engine
+from tests.integration.test_engine import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
+
+pytestmark = pytest.mark.integration
+
+QUESTION = [{"role": "user", "content": "12 + 30 + 5"}]
+LONG = {"max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 11}
+
+
+@contextmanager
+def running_router(folder: Path, *args: str) -> Iterator[str]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = [sys.executable, "-m", "rlsys.cli", "router", "--port", str(port), *args]
+    with (folder / f"router-{port}.log").open("wb") as log:
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while not is_ready(port):
+            assert process.poll() is None and time.monotonic() < deadline, "the router did not start"
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def is_ready(port: int) -> bool:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def router(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_router(tmp_path_factory.mktemp("router"), "--engine", engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def aborting_router(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("router")
+    with running_router(folder, "--engine", engine, "--interruption", "abort") as url:
+        yield url
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def chat(c: openai.OpenAI, **more: Any) -> Any:
+    given = {"model": "any", "messages": QUESTION, "seed": 5, "max_tokens": 12, "temperature": 1.0}
+    return c.chat.completions.create(**{**given, **more})
+
+
+def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, engine: str) -> None:
+    through, direct = client(router), client(engine)
+    assert [m.id for m in through.models.list()] == [m.id for m in direct.models.list()]
+    a, b = (chat(c, logprobs=True, top_logprobs=3, n=2).choices for c in (through, direct))
+    assert [x.message.content for x in a] == [x.message.content for x in b]
+    assert len(a) == 2 and len(a[0].logprobs.content) == 12
+    assert [t.logprob for t in a[0].logprobs.content] == pytest.approx(
+        [t.logprob for t in b[0].logprobs.content], abs=1e-5
+    )
+    text = a[0].message.content
+    streamed = list(chat(through, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == text
+    assert streamed[-1].usage.completion_tokens == 12
+    stopped = chat(through, stop=[text[4]]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(text[4])], "stop")
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    assert (
+        chat(through, tools=[tool]).choices[0].finish_reason
+        == chat(direct, tools=[tool]).choices[0].finish_reason
+    )
+    wants = {"model": "any", "prompt": PROMPT, "max_tokens": 10, "seed": 3, "logprobs": 2, "temperature": 1.0}
+    p, q = (c.completions.create(**wants).choices[0] for c in (through, direct))
+    assert (p.text, p.logprobs.tokens) == (q.text, q.logprobs.tokens)
+    pieces = [c.choices[0].text for c in through.completions.create(**wants, stream=True)]
+    assert "".join(pieces) == p.text
+    with pytest.raises(openai.BadRequestError, match="token id 4000 is outside the vocabulary of 128"):
+        through.completions.create(model="any", prompt=[1, 4000])
+    with pytest.raises(openai.BadRequestError, match="temperature = -1"):
+        chat(through, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="longer than"):
+        chat(through, messages=[{"role": "user", "content": "1 + " * 1000}])
+
+
+def test_sglangs_own_load_client_runs_against_it(router: str, tiny_moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.jsonl"
+    argv = [
+        sys.executable, "-c",
+        "from rlsys.engine.cpu_platform import declare_torchvision_ops as d; d(); import runpy\n"
+        "runpy.run_module('sglang.bench_serving', run_name='__main__')",
+        "--backend", "sglang", "--base-url", router, "--model", str(tiny_moe), "--dataset-name", "random-ids",
+        "--random-input-len", "24", "--random-output-len", "16", "--random-range-ratio", "1", "--num-prompts", "24",
+        "--max-concurrency", "8", "--output-file", str(out), "--seed", "1",
+    ]  # fmt: skip
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert out.exists(), done.stdout[-1000:] + done.stderr[-3000:]
+    result = json.loads(out.read_text().splitlines()[-1])
+    assert (result["completed"], result["total_output_tokens"]) == (24, 24 * 16)
+
+
+async def slow_request(url: str, path: str, body: dict[str, Any], engine: str, folder: Path) -> Any:
+    """The answer to a request under which the same weights were loaded again."""
+    async with make_session() as session:
+        direct = EngineClient(engine, session)
+        await direct.slow_down(SLOW)
+        try:
+            task = asyncio.create_task(ask(session, url, path, body))
+            await asyncio.sleep(SLOW * 25)
+            assert not task.done()
+            async with session.post(
+                f"{url}/update_weights_from_disk", json={"model_path": str(folder)}
+            ) as answer:
+                assert answer.status == 200, await answer.text()
+            await direct.slow_down(None)
+            return await task
+        finally:
+            await direct.slow_down(None)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> Any:
+    async with session.post(url + path, json=body) as answer:
+        text = await answer.text()
+        assert answer.status == 200, text
+    if not body.get("stream"):
+        return json.loads(text)
+    assert text.endswith("data: [DONE]\n\n"), text[-300:]
+    return [json.loads(e[6:]) for e in text.split("\n\n")[:-2]]
+
+
+async def once(url: str, path: str, body: dict[str, Any]) -> Any:
+    async with make_session() as session:
+        return await ask(session, url, path, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_generate_request_goes_on_from_its_tokens(
+    stream: bool, aborting_router: str, engine: str, tiny_moe: Path
+) -> None:
+    """Aborted in the middle, it equals the unbroken one: ids, text, log-probs, routes."""
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": LONG,
+        "return_logprob": True,
+        "return_routed_experts": True,
+    }
+    body["stream"] = stream
+    asyncio.run(once(aborting_router, "/update_weights_from_disk", {"model_path": str(tiny_moe)}))
+    whole = asyncio.run(once(aborting_router, "/generate", body))
+    broken = asyncio.run(slow_request(aborting_router, "/generate", body, engine, tiny_moe))
+    chunks_of_both = [x if stream else [x] for x in (whole, broken)]
+    for field in ("output_ids", "text"):
+        a, b = ([y for c in chunks for y in c[field]] for chunks in chunks_of_both)
+        assert a == b and len(a) >= 60
+    a, b = ([e[0] for c in x for e in c["meta_info"]["output_token_logprobs"]] for x in chunks_of_both)
+    assert worst_gap(a, b) <= 1e-5
+    last_a, last_b = (chunks[-1]["meta_info"] for chunks in chunks_of_both)
+    assert last_a["routed_experts"] == last_b["routed_experts"]
+    for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
+        assert last_a[name] == last_b[name]
+    assert [len(m["weight_versions"]) for m in (last_a, last_b)] == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["retract", "abort"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_survives_a_weight_update(
+    how: str, stream: bool, router: str, aborting_router: str, engine: str, tiny_moe: Path
+) -> None:
+    url = router if how == "retract" else aborting_router
+    body = {
+        "model": "any",
+        "messages": QUESTION,
+        "seed": 11,
+        "max_tokens": 60,
+        "temperature": 1.0,
+        "stream": stream,
+    }
+    body |= {"ignore_eos": True}
+    asyncio.run(
+        once(
+            url, "/update_weights_from_disk", {"model_path": str(tiny_moe), "weight_version": next_version()}
+        )
+    )
+    whole = asyncio.run(once(url, "/v1/chat/completions", body))
+    broken = asyncio.run(slow_request(url, "/v1/chat/completions", body, engine, tiny_moe))
+    assert said(broken) == said(whole) and len(said(whole)) > 30
+
+
+def said(answer: Any) -> str:
+    if isinstance(answer, dict):
+        return str(answer["choices"][0]["message"]["content"])
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in answer if c["choices"])
+
+
+def next_version() -> int:
+    """Two routers count for one engine here: versions must go up for both."""
+    return time.time_ns() // 10**6
+
+
+@pytest.fixture(scope="module")
+def second_engine(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_engine(engine_config, tmp_path_factory.mktemp("second")) as url:
+        yield url
+
+
+def test_interrupted_five_times_and_moved_equals_unbroken(
+    engine_config: Config, engine: str, second_engine: str
+) -> None:
+    """Token for token, log-prob for log-prob, route for route."""
+
+    async def body() -> None:
+        async with make_session() as session:
+            a, b = EngineClient(engine, session), EngineClient(second_engine, session)
+            s = Stack(engine_config, a)
+            await s.push(0)
+            unbroken = await s.generate(sample(1, seed=11), tokens=100)
+            both = Stack(engine_config, a)
+            both.router.add_engine(b)
+            await both.push(0)
+            broken = sample(2, seed=11)
+            for c in (a, b):
+                await c.slow_down(SLOW)
+            task = asyncio.create_task(both.generate(broken, tokens=100))
+            homes = []
+            for n, at_least in enumerate((7, 22, 41, 58, 83)):
+                await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
+                await both.router.interrupt()
+                homes.append(broken.engine)
+                if n == 2:
+                    assert broken.engine is not None
+                    both.router.remove_engine(broken.engine)
+                both.router.resume()
+            for c in (a, b):
+                await c.slow_down(None)
+            await task
+            assert homes[:3] == [homes[0]] * 3 and homes[3] == homes[4] != homes[0]
+            assert broken.response_ids == unbroken.response_ids and len(broken.response_ids) == 100
+            assert EOS not in broken.response_ids and broken.resumes == 5
+            assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
+            assert routes(broken) == routes(unbroken)
+            await both.router.interrupt()
+            assert both.router.stats()["lost"] == 0
+
+    asyncio.run(body())
