@@ -120,6 +120,7 @@ def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, e
 
 
 def test_sglangs_own_load_client_runs_against_it(router: str, tiny_moe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="sglang.bench_serving imports it; nothing else here does")
     out = tmp_path / "bench.jsonl"
     argv = [
         sys.executable, "-c",
