@@ -1,0 +1,201 @@
+"""Do all algorithms run, do they learn, what do they cost? Every figure from the real stack, on one engine.
+
+    python bench/algorithms.py --json                       # every recipe, 3 steps; then the cost shares
+    python bench/algorithms.py --part curves --json         # learning curves against GRPO: hours on a laptop
+    python bench/algorithms.py --quick --json               # a few of each
+    python bench/algorithms.py --part recipes --only gspo dapo
+
+`--out FILE` (default runs/bench_algorithms.json) keeps every result as soon as it is there; what it holds is not
+done again, so an interrupted bench goes on. `--plot` draws the curves of that file into docs/.
+
+Parts:
+    recipes   each file of configs/algorithms for 3 steps: reward, loss and what the recipe's own metrics say
+    curves    N'/N = 2 with 2 seeds, held-out accuracy every few steps; methods for stale data also with staleness
+              forced towards 4 and 8 versions (N'/N = 5 and 9; `staleness_mean` says what came out)
+    cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; without the forward
+              passes that it asks for, which are counted apart)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, machine, running_engine, say
+
+from launch.ports import free_ports
+from rlsys.algo.preflight import check
+from rlsys.config import Config, dump_config, load_config
+from rlsys.errors import RlsysError
+from rlsys.obs.metrics import read_metrics
+
+FOLDER = ROOT / "configs" / "algorithms"
+RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))
+CURVES = ("grpo", "dapo", "gspo", "cispo", "sapo", "tis", "decoupled_ppo", "m2po", "bapo", "rloo")
+STALE = ("grpo", "tis", "decoupled_ppo", "m2po", "vcpo", "exact_old")
+"""Methods made for stale data, and GRPO beside them."""
+QUICK = ("grpo", "dapo", "gae")
+ROLE_SECONDS = 1800.0
+
+
+class Results:
+    """Owns the output file: {"part/name": result}."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.all: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def put(self, key: str, value: Any) -> None:
+        self.all[key] = value
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.all, indent=1))
+
+
+@contextlib.contextmanager
+def role(module: str, *args: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One process of the run under a keeper: it ends with this bench, whatever happens."""
+    argv = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", sys.executable, "-m", module, *args]
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def run(config: Config, engine: str) -> dict[str, Any]:
+    """A whole run on an engine that is there already: a rollout process and one trainer."""
+    folder = config.run.dir
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    port = free_ports("127.0.0.1", 1)[0]
+    start, path = time.monotonic(), str(folder / "config.yaml")
+    rollout = ("--config", path, "--port", str(port), "--engine", engine)
+    trainer = ("--config", path, "--rollout", f"http://127.0.0.1:{port}")
+    with (
+        role("rlsys.rollout.service", *rollout, log=folder / "rollout.log"),
+        role("rlsys.train", *trainer, log=folder / "trainer.log") as training,
+    ):
+        code = training.wait(ROLE_SECONDS)
+    if code:
+        tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]
+        return {"ok": False, "error": " | ".join(tail)}
+    found = read_metrics(folder)
+    return {
+        "ok": True,
+        "seconds": time.monotonic() - start,
+        "steps": [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in found.steps],
+        "evals": [{k: e[k] for k in ("step", "accuracy", "mean_length")} for e in found.evals],
+    }
+
+
+def recipes(names: list[str], engine: str, work: Path, results: Results) -> None:
+    for name in names:
+        key = f"recipes/{name}"
+        if results.all.get(key, {}).get("ok"):
+            continue
+        overrides = [f"run.dir={work / name}", "trainer.steps=3", "eval.prompts=8", "eval.every=100"]
+        try:
+            config = load_config(FOLDER / f"{name}.yaml", overrides)
+            check(config)
+            results.put(key, run(config, engine))
+        except RlsysError as e:  # a recipe that cannot run here is a result
+            results.put(key, {"ok": False, "error": str(e)})
+        say(f"{key}: {'ok' if results.all[key]['ok'] else results.all[key]['error']}")
+
+
+def curves(names: list[str], engine: str, work: Path, results: Results, steps: int, seeds: int) -> None:
+    jobs = [(name, seed, 0) for name in names if name in CURVES for seed in range(seeds)]
+    jobs += [(n, seed, k) for k in (4, 8) for n in names if n in STALE for seed in range(seeds)]
+    for name, seed, staleness in jobs:
+        key = f"curves/{name}/staleness-{staleness}/seed-{seed}"
+        if results.all.get(key, {}).get("ok"):
+            continue
+        overrides = [
+            f"run.dir={work / key.replace('/', '-')}", f"run.seed={seed}", f"trainer.steps={steps}",
+            "eval.prompts=64", "eval.every=5", "trainer.checkpoint_every=1000",
+        ]  # fmt: skip
+        if (
+            staleness
+        ):  # so many samples in flight that most are interrupted by this many pushes before their turn
+            overrides += [f"rollout.max_staleness={staleness}", f"rollout.over_provision={staleness + 1}"]
+        results.put(key, run(load_config(FOLDER / f"{name}.yaml", overrides), engine))
+        say(f"{key}: {results.all[key].get('evals') or results.all[key]['error']}")
+
+
+def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
+    """In this process, on the recorded step of the tests, with the quickstart's model."""
+    from algorithms_cost import measure_cost
+
+    wanted = [n for n in names if f"cost/{n}" not in results.all]
+    for name, shares in measure_cost(wanted, work, repeats):
+        results.put(f"cost/{name}", {key: statistics.median(values) for key, values in shares.items()})
+        say(f"cost/{name}: {results.all[f'cost/{name}']}")
+
+
+def plot(results: Results, folder: Path) -> None:
+    """docs/algorithms_curves.png: held-out accuracy by step, one panel a staleness."""
+    from matplotlib.figure import Figure
+
+    runs = {tuple(k.split("/")[1:]): v for k, v in results.all.items() if k.startswith("curves/") and v["ok"]}
+    panels = sorted({panel for _, panel, _ in runs})
+    figure = Figure(figsize=(6 * max(1, len(panels)), 4.5), layout="constrained")
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        axes.set(title=panel.replace("-", " "), xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1))
+        for name in sorted({name for name, there, _ in runs if there == panel}):
+            made = [v["evals"] for (n, there, _), v in runs.items() if (n, there) == (name, panel)]
+            mean = [statistics.mean(e["accuracy"] for e in at) for at in zip(*made, strict=False)]
+            axes.plot(
+                [e["step"] for e in made[0]][: len(mean)], mean, label=name, lw=3 if name == "grpo" else 1
+            )
+        axes.legend(fontsize=7)
+    figure.savefig(folder / "algorithms_curves.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("recipes", "curves", "cost", "all"), default="recipes")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help="these recipes")
+    parser.add_argument("--quick", action="store_true", help="a few recipes, few steps, one seed")
+    parser.add_argument("--steps", type=int, default=20, help="of a learning curve")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_algorithms.json")
+    parser.add_argument("--plot", action="store_true", help="draw the curves into docs/")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
+    args = parser.parse_args()
+    names = args.only or list(QUICK if args.quick else RECIPES)
+    results = Results(args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        if args.part != "cost":
+            with running_engine(load_config(ROOT / "configs" / "quickstart.yaml"), work) as engine:
+                if args.part in ("recipes", "all"):
+                    recipes(names, engine, work, results)
+                if args.part in ("curves", "all"):
+                    curves(
+                        names, engine, work, results, 5 if args.quick else args.steps, 1 if args.quick else 2
+                    )
+        if args.part in ("cost", "all", "recipes"):
+            cost(names, work, results, 2 if args.quick else 5)
+    results.put("machine", machine())
+    if args.plot:
+        plot(results, ROOT / "docs")
+    if args.json:
+        print(json.dumps(results.all, indent=1))
+
+
+if __name__ == "__main__":
+    main()

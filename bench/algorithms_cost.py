@@ -1,0 +1,101 @@
+"""What an algorithm takes of a train step, measured on the real trainer with a recorded step. See algorithms.py."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from measure import ROOT
+
+from rlsys import train
+from rlsys.algo.objective import Objective
+from rlsys.config import load_config
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import Sample, SampleGroup, Taken
+
+GROUPS = 16
+"""Of the step that is measured: the recorded groups over and over."""
+TIMED = ("plan", "finish", "prepare", "__call__", "metrics", "lr_factor", "put_off")
+
+
+class Clocked(Objective):
+    """Adds up the seconds that its methods take. The backward pass through the loss term is not in them."""
+
+    def __init__(self, section: Any) -> None:
+        super().__init__(section)
+        self.seconds = 0.0
+
+
+def _clocked(name: str) -> Any:
+    plain = getattr(Objective, name)
+
+    def timed(self: Clocked, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    return timed
+
+
+for method in TIMED:
+    setattr(Clocked, method, _clocked(method))
+
+
+def full_step(odd: bool, named: bool) -> Taken:
+    """The recorded step with GROUPS groups; `odd`: of seven samples each."""
+    packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
+    taken = msgspec.msgpack.decode(packed, type=Taken)
+
+    def sample(s: Sample) -> Sample:
+        marks = s.named_rewards or {"answer": s.reward or 0.0}
+        return s if named else replace(s, reward=marks["answer"], named_rewards=None)
+
+    def group(i: int) -> SampleGroup:
+        old = taken.groups[i % len(taken.groups)]
+        samples = [replace(sample(s), group_id=i) for s in old.samples[: 7 if odd else None]]
+        return replace(old, group_id=i, samples=samples)
+
+    return replace(taken, groups=[group(i) for i in range(GROUPS)])
+
+
+def measure_cost(
+    names: Sequence[str], work: Path, repeats: int
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """(recipe, {share of the algorithm, share of the passes it asks for, seconds of a step}), interleaved repeats."""
+    if not names:
+        return
+    quick = load_config(
+        ROOT / "configs" / "quickstart.yaml", [f"run.dir={work / 'cost'}", "trainer.lr=1e-30"]
+    )
+    trainer = Trainer(quick, ("entropy", "values", "ref"))
+    passes = [0.0]
+    plain_score = train.score
+
+    def timed_score(*args: Any) -> None:
+        start = time.perf_counter()
+        plain_score(*args)
+        passes[0] += time.perf_counter() - start
+
+    train.score = timed_score
+    shares: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
+    for _ in range(repeats):
+        for name in names:
+            section = load_config(ROOT / "configs" / "algorithms" / f"{name}.yaml").algo
+            objective, taken = Clocked(section), full_step(name == "mc_grpo", name == "gdpo")
+            start, passes[0] = time.perf_counter(), 0.0
+            train.update(trainer, objective, taken)
+            total = time.perf_counter() - start
+            shares[name]["algorithm_share"].append(objective.seconds / total)
+            shares[name]["passes_share"].append(passes[0] / total)
+            shares[name]["seconds"].append(total)
+    train.score = plain_score
+    trainer.close()
+    yield from shares.items()

@@ -1,0 +1,200 @@
+"""Signals that plug-ins ask for, from the real trainer; what each recipe changes on one recorded step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import signal_cases as cases
+import torch
+from torch import Tensor
+
+from rlsys.algo.objective import Objective
+from rlsys.config import Config
+from rlsys.train import update
+from rlsys.trainer.entropy import ROWS, logprob_and_entropy
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.signals import pack_rows, score, score_parked
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import Unscored
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
+    """A trainer on the quickstart's model and the objective of these overrides; closed by the next, or at the end."""
+    open_ones: list[Trainer] = []
+
+    def make(*overrides: str, lr: float = 1e-3) -> tuple[Trainer, Objective]:
+        while open_ones:
+            open_ones.pop().close()
+        config: Config = cases.config_of(None, tmp_path / "run", *overrides, f"trainer.lr={lr}")
+        objective = Objective(config.algo)
+        open_ones.append(Trainer(config, objective.passes))
+        return open_ones[0], objective
+
+    yield make
+    while open_ones:
+        open_ones.pop().close()
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.named_parameters()}
+
+
+def scored(trainer: Trainer, objective: Objective) -> list[MicroBatch]:
+    taken = cases.single_rewards(cases.recorded())
+    batch = pack_rows(taken, range(sum(len(g.samples) for g in taken.groups)), trainer)
+    score([batch], objective, trainer)
+    return batch
+
+
+def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., Any]) -> None:
+    """More rows than are worked on at a time, and logits so far apart that probabilities underflow."""
+    start()
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = ROWS + 3, 11
+    logits = torch.randn(rows, columns, generator=generator) * 4
+    logits[0, 0] = 200.0
+    target = torch.randint(0, columns, (rows,), generator=generator)
+    left, right = torch.randn(2, rows, generator=generator)
+
+    plain = logits.clone().requires_grad_()
+    log_probs = plain.log_softmax(-1)
+    expected_logp = log_probs.gather(1, target[:, None])[:, 0]
+    expected_entropy = -(log_probs.exp() * log_probs).sum(-1)
+    (left * expected_logp + right * expected_entropy).sum().backward()
+
+    ours = logits.clone().requires_grad_()
+    logp, entropy = logprob_and_entropy(ours * 1.0, target)
+    (left * logp + right * entropy).sum().backward()
+    assert torch.allclose(logp, expected_logp, atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    assert torch.allclose(ours.grad, plain.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[..., Any]) -> None:
+    trainer, objective = start("algo.loss=[clip,kl]")
+    first = trainer.logprobs(scored(trainer, objective))
+    taken = cases.single_rewards(cases.recorded())
+    assert update(trainer, objective, taken)["kl"] == 0
+    assert update(trainer, objective, taken)["kl"] > 0
+    before = weights(trainer)
+    batch = scored(trainer, objective)
+    for micro, ref, now in zip(batch, first, trainer.logprobs(batch), strict=True):
+        assert micro.ref is not None and torch.equal(micro.ref, ref)
+        assert not torch.equal(now, ref)
+    assert all(torch.equal(before[name], p) for name, p in trainer.named_parameters())
+
+
+def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., Any]) -> None:
+    """The recording holds log-probs that its trainer stored at each interrupt; the engine agreed with them."""
+    trainer, objective = start("algo.anchor=behaviour")
+    taken = cases.recorded()
+    stale, recomputed = 0, 0.0
+    for micro in scored(trainer, objective):
+        assert micro.behaviour is not None and micro.old is not None
+        current = micro.keep & (micro.versions == micro.version)
+        older = micro.keep & ~current
+        assert torch.equal(micro.behaviour[current], micro.old[current])
+        assert (micro.behaviour[older] - micro.mu[older]).abs().max() < 1e-4
+        recomputed = max(recomputed, float((micro.old[older] - micro.mu[older]).abs().max()))
+        stale += int(older.sum())
+    assert stale > 50
+    assert recomputed > 0.1  # under other weights: recomputing later would not be exact
+    sample = taken.groups[0].samples[0]
+    parked = Unscored(7, sample.prompt_ids, sample.response_ids, 2)
+    (found,) = score_parked([parked], trainer)
+    (whole,) = trainer.logprobs([MicroBatch.of_tokens(torch.tensor(sample.prompt_ids + sample.response_ids))])
+    assert found.start == 2
+    assert torch.allclose(torch.tensor(found.logp), whole[len(sample.prompt_ids) + 2 :], atol=1e-5)
+    assert score_parked([], trainer) == []
+
+
+STATEFUL = (
+    "algo.anchor=ewma", "algo.hooks=[ewma]", "algo.advantage=mssr", "algo.loss=[clip]",
+    "algo.selectors=[{name: rorecomp, capacity: 8}]",
+)  # fmt: skip
+CRITIC = ("algo.advantage=gae", "algo.loss=[clip,value]")
+
+
+@pytest.mark.parametrize("overrides", [STATEFUL, CRITIC], ids=["averages, records, replay", "value head"])
+def test_an_objectives_state_is_restored_exactly(
+    overrides: tuple[str, ...], start: Callable[..., Any]
+) -> None:
+    taken = cases.single_rewards(cases.recorded())
+    trainer, objective = start(*overrides)
+    for _ in range(2):
+        update(trainer, objective, taken)
+    trainer.save_checkpoint(2, objective)
+    trainer.finish_checkpoint(wait=True)
+    expected = update(trainer, objective, taken)
+    again, fresh = start(*overrides)
+    assert again.load_checkpoint(fresh) == 2
+    assert update(again, fresh, taken) == expected
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every recipe's metrics on the recorded step; "" is the quickstart's."""
+    run = tmp_path_factory.mktemp("run")
+    trainer = Trainer(cases.config_of(None, run), cases.SIGNALS)
+    found = {"": cases.outcome(trainer, None, run)}
+    found |= {recipe: cases.outcome(trainer, recipe, run) for recipe in cases.RECIPES}
+    trainer.close()
+    return found
+
+
+CLAIMS = {
+    "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
+    "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean",
+    "decoupled_ppo": "rejected_share",
+    "dr_grpo": "loss", "dual_clip": "clip_share", "entropy": "loss", "exact_old": "rejected_share", "gae": "value_error",
+    "gapo": "loss", "gdpo": "loss", "grpo": "loss",
+    "grpo_roc": "clip_share", "gspo": "clip_share",
+    "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "kl", "kl_reward": "loss", "m2po": "loss",
+    "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean", "mssr": "loss", "opsm": "rejected_share",
+    "outcome_exploration": "loss", "puzzlecraft": "loss", "reinforce_pp": "loss", "reinforce_pp_baseline": "loss",
+    "rloo": "weight_mean", "rorecomp": "loss", "sapo": "loss", "tis": "weight_mean", "ttrl": "effective_groups",
+    "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
+}  # fmt: skip
+"""Recipe -> the metric of the step that it changes (or adds)."""
+ROLLOUT_SIDE = {"dapo", "dare", "fapo", "prompt_augmentation", "vade"}
+"""Recipes that change what is rolled out: tests/unit/test_planning.py."""
+
+
+def test_every_recipe_changes_what_it_claims(outcomes: dict[str, Any]) -> None:
+    assert set(CLAIMS) | ROLLOUT_SIDE == set(cases.RECIPES)
+    plain = outcomes[""]
+    unchanged = [
+        (recipe, name, outcomes[recipe][name])
+        for recipe, name in CLAIMS.items()
+        if name in plain and outcomes[recipe][name] == pytest.approx(plain[name], rel=1e-6, abs=0)
+    ]
+    assert not unchanged
+    for recipe in ROLLOUT_SIDE - {"dapo"}:  # dapo punishes long responses; these are short
+        assert outcomes[recipe]["loss"] == plain["loss"]
+
+
+def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_path: Path) -> None:
+    """Two processes: the sequences spread over both, and each sequence cut in two."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    layouts = ["dp=2", "cp=2"]
+    subprocess.run([*torchrun, cases.__file__, str(tmp_path), *layouts], check=True, env=env, timeout=400)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    wrong = [
+        (layout, recipe, name, value, got[name])
+        for layout in layouts
+        for recipe, got in seen[layout].items()
+        for name, value in outcomes[recipe].items()
+        if got[name] != pytest.approx(value, rel=2e-4, abs=2e-5)
+    ]
+    assert not wrong

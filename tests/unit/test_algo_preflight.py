@@ -1,0 +1,44 @@
+"""What is refused before anything starts: plug-ins that do not exist, needs that nothing serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.algo.preflight import check
+from rlsys.config import load_config
+from rlsys.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_can_be_served(path: Path) -> None:
+    config = load_config(path)
+    if path.stem != "lens":
+        check(config)
+        return
+    with pytest.raises(UserError, match=r"algo.planners\[0\] \(Lens\) needs prompt_scores, how far policy"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algo.advantage=gpro"], "algo.advantage = 'gpro': unknown advantage; did you mean grpo?"),
+        (["algo.loss=[{name: clip, low: 1}]"], r"algo.loss\[0\].low: unknown key"),
+        (["algo.loss=[tis]"], "tis is of kind correction"),
+        (["algo.group_reward=fapo"], "needs verdicts, .*: data.judge names none"),
+        (["algo.selectors=[grpo_roc]"], "needs tool_errors, .*: this data source runs no tools"),
+        (
+            ["algo.anchor=behaviour", "launch.placement=disaggregated"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        check(load_config(CONFIGS / "quickstart.yaml", overrides))
+    assert "\n" not in str(caught.value)
