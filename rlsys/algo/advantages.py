@@ -6,7 +6,7 @@ integers, any order). The pure functions are the formulas; the classes below the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -63,9 +63,6 @@ def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
     """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; a single value gives 0."""
     std = values.std() if len(values) > 1 else torch.zeros((), dtype=values.dtype, device=values.device)
     return (values - values.mean()) / (std + eps)
-
-
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
 class Advantage(Plugin):

@@ -140,6 +140,18 @@ for all else; RolloutScheduler and Generator belong to the rollout service and t
 
 ## The signals a plug-in may need
 
+A run collects exactly those that its plug-ins ask for; one that nothing serves is refused before the start.
+
+"""
+
+SERVED = """
+How they are served: `old`, `now`, `entropy` and `values` come out of one forward pass of the trainer before the first
+update of a step (`values` from a linear head on the policy's own trunk; the value loss moves the trunk, too). `ref`
+and `ewma` swap the weights for a pass: each keeps one more copy of a rank's weights in memory, and a second one while
+the pass lasts. `behaviour`: between a take and the update, the trainer scores what its resident weights sampled of
+the samples that are not done; the rollout process keeps that beside their tokens (colocated engines only;
+`time_score` in metrics.jsonl is what it costs). `answers`: the text of the last `<answer>`. `verdicts`: `data.judge`,
+the run's own engines or a rule. Several named rewards: `data.reward` gives an object, `gdpo` sees each.
 """
 
 
@@ -148,6 +160,7 @@ def render_docs() -> str:
     evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
     lines = [INTRO.replace("{evidence}", evidence).rstrip("\n"), ""]
     lines += [f"- `{name}`: {text}" for name, text in NEEDS.items()]
+    lines += [SERVED.rstrip("\n")]
     lines += [
         "",
         "## All plug-ins",

@@ -9,9 +9,9 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 
 UNSERVED = {
-    "tool_errors": "this data source runs no tools",
-    "transferred": "not in the loop yet",
-    "prompt_scores": "not in the loop yet",
+    "tool_errors": "nothing counts failed tool calls yet",
+    "transferred": "nothing samples from rewritten prompts yet",
+    "prompt_scores": "the rollout process has no reference model",
 }
 """Need -> why nothing serves it."""
 
