@@ -1,5 +1,5 @@
 """Seconds from the command to the first token and the first optimizer step, and from a role's death to the next new
-step, through each backend: `python bench/launch.py [--json] [--quick] [--backends local slurm ray]`.
+step, through each backend: `python bench/starts.py [--json] [--quick] [--backends local slurm ray]`.
 
 Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
 backend local alone, without deaths. Clusters are started before the clock: what is measured is the run.
