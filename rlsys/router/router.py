@@ -97,8 +97,8 @@ class Router:
             raise
         limit = min(max_response_tokens, self._limits.room - len(sample.prompt_ids))
         while not sample.status.terminal:
-            if len(sample.response_ids) >= limit:
-                sample.status = Status.TRUNCATED
+            sample.status = self._status(sample, None, limit)
+            if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
             evaluation = sample.sample_id == EVALUATION
             priority = () if evaluation else self.priority(sample)
@@ -178,7 +178,7 @@ class Router:
         return str(sample.spans[0].version if sample.spans else self._pool.version)
 
     def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
-        """After a request. One that is aborted makes a last token, and that may be the one that ends the response:
+        """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the response:
         SGLang then still calls it aborted, and going on would write past the end.
         """
         if finish in _ENDED:

@@ -114,8 +114,8 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
-def abandon(r: Rig) -> None:
+def abandon(buffer: RolloutBuffer) -> None:
     """Leave the file as a killed process does: what was not committed is gone."""
-    if r.buffer._db.in_transaction:
-        r.buffer._db.execute("ROLLBACK")
-    r.buffer.close()
+    if buffer._db.in_transaction:
+        buffer._db.execute("ROLLBACK")
+    buffer.close()

@@ -574,7 +574,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
             pass
         finally:
             check(r.buffer.ledger())
-            abandon(r)
+            abandon(r.buffer)
         return saved if len(told) < 40 else 40
 
     saved = sessions = 0

@@ -28,7 +28,7 @@ def test_a_crash_costs_less_than_flush_tokens(tmp_path: Path) -> None:
         take.cancel()
         await settle()
         received = r.router.received
-        abandon(r)
+        abandon(r.buffer)
         return received
 
     async def test() -> None:

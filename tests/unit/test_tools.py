@@ -257,7 +257,7 @@ def test_an_interrupted_sample_goes_on_in_the_middle_of_a_turn(tmp_path: Path) -
         assert all(s.status is Status.PARKED for g in r.buffer.active() for s in g.samples)
         take.cancel()
         await settle()
-        abandon(r)
+        abandon(r.buffer)
 
     async def goes_on() -> None:
         Held.gate = asyncio.Event()

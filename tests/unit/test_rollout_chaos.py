@@ -1,0 +1,217 @@
+"""1,000 train steps of the real manager, router and buffer on scripted engines and a virtual clock, while everything
+that can go wrong does: at the end every token is where it belongs, and every group was trained at most once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import sqlite3
+import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_rig import Numbers, abandon, make_config
+from scripted_engine import EOS, Network, ScriptedEngine, canary_logprobs, logprob, run_virtual, token
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.ledger import check, read_ledger
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.types import Canary, Prompt, Sample, Status, Taken
+
+STEPS = 1000
+KILLS = 40
+"""Of the rollout process; after them it is let live."""
+CHECKPOINT_EVERY = 5
+BUDGET = 24
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class World:
+    """Two engines, a saboteur, a trainer that is killed now and then, rewards that cannot be relied on."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.config = config
+        self.engines = [ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40) for i in range(2)]
+        self.happened: Counter[str] = Counter()
+        self.told: dict[int, list[tuple[int, list[int]]]] = {}  # step -> group ids and their tokens
+        self.saved = 0  # steps of the last checkpoint
+        self.buffer: RolloutBuffer | None = None
+        self.manager: RolloutManager
+
+    async def run(self) -> None:
+        saboteur = asyncio.create_task(self.sabotage())
+        while self.saved < STEPS:
+            session = asyncio.create_task(self.session())
+            patience = self.rng.expovariate(1 / 8) if self.happened["killed"] < KILLS else None
+            await asyncio.wait({session}, timeout=patience)
+            if not session.done():
+                self.happened["killed"] += 1
+            await self.end_everything_but(saboteur)
+            if session.done() and not session.cancelled():
+                session.result()
+        saboteur.cancel()
+
+    async def end_everything_but(self, saboteur: asyncio.Task[None]) -> None:
+        """As kill -9 would, and what was not committed is gone."""
+        others = asyncio.all_tasks() - {saboteur, asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self.buffer is not None:
+            abandon(self.buffer)
+            self.buffer = None
+
+    async def session(self) -> None:
+        """From the last checkpoint to the end, or until killed."""
+        planning = Planning(self.config, Numbers(), None)
+        self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
+        network: Any = Network(*self.engines)
+        router = Router(
+            [EngineClient(e.url, network) for e in self.engines], vocab_size=128, context_length=200,
+            stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+        )  # fmt: skip
+        scorer = Scorer(
+            lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
+        )
+        self.manager = RolloutManager(self.config, self.buffer, router, Numbers(), scorer, planning)
+        self.watch = asyncio.create_task(router.watch())
+        await self.manager.restore(self.saved)
+        await self.push()
+        for step in range(self.saved + 1, STEPS + 1):
+            taken = await self.take(step)
+            self.check(taken)
+            await self.push()
+            if step % CHECKPOINT_EVERY == 0:
+                await self.manager.commit(step)
+                self.saved = step
+
+    async def take(self, step: int) -> Taken:
+        """Some answers get lost on their way: then the trainer asks again."""
+        while True:
+            if self.rng.random() < 0.05:
+                lost = asyncio.create_task(self.manager.take(step))
+                await asyncio.wait({lost}, timeout=self.rng.random() / 5)
+                lost.cancel()
+                await asyncio.gather(lost, return_exceptions=True)
+                self.happened["answers lost"] += 1
+            taken = await self.manager.take(step)
+            if taken is not None:
+                return taken
+            await self.push()
+            self.happened["engines brought back"] += 1
+
+    async def push(self) -> None:
+        ticket = await self.manager.begin_push()
+        for address in ticket.engines:
+            engine = next(e for e in self.engines if e.url == address.url)
+            if engine.update_open and not engine.dead:  # else it died since
+                engine.load(ticket.weight_version)
+        canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
+        await self.manager.end_push(ticket, canaries)
+
+    async def sabotage(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / 1.5))
+            engine = self.rng.choice(self.engines)
+            deed = self.rng.choice(["die", "restart", "abort", "abort", "preempt", "hang"])
+            if engine.dead or engine.hung:
+                continue
+            self.happened[deed] += 1
+            if deed == "die":
+                engine.die()
+                await asyncio.sleep(self.rng.random() * 4)
+                engine.restart()
+            elif deed == "restart":
+                engine.restart()
+            elif deed == "abort":  # somebody else's
+                engine._abort_request({"abort_all": True})
+            elif deed == "preempt":
+                engine.preempt()
+            else:
+                engine.hung = True
+                await asyncio.sleep(self.rng.random() * 20)
+                engine.hung = False  # what it answers now comes late
+                for request in engine.requests.values():
+                    request.changed.set()
+
+    async def reward(self, prompt: Prompt, text: str) -> float:
+        fate = self.rng.random()
+        await asyncio.sleep(self.rng.random() / 10)
+        for name, limit in (("reward raised", 0.01), ("reward NaN", 0.02), ("reward hung", 0.03)):
+            if fate < limit:
+                self.happened[name] += 1
+                if name == "reward raised":
+                    raise OSError("judge is away")
+                if name == "reward NaN":
+                    return math.nan
+                await asyncio.Event().wait()
+        return float(len(text) % 2)
+
+    def check(self, taken: Taken) -> None:
+        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in taken.groups]
+        assert self.told.setdefault(taken.train_step, told) == told
+        assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
+        assert taken.metrics["lost"] == 0
+        for group in taken.groups:
+            for sample in group.samples:
+                check_sample(sample)
+
+
+def check_sample(s: Sample) -> None:
+    """It is what one unbroken response would be, with the weights that each token was made with."""
+    first, versions = len(s.prompt_ids), s.versions()
+    finished = 3 + s.seed % 40 < first + BUDGET
+    assert len(s.response_ids) == (4 + s.seed % 40 - first if finished else BUDGET)
+    assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
+    expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
+    assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
+    assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(versions)]
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_a_thousand_steps_of_chaos(seed: int) -> None:
+    folder = Path(tempfile.mkdtemp(dir=MEMORY))
+    config = make_config(
+        folder,
+        rollout={
+            "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+            "stall_timeout": 600,
+        },
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+    )  # fmt: skip
+    world = World(config, seed)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
+    ledger = read_ledger(folder)
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained)
+    assert ledger.groups["censored"] > 0
+    assert ledger.lost == 0
+    with sqlite3.connect(folder / FILE_NAME) as db:
+        journal = {
+            step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
+        }
+    assert {s: sorted(ids) for s, ids in journal.items()} == {
+        s: [group[0] for group in told] for s, told in world.told.items()
+    }
+    assert world.happened["killed"] >= 30
+    deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
+    rewards = ("reward raised", "reward NaN", "reward hung")
+    assert world.happened["engines brought back"] > 0
+    assert all(world.happened[deed] >= 10 for deed in (*deeds, *rewards)), world.happened
