@@ -13,9 +13,9 @@ from rlsys.errors import UserError
 def check_model(config: Config) -> None:
     """Raises UserError when model.path is no Hugging Face folder, or a layout or a length does not fit it."""
     hf = read_hf_config(config.model.path)
-    for needed, what in (("*.safetensors", "weights"), ("tokenizer.json", "tokenizer")):
-        if not any(config.model.path.glob(needed)):
-            raise UserError(f"model.path = {config.model.path}: no {what} in it ({needed})")
+    for needed, what in ((("*.safetensors", ".metadata"), "weights"), (("tokenizer.json",), "tokenizer")):
+        if not any(any(config.model.path.glob(pattern)) for pattern in needed):
+            raise UserError(f"model.path = {config.model.path}: no {what} in it ({' or '.join(needed)})")
     _check_layout(config, hf)
     context = hf.get("max_position_embeddings")
     longest = config.rollout.max_response_tokens

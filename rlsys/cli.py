@@ -26,6 +26,7 @@ from launch.preflight import check_model, read_hf_config
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
 from launch.supervisor import Stopped, StopSignals, Supervisor
+from rlsys.cli_models import add_model_commands
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
@@ -205,6 +206,7 @@ def make_parser() -> Parser:
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add_commands(add)
     add_router(add)
+    add_model_commands(add)
     return parser
 
 

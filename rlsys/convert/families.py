@@ -113,10 +113,10 @@ def _latent(megatron: str, hf: str, shape: str, **more: Any) -> Rule:
 
 _LATENT_ATTENTION = (
     _latent("linear_q_proj", "q_proj", "bh", cut=0, only="q_full"),
-    _latent("linear_q_down_proj", "q_a_proj", "ah", cut=0, only="q_rank"),
+    _latent("linear_q_down_proj", "q_a_proj", "ah", only="q_rank"),
     _latent("q_layernorm", "q_a_layernorm", "a", only="q_rank"),
     _latent("linear_q_up_proj", "q_b_proj", "ba", cut=0, only="q_rank"),
-    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "ph", cut=0),
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "ph"),
     _latent("kv_layernorm", "kv_a_layernorm", "c"),
     _latent("linear_kv_up_proj", "kv_b_proj", "xc", cut=0),
     _latent("linear_proj", "o_proj", "ho", cut=1),

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.output import partial_of
 from rlsys.errors import UserError
 
 SIDE_FILES = (
@@ -114,7 +115,7 @@ def write_hf(
 
     Holds at most one file's tensors in memory. Atomic: `folder` appears whole or not at all.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files: list[list[str]] = []

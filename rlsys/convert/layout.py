@@ -6,6 +6,7 @@ linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,12 @@ class Entry:
     rule: Rule
     megatron: str
     hf: dict[str, tuple[int, ...]]
+    layer: int | None = None
     expert: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.hf.values())
 
 
 def entries(config: HFConfig) -> Iterator[Entry]:
@@ -73,7 +79,7 @@ def entries(config: HFConfig) -> Iterator[Entry]:
 
 def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int | None = None) -> Entry:
     shapes = {name.format(l=layer, e=expert): config.shape(letters) for name, letters in rule.hf.items()}
-    return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, expert)
+    return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
 
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

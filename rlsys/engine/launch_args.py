@@ -36,6 +36,10 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
+    if (
+        config.model.path / ".metadata"
+    ).is_file():  # a Megatron checkpoint: the first push brings the weights
+        argv += ["--load-format", "dummy"]
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
     if have_cuda():

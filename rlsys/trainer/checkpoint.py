@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -61,6 +62,30 @@ def steps(folder: Path) -> list[int]:
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint, not a Hugging Face folder."""
+    return (path / ".metadata").is_file()
+
+
+def load_weights(path: Path, model: Chunks) -> None:
+    """Only the model, from a checkpoint that `rlsys convert` made. Raises RunError as Checkpoints.load does."""
+    _verify(path, [])
+    wanted = {
+        part: {name: shard for name, shard in shards.items() if not isinstance(shard, ShardedObject)}
+        for part, shards in model.sharded_state_dict().items()
+    }
+    model.load_weights(_loaded({"model": wanted}, path)["model"])
+
+
+def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    except _FOREIGN as e:
+        reason = " ".join(str(e).split())[-300:]
+        raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
+    return loaded
 
 
 def _state(model: Chunks, optimizer: Any, objective: Objective | None, loading: bool) -> dict[str, Any]:
@@ -186,11 +211,7 @@ class Checkpoints:
             return 0
         path = path_of(self._folder, found[-1])
         _verify(path, found)
-        try:
-            state = dist_checkpointing.load(_state(model, optimizer, objective, loading=True), str(path))
-        except _FOREIGN as e:
-            reason = " ".join(str(e).split())[-300:]
-            raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
+        state = _loaded(_state(model, optimizer, objective, loading=True), path)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])

@@ -54,6 +54,13 @@ class Chunks:
         for i, module in enumerate(self.modules):
             module.load_state_dict(state[str(i)])
 
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """The same without what is no weight. Transformer Engine's layers have an extra state of their own."""
+        for i, module in enumerate(self.modules):
+            missing, _ = module.load_state_dict(state[str(i)], strict=False)
+            if lost := [name for name in missing if not name.endswith("_extra_state")]:
+                raise ValueError(f"no {lost[0]} in the state")
+
     def shards(self, prefix: str) -> dict[str, Any]:
         """The same descriptions by parameter, under checkpoint keys that begin with `prefix`."""
         return {

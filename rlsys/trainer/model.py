@@ -8,21 +8,24 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
+from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
-from rlsys.trainer.weights import load_hf
+from rlsys.trainer.weights import load_hf, mark_shards
 
 
 def check_layout(config: Config, hf: HFConfig) -> None:
     """Raises UserError, with both numbers, for a layout that does not divide this model."""
-    p, path, latent = config.parallel, config.model.path, hf.latent
+    p, path = config.parallel, config.model.path
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
     for name, size, what, total in (
@@ -32,13 +35,6 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         ("tp", p.tp, "vocab_size", hf.vocab_size),
         ("tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
         ("tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
-        ("tp", p.tp, "the rank of queries", (latent and latent.q_rank) or 0),
-        (
-            "tp",
-            p.tp,
-            "the rank of keys and values with position",
-            latent.kv_rank + latent.rotary if latent else 0,
-        ),
         ("ep", p.ep, "experts", hf.experts),
         ("etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
     ):
@@ -155,7 +151,12 @@ def block_spec(transformer: TransformerConfig, stage: int | None) -> Transformer
     spec = get_gpt_decoder_block_spec(transformer, engine, normalization="RMSNorm", vp_stage=stage)
     if not engine:
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            parts = layer.submodules.self_attention.submodules
+            parts.core_attention = PackedAttention
+            if isinstance(parts, MLASelfAttentionSubmodules):
+                # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
+                # other ranks' part of the gradient of the keys' rotary half, silently.
+                parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
     return spec
 
 
@@ -165,8 +166,12 @@ def build_model(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
-    chunks = Chunks([_chunk(transformer, hf, stage).to(device) for stage in stages])
-    load_hf(chunks, config.model.path, hf)
+    chunks = Chunks([chunk(transformer, hf, stage).to(device) for stage in stages])
+    if checkpoint.is_checkpoint(config.model.path):
+        checkpoint.load_weights(config.model.path, chunks)
+    else:
+        load_hf(chunks, config.model.path, hf)
+    mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():
         if ".experts." in name:
             # One optimizer shape for any ep; must precede DDP.
@@ -174,7 +179,7 @@ def build_model(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
     return chunks
 
 
-def _chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> GPTModel:
+def chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> GPTModel:
     """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(

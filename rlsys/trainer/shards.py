@@ -15,14 +15,6 @@ def _group(rule: Rule) -> torch.distributed.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def is_cut(part: Tensor, elements: int, rule: Rule) -> bool:
-    """Whether ranks share the parameter of `elements` elements.
-
-    Some layers hold whole what others cut: the down-projections of latent attention in Transformer Engine's spec.
-    """
-    return rule.cut is not None and part.numel() * _group(rule).size() == elements
-
-
 def shard(full: Tensor, rule: Rule) -> Tensor:
     """This rank's part. gate_up is cut within gate and within up, so that a rank holds matching halves."""
     if rule.cut is None or (group := _group(rule)).size() == 1:

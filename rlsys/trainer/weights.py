@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rlsys.convert.hf import HFTensors
 from rlsys.convert.layout import Entry, check_names, entries, to_hf, to_megatron
 from rlsys.errors import UserError
 from rlsys.trainer.chunks import Chunks
-from rlsys.trainer.shards import is_cut, shard, unshard
+from rlsys.trainer.shards import shard, unshard
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -35,6 +34,7 @@ class LocalWeights:
 
     def __init__(self, model: Chunks, hf: HFConfig) -> None:
         self._by_name = dict(model.named_weights())
+        self._tied = hf.tied
         self._experts = hf.experts // parallel_state.get_expert_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         dtypes = {name: weight.dtype for name, weight in self._by_name.items()}
@@ -61,39 +61,51 @@ class LocalWeights:
                     return stage, name, dtypes[name]
         raise UserError(f"the model has no parameter {plain} for {', '.join(entry.hf)}")
 
+    def here(self, entry: Entry) -> list[str]:
+        """The names under which this rank holds it, or a part of it."""
+        stage, name, _ = self.place(entry)
+        here = [name] if stage == self.pp_group.rank() else []
+        if self._tied and name == _EMBEDDING and _HEAD in self.names:
+            here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
+        owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
+        return here if owned else []
+
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
 
 
 def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
-    """Fill this rank's parameters from `folder`, tensor by tensor. Collective.
+    """Fill this rank's weights from `folder`, tensor by tensor. Collective.
 
     Raises UserError that names a missing, unknown or mis-shaped tensor.
     """
     tensors = HFTensors(folder, hf)
     check_names(hf, tensors.names, str(folder))
-    local = LocalWeights(model, hf)
-    rank, filled = parallel_state.get_expert_model_parallel_rank(), set()
+    local, filled = LocalWeights(model, hf), set()
     for entry in entries(hf):
-        stage, name, _ = local.place(entry)
-        here = [name] if stage == local.pp_group.rank() else []
-        if hf.tied and name == _EMBEDDING and _HEAD in local.names:
-            here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
-        if not here or local.owner(entry) not in (None, rank):
+        if not (here := local.here(entry)):
             continue
         full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
         for name in here:
             weight = local[name]
-            cut = is_cut(weight, full.numel(), entry.rule)
             with torch.no_grad():
-                weight.copy_(shard(full, entry.rule) if cut else full)
-            if cut and not hasattr(weight, "tensor_model_parallel"):
-                # Megatron marks shards when it initialises them, which we skip; unmarked ones count as copies
-                # in the gradient norm.
-                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut, 1)
+                weight.copy_(shard(full, entry.rule))
             filled.add(name)
     if rest := sorted(local.names - filled):
         raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
+
+
+def mark_shards(model: Chunks, hf: HFConfig) -> None:
+    """Tell megatron which weights are parts: the others count as copies in the gradient norm. Collective.
+
+    It does so itself when it initialises weights, which we skip.
+    """
+    local = LocalWeights(model, hf)
+    for entry in entries(hf):
+        for name in local.here(entry):
+            weight = local[name]
+            if entry.rule.cut is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut, 1)
 
 
 def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
@@ -125,5 +137,4 @@ def _whole(local: LocalWeights, entry: Entry, name: str) -> Tensor:
         # Experts have one shape everywhere, so this rank's own is the mould for another's.
         part = part if owner == group.rank() else torch.empty_like(part)
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
-    elements = sum(math.prod(shape) for shape in entry.hf.values())
-    return unshard(part, entry.rule) if is_cut(part, elements, entry.rule) else part
+    return unshard(part, entry.rule)

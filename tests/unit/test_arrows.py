@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "megatron_patches": {"errors"},
     "launch": {"errors", "config", "obs"},
 }
-FREE = {"train", "cli"}  # these may import every room
+FREE = {"train", "cli", "cli_models"}  # these may import every room
 
 TORCH_FREE = (
     "types",
@@ -43,6 +43,7 @@ TORCH_FREE = (
     "rollout",
     "launch",
     "cli",
+    "cli_models",
 )
 TORCH_FREE_FILES = ("rlsys/engine/client.py", "rlsys/engine/launch_args.py", "rlsys/data/source.py")
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "megatron_patches"}

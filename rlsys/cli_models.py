@@ -1,0 +1,84 @@
+"""The commands of `rlsys` that concern models at rest: convert. What is heavy is imported when it is needed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+_SIZES = {
+    "tp": "tensor parallel size",
+    "pp": "pipeline parallel size",
+    "ep": "expert parallel size",
+    "etp": "tensor parallel size of the experts; --tp when not given",
+}
+
+
+def add_model_commands(add: Add) -> None:
+    convert = add("convert", convert_to_megatron, "turn a model's folder into a Megatron checkpoint, or back")
+    kinds = convert.add_subparsers(required=True, metavar="hf-to-megatron|megatron-to-hf|verify")
+    kind = kinds.add_parser("hf-to-megatron", help="a checkpoint with one file for each rank of a layout")
+    kind.set_defaults(run_command=convert_to_megatron)
+    kind.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    for name, what in _SIZES.items():
+        kind.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    kind = kinds.add_parser("megatron-to-hf", help="a Hugging Face folder that serves by itself")
+    kind.set_defaults(run_command=convert_to_hf)
+    kind.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint, or run folder (its newest one)",
+    )
+    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    kind = kinds.add_parser("verify", help="compare two models bit for bit, of either kind")
+    kind.set_defaults(run_command=compare)
+    for name in ("a", "b"):
+        kind.add_argument(
+            name, type=Path, metavar=name.upper(), help="Hugging Face folder, checkpoint or run"
+        )
+
+
+def convert_to_megatron(args: argparse.Namespace) -> int:
+    from rlsys.trainer.conversion import hf_to_megatron
+
+    layout = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
+    with _bar(f"{args.hf} -> {args.out}") as advance:
+        done = hf_to_megatron(args.hf, args.out, layout, advance)
+    print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
+    if done.skipped:
+        print(f"left out: {done.skipped} tensors of layers for multi-token prediction")
+    return 0
+
+
+def convert_to_hf(args: argparse.Namespace) -> int:
+    from rlsys.trainer.conversion import megatron_to_hf
+
+    with _bar(f"{args.checkpoint} -> {args.out}") as advance:
+        done = megatron_to_hf(args.checkpoint, args.out, advance)
+    print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """RunError (exit code 1) when the models differ."""
+    from rlsys.trainer.conversion import verify
+
+    with _bar(f"{args.a} = {args.b}?") as advance:
+        done = verify(args.a, args.b, advance)
+    print(f"bit-equal: {done.tensors} tensors, {done.elements:,} parameters")
+    return 0
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,47 @@
+"""Where a conversion writes: a new folder, with room for what comes."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rlsys.errors import UserError
+
+
+def partial_of(folder: Path) -> Path:
+    """What `folder` is called until it is whole."""
+    return folder.with_name(folder.name + ".partial")
+
+
+@contextmanager
+def new_folder(folder: Path, needed: int) -> Iterator[None]:
+    """The block writes `folder`, about `needed` bytes, by way of partial_of(folder).
+
+    Raises UserError when the folder exists or the disk is too small, also when that shows only on the way; what was
+    written is then deleted.
+    """
+    if folder.exists():
+        raise UserError(f"--out {folder}: exists already; name a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+    except OSError as e:
+        raise UserError(f"--out {folder}: cannot write there: {e.strerror}") from None
+    if free < needed:
+        raise UserError(f"--out {folder}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left")
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(partial_of(folder), ignore_errors=True)
+        full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left" in str(e):
+            raise UserError(f"--out {folder}: the disk is full; nothing was left behind") from None
+        raise UserError(f"--out {folder}: cannot be written: {e}") from None
+    except BaseException:
+        shutil.rmtree(partial_of(folder), ignore_errors=True)
+        raise

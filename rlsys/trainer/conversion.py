@@ -1,0 +1,279 @@
+"""Whole models between Hugging Face folders and Megatron checkpoints, tensor by tensor, by one process.
+
+A checkpoint made here has the model's weights only, beside its config.json and tokenizer: `model.path` may name it.
+It has one file for each rank of the layout that it is made for, and loads in every other one too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.config import Config, load_config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.families import Rule
+from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
+from rlsys.convert.layout import Entry, check_names, entries, left_out, to_hf, to_megatron
+from rlsys.convert.output import new_folder, partial_of
+from rlsys.convert.torch_dist import DistReader, DistWriter
+from rlsys.errors import RunError, UserError
+from rlsys.trainer import checkpoint, manifest, setup
+from rlsys.trainer.addresses import Address, addresses
+from rlsys.trainer.model import check_layout
+
+Advance = Callable[[int, int], None]
+"""Told after each tensor: elements done, elements in all."""
+
+_NOT_THE_MODEL = ("optimizer.", "average.", "value_head.")
+"""Begin the keys of what else a run's checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was converted. `skipped`: tensors for multi-token prediction, which nobody here trains."""
+
+    tensors: int
+    elements: int
+    skipped: int = 0
+
+
+# -- Hugging Face -> Megatron -------------------------------------------------------------------------------
+
+
+def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int | None], advance: Advance) -> Done:
+    """Raises UserError that names the tensor, the size or the folder that does not fit."""
+    hf = HFConfig.read(folder)
+    config = _config(folder, layout)
+    check_layout(config, hf)
+    tensors = HFTensors(folder, hf)
+    check_names(hf, tensors.names, str(folder))
+    total = _elements(hf)
+    done = Done(0, 0, len(left_out(hf, tensors.names)))
+    partial, size = partial_of(out), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    with new_folder(out, size), _one_rank(folder) as alone:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        with DistWriter(partial) as writer:
+            for entry, address in addresses(alone, hf):
+                full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
+                for rank, start, length in pieces(entry, address, config, hf):
+                    part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
+                    writer.put(rank, address.key, address.shape, address.box(start, length), part)
+                done = Done(done.tensors + len(entry.hf), done.elements + full.numel(), done.skipped)
+                advance(done.elements, total)
+        writer.finish({"step": 0})
+        _copy_side_files(folder, partial)
+        manifest.write(partial, 0, None, {})
+        publish(partial, out)
+    return done
+
+
+def pieces(
+    entry: Entry, address: Address, config: Config, hf: HFConfig
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(rank that will load it, first element, size) of the parts of one parameter, in megatron's order of ranks."""
+    p, size = config.parallel, address.parameter
+    lanes = p.world_size // p.pp
+    first = _stage(entry, config, hf) * lanes
+    ranks = p.tp
+    if entry.expert is not None:
+        ranks = p.expert_tp
+        first += entry.expert // (hf.experts // p.ep) * ranks
+    for rank, start, length in _cuts(entry.rule, size, ranks):
+        cut = entry.rule.cut or 0
+        yield (
+            first + rank,
+            tuple(start if axis == cut else 0 for axis in range(len(size))),
+            tuple(length if axis == cut else n for axis, n in enumerate(size)),
+        )
+
+
+def _cuts(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(rank, first, length) along the axis of the cut; gate and up are each cut."""
+    if rule.cut is None:
+        yield 0, 0, size[0]
+        return
+    halves = 2 if rule.layout == "gate_up" else 1
+    length = size[rule.cut] // (halves * ranks)
+    for i in range(halves * ranks):
+        yield i % ranks, i * length, length
+
+
+def _stage(entry: Entry, config: Config, hf: HFConfig) -> int:
+    pp = config.parallel.pp
+    if entry.layer is not None:
+        return entry.layer // (hf.layers // pp)
+    return 0 if entry.megatron.startswith("embedding.") else pp - 1
+
+
+# -- Megatron -> Hugging Face -------------------------------------------------------------------------------
+
+
+def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
+    """`where`: a converted checkpoint, a run folder (its newest), or one of the checkpoints in it.
+
+    Raises UserError for what is no checkpoint, one that is damaged, or one of another model.
+    """
+    found = find_checkpoint(where)
+    model = model_of(found)
+    hf = HFConfig.read(model)
+    _check_whole(found)
+    size = sum(f.stat().st_size for f in found.glob("*.distcp"))
+    total, done = _elements(hf), Done(0, 0)
+    with _one_rank(model) as alone:
+        source = MegatronTensors(found, alone, hf)
+        # A run's checkpoint also holds the optimizer's state, at least twice the weights.
+        with new_folder(out, size // 3 if source.of_a_run else size):
+
+            def tensors() -> Iterator[tuple[str, Tensor]]:
+                nonlocal done
+                for name, tensor in source.tensors():
+                    yield name, tensor
+                    done = Done(done.tensors + 1, done.elements + tensor.numel())
+                    advance(done.elements, total)
+
+            write_hf(out, model, tensors())
+    return done
+
+
+def find_checkpoint(where: Path) -> Path:
+    """Raises UserError when there is none."""
+    if not where.is_dir():
+        raise UserError(f"{where}: no such folder")
+    folder = where / "checkpoints"
+    if steps := checkpoint.steps(folder):
+        return checkpoint.path_of(folder, steps[-1])
+    if not (where / ".metadata").is_file():
+        raise UserError(f"{where}: neither a Megatron checkpoint in torch_dist format nor a run that has one")
+    return where
+
+
+def model_of(found: Path) -> Path:
+    """The folder with the config.json and the tokenizer of a checkpoint."""
+    if (found / "config.json").is_file():
+        return found
+    run = found.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{found}: no config.json in it, and {run} is no run folder: which model is it?")
+    return load_config(run / "config.yaml").model.path
+
+
+class MegatronTensors:
+    """A checkpoint's model under Hugging Face names. Raises UserError unless each tensor has its place, and fits."""
+
+    def __init__(self, folder: Path, alone: Config, hf: HFConfig) -> None:
+        self._reader = DistReader(folder)
+        self._hf = hf
+        self._addresses = list(addresses(alone, hf))
+        expected = {address.key: address.shape for _, address in self._addresses}
+        stored = self._reader.shapes
+        for key, shape in expected.items():
+            if key not in stored:
+                raise UserError(f"{folder}: a checkpoint of another model: {key} is missing")
+            if stored[key] != shape:
+                raise UserError(
+                    f"{folder}: a checkpoint of another model: {key} has shape {stored[key]}, expected {shape}"
+                )
+        rest = sorted(stored.keys() - expected.keys())
+        if extra := [key for key in rest if not key.startswith(_NOT_THE_MODEL)]:
+            raise UserError(f"{folder}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
+        self.of_a_run = bool(rest)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for entry, address in self._addresses:
+            full = self._reader.read(address.key, address.box()).reshape(address.parameter)
+            yield from zip(entry.hf, to_hf(entry.rule, full, self._hf), strict=True)
+
+
+# -- comparison ---------------------------------------------------------------------------------------------
+
+
+def verify(a: Path, b: Path, advance: Advance) -> Done:
+    """Compare two models, each a Hugging Face folder or a Megatron checkpoint, bit for bit.
+
+    Raises RunError that says how many tensors differ, and names the first and by how much.
+    """
+    configs = []
+    for where in (a, b):
+        configs.append(HFConfig.read(_model_folder(where)))
+    for field in fields(HFConfig):
+        x, y = (getattr(c, field.name) for c in configs)
+        if x != y and field.name not in ("family", "prediction_layers"):
+            raise RunError(f"{a} and {b} differ: {field.name} is {x} and {y}")
+    done, differ, total = Done(0, 0), [], _elements(configs[0])
+    with _one_rank(_model_folder(a)) as alone:
+        sources = [_source(where, hf, alone) for where, hf in zip((a, b), configs, strict=True)]
+        for (name, x), (_, y) in zip(*sources, strict=True):
+            if x.dtype != y.dtype:
+                differ.append(f"{name} ({x.dtype} and {y.dtype})")
+            elif not torch.equal(x, y):
+                differ.append(f"{name} (by up to {(x.double() - y.double()).abs().max():.3g})")
+            done = Done(done.tensors + 1, done.elements + x.numel())
+            advance(done.elements, total)
+    if differ:
+        raise RunError(f"{len(differ)} of {done.tensors} tensors differ, first: {differ[0]}")
+    return done
+
+
+def is_hf(where: Path) -> bool:
+    return any(where.glob("*.safetensors"))
+
+
+def _model_folder(where: Path) -> Path:
+    return where if is_hf(where) else model_of(find_checkpoint(where))
+
+
+def _source(where: Path, hf: HFConfig, alone: Config) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in the name table's order. Folders are checked before the first one."""
+    if not is_hf(where):
+        found = find_checkpoint(where)
+        _check_whole(found)
+        return MegatronTensors(found, alone, hf).tensors()
+    tensors = HFTensors(where, hf)
+    check_names(hf, tensors.names, str(where))
+    return ((name, tensors.read(name, shape)) for entry in entries(hf) for name, shape in entry.hf.items())
+
+
+# -- common -------------------------------------------------------------------------------------------------
+
+
+def _check_whole(found: Path) -> None:
+    if told := manifest.damaged(found):
+        raise UserError(f"{found}: the checkpoint is damaged: {'; '.join(told)}")
+
+
+def _config(folder: Path, layout: dict[str, int | None] | None = None) -> Config:
+    return Config.model_validate({"model": {"path": folder}, "parallel": layout or {}})
+
+
+class _one_rank:
+    """Megatron's process groups for this process alone: asking it for addresses needs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = _config(folder)
+
+    def __enter__(self) -> Config:
+        setup.init_distributed(self._config)
+        return self._config
+
+    def __exit__(self, *_: Any) -> None:
+        setup.leave_layout()
+
+
+def _elements(hf: HFConfig) -> int:
+    return sum(entry.elements for entry in entries(hf))
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    for name in SIDE_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
