@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from rlsys.config import Config, load_config
+from rlsys.config import Config, ModelConfig, ParallelConfig, explain_error, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
@@ -47,7 +48,7 @@ class Done:
 # -- Hugging Face -> Megatron -------------------------------------------------------------------------------
 
 
-def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int | None], advance: Advance) -> Done:
+def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Advance) -> Done:
     """Raises UserError that names the tensor, the size or the folder that does not fit."""
     hf = HFConfig.read(folder)
     config = _config(folder, layout)
@@ -249,15 +250,20 @@ def _check_whole(found: Path) -> None:
         raise UserError(f"{found}: the checkpoint is damaged: {'; '.join(told)}")
 
 
-def _config(folder: Path, layout: dict[str, int | None] | None = None) -> Config:
-    return Config.model_validate({"model": {"path": folder}, "parallel": layout or {}})
+def _config(folder: Path, layout: dict[str, int]) -> Config:
+    """Checked as a layout, but not as a run: nothing is trained."""
+    try:
+        parallel = ParallelConfig.model_validate(layout)
+    except ValidationError as e:
+        raise UserError(f"--{explain_error(e, ParallelConfig)}") from None
+    return Config(model=ModelConfig(path=folder)).model_copy(update={"parallel": parallel})
 
 
 class _one_rank:
     """Megatron's process groups for this process alone: asking it for addresses needs them."""
 
     def __init__(self, folder: Path) -> None:
-        self._config = _config(folder)
+        self._config = _config(folder, {})
 
     def __enter__(self) -> Config:
         setup.init_distributed(self._config)

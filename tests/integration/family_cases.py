@@ -1,7 +1,7 @@
 """Run under torchrun: `family_cases.py WORKPLACE CASE...`, a case being FAMILY:FOLDER:LAYOUT.
 
-The trainer begins from WORKPLACE/FAMILY/FOLDER (a Hugging Face folder or a converted checkpoint) in that layout; rank 0
-writes what it saw to WORKPLACE/seen.jsonl.
+The trainer begins from WORKPLACE/FAMILY/FOLDER (a Hugging Face folder or a converted checkpoint) in that layout; rank
+0 writes what it saw to WORKPLACE/seen.jsonl.
 """
 
 from __future__ import annotations
