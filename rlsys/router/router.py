@@ -178,8 +178,8 @@ class Router:
         return str(sample.spans[0].version if sample.spans else self._pool.version)
 
     def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
-        """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the response:
-        SGLang then still calls it aborted, and going on would write past the end.
+        """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the
+        response: SGLang then still calls it aborted, and going on would write past the end.
         """
         if finish in _ENDED:
             return _ENDED[finish]

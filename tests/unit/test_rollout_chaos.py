@@ -9,9 +9,11 @@ import json
 import math
 import os
 import random
+import shutil
 import sqlite3
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,6 @@ KILLS = 40
 """Of the rollout process; after them it is let live."""
 CHECKPOINT_EVERY = 5
 BUDGET = 24
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class World:
@@ -183,9 +184,15 @@ def check_sample(s: Sample) -> None:
     assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(versions)]
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_a_thousand_steps_of_chaos(seed: int) -> None:
-    folder = Path(tempfile.mkdtemp(dir=MEMORY))
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: every step waits for several commits."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_thousand_steps_of_chaos(folder: Path) -> None:
     config = make_config(
         folder,
         rollout={
@@ -194,7 +201,7 @@ def test_a_thousand_steps_of_chaos(seed: int) -> None:
         },
         trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
     )  # fmt: skip
-    world = World(config, seed)
+    world = World(config, seed=0)
     run_virtual(world.run())
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
