@@ -1,11 +1,13 @@
 """Does APRIL pay? Rollouts of one recorded long-tail trace on a real SGLang engine, mode against mode in one run.
 
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...]
+    python bench/april_plot.py RESULT.json FIGURE.png
 
 Compared: rollout modes with the same slots (samples in flight), so that no mode gets more of the engine:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
     april-R        N'/N = R: a step takes the first N, the rest is interrupted and goes on later
+    april-2-kept   the same at R = 2, but a push leaves keys and values in place: what re-prefill costs
     asynchronous   nothing is interrupted by a take; a push interrupts, and admission bounds the age
     saturated      slots always full, no steps, no pushes: the bound
 
@@ -19,19 +21,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import random
+import math
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from april_stage import (
+    CONTEXT,
+    GROUP_SIZE,
+    LOOK_SECONDS,
+    PROMPT_TOKENS,
+    SLOTS,
+    Clock,
+    Mode,
+    RandomPrompts,
+    Stage,
+    canary_ids,
+)
 from measure import machine, running_engine, say, spread, write_random_moe
 from safetensors.torch import load_file
-from torch import Tensor
 
 from rlsys.config import Config, identity
 from rlsys.engine.client import EngineClient, make_session
@@ -39,117 +52,60 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
-from rlsys.router.attest import Bounds
-from rlsys.router.router import Router
-from rlsys.types import Canary, GroupState, Prompt, Sample, SampleGroup
+from rlsys.types import Canary, Prompt, Sample, SampleGroup, Taken
 from rlsys.weights.sync import WeightSync
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
-SLOTS, GROUP_SIZE = 120, 4
-VOCAB, PROMPT_TOKENS = 128, 24
-GPU_LIKE_SECONDS = 0.06
-"""Added to every forward pass: several times what the CPU's own pass of a few samples takes."""
-LOOK_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Mode:
-    name: str
-    over_provision: float
-    max_staleness: int
-    placement: str = "colocated"
-
-    @property
-    def groups(self) -> int:
-        """Of one step: N = slots / (N'/N)."""
-        return round(SLOTS / GROUP_SIZE / self.over_provision)
-
+GPU_LIKE_SECONDS = 0.03
+"""Added to every forward pass: several times what the CPU's own pass takes."""
+PREFILL_TOKENS = 8192
+"""Of one forward pass: what SGLang chooses on a GPU of 80 GB; without one it would take half of it."""
+QUICK_SCALE = 16
+"""--quick divides the lengths of the trace."""
 
 MODES = [
     Mode("synchronous", 1.0, 0),
     *(Mode(f"april-{r:g}", r, 64) for r in (1.25, 1.5, 2.0, 3.0)),
+    Mode("april-2-kept", 2.0, 64, "disaggregated", "in_place"),
     Mode("asynchronous", 1.0, 8, "disaggregated"),
 ]
-
-
-class TracedRouter(Router):
-    """The product's router; the trace says how long each response is."""
-
-    lengths: Sequence[int] = ()
-    interrupt_seconds = 0.0
-
-    async def interrupt(self) -> None:
-        start = time.monotonic()
-        await super().interrupt()
-        self.interrupt_seconds += time.monotonic() - start
-
-    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
-        limit = self.lengths[sample.sample_id % len(self.lengths)]
-        return await super().generate(sample, max_response_tokens=limit, temperature=temperature)
-
-
-class RandomPrompts:
-    """Prompt `i` is random ids, the same in every mode; nobody evaluates."""
-
-    def train(self, index: int) -> Prompt:
-        rng = random.Random(index)
-        return Prompt(index, "", [rng.randrange(9, VOCAB) for _ in range(PROMPT_TOKENS)], {})
-
-    def heldout(self, n: int) -> list[Prompt]:
-        return [self.train(-1 - i) for i in range(n)]
 
 
 async def reward_one(_prompt: Prompt, _text: str) -> float:
     return 1.0
 
 
-@dataclass
-class Stage:
-    """What all modes share: one engine, its weights, the trace."""
+class Loop:
+    """The trainer's side of one mode, and a stop-watch on its phases."""
 
-    client: EngineClient
-    config: Config
-    tensors: dict[str, Tensor]
-    canaries: list[Canary]
-    lengths: list[int]
-    folder: Path
+    def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
+        self._manager = manager
+        self._stage = stage
+        self._sync = WeightSync(config, is_main=True)
+        self.step = 0
+        self.seconds = dict.fromkeys(("take", "begin", "send", "end"), 0.0)
 
-    @property
-    def true_mean(self) -> float:
-        return sum(self.lengths) / len(self.lengths)
+    async def take(self) -> Taken:
+        self.step += 1
+        with self._phase("take"):
+            taken = await self._manager.take(self.step)
+        assert taken is not None, "the engine lost its weights"
+        return taken
 
-    def for_mode(self, mode: Mode, folder: Path) -> Config:
-        data = self.config.model_dump()
-        data["run"]["dir"] = folder
-        data["rollout"] |= {
-            "groups_per_step": mode.groups, "group_size": GROUP_SIZE, "over_provision": mode.over_provision,
-            "max_staleness": mode.max_staleness,
-        }  # fmt: skip
-        data["launch"]["placement"] = mode.placement
-        return Config.model_validate(data)
+    async def push(self) -> None:
+        """What trainer and rollout do between two steps."""
+        with self._phase("begin"):
+            ticket = await self._manager.begin_push()
+        with self._phase("send"):
+            await asyncio.to_thread(self._sync.push, iter(self._stage.tensors.items()), ticket)
+        with self._phase("end"):
+            await self._manager.end_push(ticket, self._stage.canaries)
 
-    def router(self) -> TracedRouter:
-        router = TracedRouter(
-            [self.client], vocab_size=VOCAB, context_length=1024, stop_ids=(), bounds=Bounds.of(self.config)
-        )
-        router.lengths = self.lengths
-        return router
-
-
-@dataclass
-class Clock:
-    """Looks at the slots while a mode runs."""
-
-    router: Router
-    looks: list[float] = field(default_factory=list)
-
-    async def run(self) -> None:
-        while True:
-            self.looks.append(self.router.stats()["in_flight"])
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def idle_share(self) -> float:
-        return sum(n < SLOTS / 2 for n in self.looks) / max(1, len(self.looks))
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - start
 
 
 async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[str, float]:
@@ -157,80 +113,55 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
-        router = stage.router()
+        router, source = stage.router(mode.interruption), RandomPrompts()
         scorer = Scorer(lambda: nullcontext(reward_one), lambda _ids: "", 60.0)
-        source = RandomPrompts()
         manager = RolloutManager(config, buffer, router, source, scorer, Planning(config, source, None))
-        sync = WeightSync(config, is_main=True)
-
-        phases = dict.fromkeys(("begin", "send", "end"), 0.0)
-
-        async def push() -> None:
-            """What the trainer and the rollout do between two steps; the seconds of each phase are added up."""
-            times = [time.monotonic()]
-            ticket = await manager.begin_push()
-            times.append(time.monotonic())
-            await asyncio.to_thread(sync.push, iter(stage.tensors.items()), ticket)
-            times.append(time.monotonic())
-            await manager.end_push(ticket, stage.canaries)
-            times.append(time.monotonic())
-            for name, a, b in zip(("begin", "send", "end"), times[:-1], times[1:], strict=True):
-                phases[name] += b - a
-
-        clock = Clock(router)
+        loop = Loop(stage, config, manager)
         try:
             await manager.restore(0)
-            await push()
-            step = trained = 0
-            while mode.max_staleness and trained < warm:
-                step += 1
-                trained += await take(manager, step)
-                await push()
-            looking, before, start = asyncio.create_task(clock.run()), router.stats(), time.monotonic()
-            phases.update(begin=0.0, send=0.0, end=0.0)
-            router.interrupt_seconds, first = 0.0, step
-            taken: list[SampleGroup] = []
-            ages: list[float] = []
-            off_policy = tokens = 0.0
-            while len(taken) * GROUP_SIZE < measured:
-                step += 1
-                got = await manager.take(step)
-                assert got is not None, "the engine lost its weights"
-                taken += got.groups
-                ages.append(got.metrics["staleness_mean"])
-                tokens += got.metrics["tokens"]
-                off_policy += got.metrics["off_policy_share"] * got.metrics["tokens"]
-                await push()
+            await loop.push()
+            while mode.max_staleness and loop.step * mode.groups * GROUP_SIZE < warm:
+                await loop.take()
+                await loop.push()
+            clock, before, first = Clock(router), router.stats(), loop.step
+            loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
+            looking, start = asyncio.create_task(clock.run()), time.monotonic()
+            taken: list[Taken] = []
+            while (loop.step - first) * mode.groups * GROUP_SIZE < measured:
+                taken.append(await loop.take())
+                await loop.push()
             seconds, after = time.monotonic() - start, router.stats()
             looking.cancel()
         finally:
             await manager.close()
             buffer.close()
-    prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
-    cached = after["cached_tokens"] - before["cached_tokens"]
-    trained_lengths = [len(s.response_ids) for g in taken for s in g.samples]
-    assert all(g.state is GroupState.TRAINED for g in taken)
     assert after["lost"] == before["lost"], "tokens were lost"
+    prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
     return {
-        "trained_tokens_per_s": tokens / seconds,
-        "samples_per_s": len(trained_lengths) / seconds,
+        **of_trained(taken, seconds, stage.true_mean),
         "share_below_half_slots": clock.idle_share(),
-        "off_policy_share": off_policy / tokens,
-        "mean_age": sum(ages) / len(ages),
-        "length_ratio": sum(trained_lengths) / len(trained_lengths) / stage.true_mean,
-        "prefilled_tokens_per_trained_token": (prefilled - cached) / tokens,
-        "cache_share": cached / prefilled,
-        "interrupt_seconds_per_step": router.interrupt_seconds / (step - first),
-        **{f"push_{name}_seconds_per_step": total / (step - first) for name, total in phases.items()},
-        "seconds_per_step": seconds / (step - first),
+        "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / prefilled,
+        "seconds_per_step": seconds / len(taken),
+        "interrupt_seconds_per_step": router.interrupt_seconds / len(taken),
+        **{f"{phase}_seconds_per_step": total / len(taken) for phase, total in loop.seconds.items()},
         "seconds": seconds,
     }
 
 
-async def take(manager: RolloutManager, step: int) -> int:
-    got = await manager.take(step)
-    assert got is not None, "the engine lost its weights"
-    return sum(len(g.samples) for g in got.groups)
+def of_trained(taken: list[Taken], seconds: float, true_mean: float) -> dict[str, float]:
+    """Figures of the groups that the measured steps took."""
+    groups: list[SampleGroup] = [g for t in taken for g in t.groups]
+    samples = [s for g in groups for s in g.samples]
+    tokens = sum(len(s.response_ids) for s in samples)
+    read_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
+    return {
+        "trained_tokens_per_s": tokens / seconds,
+        "samples_per_s": len(samples) / seconds,
+        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in taken) / tokens,
+        "mean_age": sum(t.metrics["staleness_mean"] for t in taken) / len(taken),
+        "length_ratio": tokens / len(samples) / true_mean,
+        "re_prefilled_tokens_per_trained_token": max(0, read_again) / tokens,
+    }
 
 
 async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
@@ -240,15 +171,15 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     await router.end_push(1, stage.canaries)
     assert engines
     router.resume()
-    numbers = iter(range(10**9))
-    ended: list[tuple[float, int]] = []
+    numbers = itertools.count()
+    ended: list[int] = []
 
     async def worker() -> None:
         while True:
             i = next(numbers)
             sample = Sample(i, i // GROUP_SIZE, i % GROUP_SIZE, source.train(i // GROUP_SIZE).ids, seed=1 + i)
             await router.generate(sample, max_response_tokens=10**6, temperature=1.0)
-            ended.append((time.monotonic(), len(sample.response_ids)))
+            ended.append(len(sample.response_ids))
 
     workers = [asyncio.create_task(worker()) for _ in range(SLOTS)]
     try:
@@ -265,7 +196,7 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     return {"trained_tokens_per_s": rate, "samples_per_s": measured / seconds, "seconds": seconds}
 
 
-async def until(ended: list[Any], n: int, workers: list[asyncio.Task[None]]) -> None:
+async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
     while len(ended) < n:
         for w in workers:
             if w.done():
@@ -274,10 +205,9 @@ async def until(ended: list[Any], n: int, workers: list[asyncio.Task[None]]) -> 
 
 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
-    warm, measured = (120, 120) if args.quick else (8 * SLOTS, 4 * SLOTS)
-    names = ["saturated", *(m.name for m in MODES)]
-    chosen = [n for n in names if not args.only or n in args.only]
+    warm, measured = (SLOTS, SLOTS) if args.quick else (7 * SLOTS, 6 * SLOTS)
     by_name = {m.name: m for m in MODES}
+    chosen = [n for n in ("saturated", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
         order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # nobody is always first
@@ -294,8 +224,7 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     await stage.client.slow_down(None)
     costs = {
         cost: {
-            name: {key: spread([f[key] for f in repeats]) for key in repeats[0]}
-            for name, repeats in modes.items()
+            name: {key: spread([f[key] for f in modes[name]]) for key in modes[name][0]} for name in chosen
         }
         for cost, modes in runs.items()
     }
@@ -318,37 +247,45 @@ def summary(costs: dict[str, Any]) -> dict[str, float]:
             "gain_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "synchronous"),
             "share_of_saturated_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "saturated"),
             "share_of_saturated_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "saturated"),
+            "share_of_saturated_at_2_kept": rate("gpu-like", "april-2-kept") / rate("gpu-like", "saturated"),
             "length_ratio_at_2": costs["gpu-like"]["april-2"]["length_ratio"]["median"],
         }
     except KeyError:
         return {}
 
 
-async def main_async(args: argparse.Namespace) -> dict[str, Any]:
-    lengths = json.loads(TRACE.read_text())["lengths"]
+def trace(quick: bool) -> list[int]:
+    """Response lengths, in the order of the samples."""
+    scale = QUICK_SCALE if quick else 1
+    return [math.ceil(n / scale) for n in json.loads(TRACE.read_text())["lengths"]]
+
+
+@asynccontextmanager
+async def set_up(lengths: list[int]) -> AsyncIterator[Stage]:
+    """A running engine with everything around it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = write_random_moe(folder / "model")
+        model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
+        engine = {
+            "max_running_requests": SLOTS,
+            "max_total_tokens": SLOTS * (max(lengths) + PROMPT_TOKENS + 16),
+            "extra_args": ["--skip-tokenizer-init", "--chunked-prefill-size", str(PREFILL_TOKENS)],
+        }
         config = Config.model_validate(
-            {
-                "model": {"path": model},
-                "engine": {
-                    "max_running_requests": SLOTS,
-                    "max_total_tokens": SLOTS * (max(lengths) + PROMPT_TOKENS + 16),
-                    "extra_args": ["--skip-tokenizer-init"],
-                },
-                "rollout": {"max_response_tokens": max(lengths)},
-            }
+            {"model": {"path": model}, "engine": engine, "rollout": {"max_response_tokens": max(lengths)}}
         )
         say("starting the engine")
         with running_engine(config, folder) as url:
             async with make_session() as session:
                 client = EngineClient(url, session)
-                prompts = RandomPrompts()
-                ids = [prompts.train(-100 - i).ids for i in range(8)]
-                canaries = [Canary(i, await client.token_logprobs(i)) for i in ids]
+                canaries = [Canary(ids, await client.token_logprobs(ids)) for ids in canary_ids()]
                 tensors = load_file(model / "model.safetensors")
-                return await bench(Stage(client, config, tensors, canaries, lengths, folder), args)
+                yield Stage(client, config, tensors, canaries, lengths, folder)
+
+
+async def main_async(args: argparse.Namespace) -> dict[str, Any]:
+    async with set_up(trace(args.quick)) as stage:
+        return await bench(stage, args)
 
 
 def main() -> None:
@@ -357,8 +294,12 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
     parser.add_argument("--repeats", type=int, default=2, help="of every mode, interleaved")
-    parser.add_argument("--quick", action="store_true", help="few samples: shows that it runs, not how fast")
-    parser.add_argument("--only", nargs="*", help="names of modes")
+    parser.add_argument(
+        "--quick", action="store_true", help="few, short samples: shows that it runs, not how fast"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=["saturated", *(m.name for m in MODES)], help="these modes"
+    )
     args = parser.parse_args()
     result = asyncio.run(main_async(args))
     print(json.dumps(result if args.json else result["summary"], indent=2))

@@ -45,6 +45,9 @@ LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
 CANARIES = 4
 """How many prompts, and how many responses, trainer and engines are compared on after a push."""
+CANARY_TOKENS = 512
+"""Of a response with its prompt, so many are compared: wrong weights show on any token, and the comparison stands
+between every push and the next token."""
 
 T = TypeVar("T")
 
@@ -128,7 +131,7 @@ class RolloutManager:
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due = train_step, True
-            self._long_responses = longest(groups, CANARIES)
+            self._long_responses = [ids[:CANARY_TOKENS] for ids in longest(groups, CANARIES)]
             self._go_on()
             return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
 

@@ -19,7 +19,9 @@ from rlsys.router.pool import EngineState, Flight, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
 
-ABORT_AGAIN_SECONDS = 0.25
+ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
+"""Until the first repetition of an abort; twice as long from one to the next. A sample starts whenever one ends, so
+most interrupts overtake some request, and then this is what they wait for."""
 INTERRUPT_SECONDS = 60.0
 """An engine that has not given its requests back after so many aborts counts as dead."""
 
@@ -104,7 +106,7 @@ class Dispatcher:
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
-        deadline = asyncio.get_running_loop().time() + INTERRUPT_SECONDS
+        deadline, patience = asyncio.get_running_loop().time() + INTERRUPT_SECONDS, ABORT_AGAIN_SECONDS
         while leaving := self._leaving(keep):
             self._landed.clear()
             await asyncio.gather(*(self.attempt(e, self._abort(e, rids)) for e, rids in leaving))
@@ -115,12 +117,12 @@ class Dispatcher:
             if not self._leaving(keep):
                 break
             try:
-                async with asyncio.timeout(ABORT_AGAIN_SECONDS):
+                async with asyncio.timeout(patience):
                     while self._leaving(keep):
                         await self._landed.wait()
                         self._landed.clear()
             except TimeoutError:
-                continue
+                patience = min(2 * patience, ABORT_AGAIN_AT_MOST)
 
     def _leaving(self, keep: Callable[[Sample], bool] | None) -> list[tuple[EngineState, list[str] | None]]:
         """Engines with flights that must end; None for all of an engine's."""

@@ -1,0 +1,130 @@
+"""What the modes of bench/april.py run on: one engine, random weights and prompts, the trace, a clock of the slots."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient
+from rlsys.rollout.manager import CANARIES, CANARY_TOKENS
+from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
+from rlsys.router.router import Router
+from rlsys.types import Canary, Prompt, Sample
+
+SLOTS, GROUP_SIZE = 60, 2
+"""Slots divide into whole groups at every N'/N. Few slots for the length of a response, as in long reasoning runs: a
+response ends in some passes, and not several in each, so that most passes decode and few prefill."""
+VOCAB, PROMPT_TOKENS, CONTEXT = 128, 24, 2048
+LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    over_provision: float
+    max_staleness: int
+    placement: str = "colocated"
+    interruption: Interruption = "abort"
+
+    @property
+    def groups(self) -> int:
+        """Of one step: N = slots / (N'/N)."""
+        return round(SLOTS / GROUP_SIZE / self.over_provision)
+
+
+class TracedRouter(Router):
+    """The product's router; the trace says how long each response is."""
+
+    lengths: Sequence[int] = ()
+    interrupt_seconds = 0.0
+
+    async def interrupt(self, keep: Callable[[Sample], bool] | None = None) -> None:
+        start = time.monotonic()
+        await super().interrupt(keep)
+        self.interrupt_seconds += time.monotonic() - start
+
+    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+        limit = self.lengths[sample.sample_id % len(self.lengths)]
+        return await super().generate(sample, max_response_tokens=limit, temperature=temperature)
+
+
+class RandomPrompts:
+    """Prompt `i` is random ids, the same in every mode; nobody evaluates."""
+
+    def train(self, index: int) -> Prompt:
+        rng = random.Random(index)
+        return Prompt(index, "", [rng.randrange(9, VOCAB) for _ in range(PROMPT_TOKENS)], {})
+
+    def heldout(self, n: int) -> list[Prompt]:
+        return [self.train(-1 - i) for i in range(n)]
+
+
+def canary_ids() -> list[list[int]]:
+    """As large as those of the product: some prompts, and as many of its longest responses."""
+    rng = random.Random(-1)
+    lengths = [PROMPT_TOKENS] * CANARIES + [CANARY_TOKENS] * CANARIES
+    return [[rng.randrange(9, VOCAB) for _ in range(n)] for n in lengths]
+
+
+@dataclass
+class Stage:
+    """What all modes share."""
+
+    client: EngineClient
+    config: Config
+    tensors: dict[str, Tensor]
+    canaries: list[Canary]
+    lengths: list[int]
+    folder: Path
+
+    @property
+    def true_mean(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    def for_mode(self, mode: Mode, folder: Path) -> Config:
+        data = self.config.model_dump()
+        data["run"]["dir"] = folder
+        data["rollout"] |= {
+            "groups_per_step": mode.groups, "group_size": GROUP_SIZE, "over_provision": mode.over_provision,
+            "max_staleness": mode.max_staleness,
+        }  # fmt: skip
+        data["launch"]["placement"] = mode.placement
+        data["router"]["interruption"] = mode.interruption
+        return Config.model_validate(data)
+
+    def router(self, interruption: Interruption = "abort") -> TracedRouter:
+        router = TracedRouter(
+            [self.client],
+            vocab_size=VOCAB,
+            context_length=CONTEXT,
+            stop_ids=(),
+            bounds=Bounds.of(self.config),
+            interruption=interruption,
+        )
+        router.lengths = self.lengths
+        return router
+
+
+@dataclass
+class Clock:
+    """Looks at the slots while a mode runs."""
+
+    router: Router
+    looks: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        while True:
+            self.looks.append(self.router.stats()["in_flight"])
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def idle_share(self) -> float:
+        """Share of the time with fewer than half of the slots busy."""
+        return sum(n < SLOTS / 2 for n in self.looks) / max(1, len(self.looks))

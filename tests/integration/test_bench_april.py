@@ -1,0 +1,35 @@
+"""bench/april.py runs on a real engine and says all that it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ["saturated", "synchronous", "april-2", "april-2-kept"]
+OF_A_MODE = {
+    "trained_tokens_per_s", "samples_per_s", "share_below_half_slots", "off_policy_share", "mean_age", "length_ratio",
+    "re_prefilled_tokens_per_trained_token", "cache_share", "seconds_per_step",
+}  # fmt: skip
+
+
+def test_the_quick_bench_has_every_figure() -> None:
+    command = [sys.executable, "bench/april.py", "--json", "--quick", "--repeats", "1", "--only", *MODES]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    result = json.loads(ended.stdout)
+    assert set(result["costs"]) == {"gpu-like", "cpu"}
+    for modes in result["costs"].values():
+        assert list(modes) == MODES
+        assert all(modes[name].keys() >= OF_A_MODE for name in MODES if name != "saturated")
+        assert modes["synchronous"]["off_policy_share"]["median"] == 0
+        assert modes["april-2"]["re_prefilled_tokens_per_trained_token"]["median"] > 0
+    assert result["summary"].keys() >= {
+        "gain_at_2", "gain_at_2_raw_cpu", "share_of_saturated_at_2", "length_ratio_at_2"
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""What bench/april.py says about its figures: the trace's shape, and the ratios of the summary. No engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlsys.types import Sample, SampleGroup, Taken, VersionSpan
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def april(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, found as when it is run: its folder is on the path."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import april
+
+    return april
+
+
+def test_half_of_the_trace_ends_within_a_tenth_of_the_cap_and_a_tail_reaches_it(april: ModuleType) -> None:
+    lengths = april.trace(quick=False)
+    cap = max(lengths)
+    assert median(lengths) <= cap / 10
+    assert 0.01 < sum(n == cap for n in lengths) / len(lengths) < 0.05
+    assert min(lengths) > 0
+
+
+def test_every_mode_has_the_same_slots(april: ModuleType) -> None:
+    slots = {m.groups * april.GROUP_SIZE * m.over_provision for m in april.MODES}
+    assert slots == {april.SLOTS}
+
+
+def test_the_summary_compares_medians(april: ModuleType) -> None:
+    def mode(rate: float, length_ratio: float = 1.0) -> dict[str, Any]:
+        return {"trained_tokens_per_s": {"median": rate}, "length_ratio": {"median": length_ratio}}
+
+    costs = {
+        "gpu-like": {
+            "saturated": mode(1000), "synchronous": mode(300), "april-2": mode(900, 0.99), "april-2-kept": mode(980)
+        },
+        "cpu": {"saturated": mode(4000), "synchronous": mode(2000), "april-2": mode(3000)},
+    }  # fmt: skip
+    assert april.summary(costs) == {
+        "gain_at_2": 3.0,
+        "gain_at_2_raw_cpu": 1.5,
+        "share_of_saturated_at_2": 0.9,
+        "share_of_saturated_at_2_raw_cpu": 0.75,
+        "share_of_saturated_at_2_kept": 0.98,
+        "length_ratio_at_2": 0.99,
+    }
+    del costs["gpu-like"]["april-2"]
+    assert april.summary(costs) == {}
+
+
+def test_figures_of_trained_groups(april: ModuleType) -> None:
+    def sample(i: int, tokens: int, **fields: int) -> Sample:
+        ids = list(range(tokens))
+        return Sample(i, 0, i, [7, 8], 1, ids, [0.0] * tokens, [VersionSpan(1, 0, tokens)], **fields)
+
+    # One sample unbroken; one interrupted after 4 of 6 tokens, read again but for 2 tokens from a cache.
+    samples = [
+        sample(0, 2, prefilled_tokens=2),
+        sample(1, 6, prefilled_tokens=2 + 6, cached_tokens=2, resumes=1),
+    ]
+    taken = Taken(
+        1, 1, [SampleGroup(0, 0, samples)], {"tokens": 8, "off_policy_share": 0.25, "staleness_mean": 3.0}
+    )
+    assert april.of_trained([taken], 2.0, true_mean=5.0) == {
+        "trained_tokens_per_s": 4.0,
+        "samples_per_s": 1.0,
+        "off_policy_share": 0.25,
+        "mean_age": 3.0,
+        "length_ratio": 0.8,
+        "re_prefilled_tokens_per_trained_token": 0.5,
+    }
