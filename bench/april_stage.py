@@ -1,4 +1,4 @@
-"""What the modes of bench/april.py run on: one engine, random weights and prompts, the trace, a clock of the slots."""
+"""What the modes of bench/april.py run on: one engine, random weights and prompts, the trace, the slots' clock."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlsys.types import Sample, SampleGroup, Taken, VersionSpan
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient
+from rlsys.types import Canary, Sample, SampleGroup, Taken, VersionSpan
+from tests.unit.scripted_engine import Network, ScriptedEngine, canary_logprobs, run_virtual
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -79,3 +83,37 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
         "length_ratio": 0.8,
         "re_prefilled_tokens_per_trained_token": 0.5,
     }
+
+
+@pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-kept", "asynchronous"])
+def test_a_mode_on_a_scripted_engine(
+    april: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ScriptedEngine("http://engine", ends_at=lambda seed: 10**6)
+
+    class Sync:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def push(self, *_: object) -> None:
+            engine.load(0)
+
+    async def here(work: Callable[..., None], *args: object) -> None:  # no threads on a virtual clock
+        work(*args)
+
+    monkeypatch.setattr(april, "WeightSync", Sync)
+    monkeypatch.setattr(april.asyncio, "to_thread", here)
+    lengths = april.trace(quick=True)
+    config = Config.model_validate(
+        {"model": {"path": tmp_path}, "rollout": {"max_response_tokens": max(lengths)}}
+    )
+    canaries = [Canary(ids, canary_logprobs(ids, 0)) for ids in april.canary_ids()]
+    stage = april.Stage(EngineClient(engine.url, Network(engine)), config, {}, canaries, lengths, tmp_path)  # type: ignore[arg-type]
+    mode = next(m for m in april.MODES if m.name == name)
+
+    async def test() -> None:
+        figures = await april.run_mode(stage, mode, april.SLOTS, april.SLOTS)
+        assert figures["length_ratio"] > 0.3
+        assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
+        assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (name in ("april-2", "asynchronous"))
+
+    run_virtual(test())
