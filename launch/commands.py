@@ -45,7 +45,7 @@ def add_commands(add: Add) -> None:
 
 
 def submit_run(args: argparse.Namespace) -> int:
-    overrides = [*args.overrides, *([f"launch.nodes={args.nodes}"] if args.nodes else [])]
+    overrides = [*args.overrides, *([f"launch.nodes={args.nodes}"] if args.nodes is not None else [])]
     config = load_config(args.config, [*overrides, "launch.backend=slurm"])
     check_model(config)
     lay_out(config)

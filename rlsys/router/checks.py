@@ -23,6 +23,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _WHOLE = {"top_k", "n", "seed", "sampling_seed", "best_of"} | {k for k in _RANGES if k.endswith("_tokens")}
 _POSITIVE = {"top_p", "repetition_penalty"}
+_TOP = ("top_logprobs_num", "top_logprobs", "logprobs")
+"""How many alternatives of each token are wanted; an engine takes the top of its vocabulary without a check."""
+_ID_DIGITS = 18
 
 
 class RefusedPrompt(ValueError):
@@ -62,10 +65,17 @@ class Limits:
                 raise RefusedPrompt(f"sampling_params = {str(params)[:80]!r}: expected an object")
             check_sampling(params)
             for name in ("stop_token_ids", "token_ids_logprob"):
-                ids = params.get(name) or []
-                self.check_ids([i for i in ids if isinstance(i, int)])
-            bias = params.get("logit_bias") or {}
-            self.check_ids([int(k) for k in bias if str(k).lstrip("-").isdecimal()])
+                self.check_ids(_whole_numbers(name, params.get(name)))
+            self.check_ids(_biased_ids(params.get("logit_bias")))
+            for name in _TOP:
+                self._check_top(name, params.get(name))
+
+    def _check_top(self, name: str, value: Any) -> None:
+        """One number, or one a prompt; chats say with true and false whether they want any."""
+        counts = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
+        for count in _whole_numbers(name, [c for c in counts if c is not None]):
+            if not 0 <= count <= self.vocab_size:
+                raise RefusedPrompt(f"{name} = {count}: expected 0 to {self.vocab_size}, the vocabulary")
 
 
 def check_sampling(params: Mapping[str, Any]) -> None:
@@ -74,13 +84,53 @@ def check_sampling(params: Mapping[str, Any]) -> None:
         value = params.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RefusedPrompt(f"{name} = {value!r}: expected a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            raise RefusedPrompt(f"{name} = {short(value)}: expected a finite number")
         if not low <= value <= high or (name in _POSITIVE and value == 0):
             bracket = "(" if name in _POSITIVE else "["
             raise RefusedPrompt(f"{name} = {value!r}: expected a value in {bracket}{low:g}, {high:g}]")
         if name in _WHOLE and value != int(value):
             raise RefusedPrompt(f"{name} = {value!r}: expected a whole number")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def short(value: Any) -> str:
+    """For a message; a client's value may be megabytes long."""
+    try:
+        return repr(value)[:80]
+    except ValueError:  # more digits than Python writes
+        return "a number of thousands of digits"
+
+
+def _whole_numbers(name: str, value: Any) -> list[int]:
+    """A list of whole numbers, or of such lists, flat."""
+    if value is None:
+        return []
+    rows = value if isinstance(value, list) else [value]
+    flat = [i for row in rows for i in (row if isinstance(row, list) else [row])]
+    if not isinstance(value, list) or any(type(i) is not int for i in flat):
+        raise RefusedPrompt(f"{name} = {short(value)}: expected whole numbers")
+    return flat
+
+
+def _biased_ids(bias: Any) -> list[int]:
+    if bias is None:
+        return []
+    if not isinstance(bias, Mapping):
+        raise RefusedPrompt(f"logit_bias = {short(bias)}: expected an object of token id -> number")
+    for key, value in bias.items():
+        digits = key.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal() and len(digits) <= _ID_DIGITS):
+            raise RefusedPrompt(f"logit_bias: {short(key)}: expected a token id")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            raise RefusedPrompt(f"logit_bias of token {key} = {short(value)}: expected a finite number")
+    return [int(key) for key in bias]
 
 
 def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
@@ -91,8 +141,10 @@ def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
             if value == []:
                 yield []
             continue
-        rows = value if isinstance(value[0], list) else [value]
+        rows = value if any(isinstance(row, list) for row in value) else [value]
         for row in rows:
+            if not isinstance(row, list):
+                raise RefusedPrompt(f"{name}: expected lists of whole numbers, or one list of them")
             if all(type(i) is int for i in row):
                 yield row
             elif name == "input_ids" or any(not isinstance(i, str) for i in row):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,14 @@ from rlsys.router.strategy import STRATEGIES
 def router(args: argparse.Namespace) -> int:
     """Serve an HTTP front before running engines, until SIGTERM."""
     for name in ("concurrency", "queue_seconds", "max_body_mb"):
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+        if not 0 < getattr(args, name) < math.inf:
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0, and finite"
+            )
+    if args.queue < 0:
+        raise UserError(f"--queue {args.queue}: expected 0 or more")
+    if args.vocab_size is not None and args.vocab_size < 1:
+        raise UserError(f"--vocab-size {args.vocab_size}: expected 1 or more")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: expected 0 to 65535")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

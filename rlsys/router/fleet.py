@@ -13,6 +13,7 @@ import logging
 from pathlib import Path
 
 import aiohttp
+from yarl import URL
 
 from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
 from rlsys.engine.stop_ids import read_stop_ids
@@ -25,6 +26,16 @@ from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
 
 log = logging.getLogger("rlsys.router")
+
+
+def is_engine_url(text: str) -> bool:
+    """Whether a path can be put behind it and be asked for: anything else would end the watch over all engines."""
+    try:
+        url = URL(text)
+        host = (url.host or "").encode("idna")  # no part of a name empty or too long
+    except ValueError:
+        return False
+    return bool(url.scheme in ("http", "https") and host and url.port and not url.query and not url.fragment)
 
 
 class Fleet:
@@ -41,7 +52,9 @@ class Fleet:
         vocab_size: int | None = None,
     ) -> None:
         self._session = session
-        self.pool = Pool([EngineClient(url, session) for url in urls], trusted=True)
+        self.pool = Pool([], trusted=True)
+        for url in urls:
+            self.add(url)
         self.dispatcher = Dispatcher(self.pool, STRATEGIES[strategy])
         self.proxy = Proxy(self.dispatcher, queue_seconds)
         self._interruption = interruption
@@ -52,8 +65,8 @@ class Fleet:
 
     def add(self, url: str) -> None:
         """Raises UserError for something that is no URL, or an engine that is here already."""
-        if not url.startswith(("http://", "https://")) or len(url) > 2000:
-            raise UserError(f"url = {url[:200]!r}: expected http://HOST:PORT")
+        if not is_engine_url(url):
+            raise UserError(f"engine URL {url[:200]!r}: expected http://HOST:PORT")
         try:
             self.pool.add(EngineClient(url, self._session))
         except ValueError as e:

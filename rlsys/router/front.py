@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rlsys.engine.client import DeadEngine
 from rlsys.errors import RunError, UserError
-from rlsys.router.checks import RefusedPrompt
+from rlsys.router.checks import RefusedPrompt, short
 from rlsys.router.fleet import Fleet
 from rlsys.router.metrics import Metrics
 from rlsys.router.proxy import Job, Unavailable, error_body
@@ -107,7 +107,10 @@ class Front:
         """Compared in constant time, whatever was sent."""
         assert self._token is not None
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
+        return (
+            hmac.compare_digest(given.strip().encode(errors="replace"), self._token)
+            and kind.lower() == "bearer"
+        )
 
     # -- requests for engines -----------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Front:
             )
         self._inside += 1
         try:
-            raw = await request.read()
+            raw = await _read(request)
             body = _object(raw)
             limits = self._fleet.limits
             if limits is None:
@@ -168,20 +171,20 @@ class Front:
         return web.json_response({"weight_version": self._fleet.pool.version, "engines": rows})
 
     async def _add(self, request: web.Request) -> web.Response:
-        url = _text(_object(await request.read()), "url")
+        url = _text(_object(await _read(request)), "url")
         self._fleet.add(url)
         return web.json_response({"url": url}, status=201)
 
     async def _drain(self, request: web.Request) -> web.Response:
-        url = request.query.get("url") or _text(_object(await request.read()), "url")
+        url = request.query.get("url") or _text(_object(await _read(request)), "url")
         self._fleet.drain(url)
         return web.json_response({"url": url, "draining": True}, status=202)
 
     async def _update(self, request: web.Request) -> web.Response:
-        body = _object(await request.read())
+        body = _object(await _read(request))
         version = body.get("weight_version")
-        if version is not None and not str(version).isdecimal():
-            raise UserError(f"weight_version = {version!r}: expected a whole number")
+        if version is not None and not _is_version(version):
+            raise UserError(f"weight_version = {short(version)}: expected a whole number below 2**63")
         new = await self._fleet.update(_text(body, "model_path"), None if version is None else int(version))
         return web.json_response({"success": True, "weight_version": new})
 
@@ -190,6 +193,20 @@ class _Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.RequestPayloadError as e:
+        raise _Refused(400, f"the body cannot be read: {' '.join(str(e).split())}") from None
+
+
+def _is_version(value: Any) -> bool:
+    """Digits first: Python refuses to make a number of thousands of them."""
+    if isinstance(value, str):
+        return value.isascii() and value.isdecimal() and len(value) < 19
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -105,6 +105,8 @@ async def serve(options: RouterOptions, token: str | None) -> None:
 async def _listen(runner: web.AppRunner, options: RouterOptions) -> None:
     try:
         await web.TCPSite(runner, options.host, options.port).start()
+    except UnicodeError:  # of a name that DNS cannot have
+        raise UserError(f"--host {options.host[:200]}: no host name or address") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise UserError(f"--port {options.port}: in use on {options.host}") from None

@@ -12,6 +12,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from http_engine import HttpEngine, letters, token_at
 
+from rlsys.cli import main
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
 from rlsys.router.dispatch import Interruption
@@ -284,6 +285,19 @@ def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere()
         (b'{"messages": [], "logit_bias": {"400": 1}}', "token id 400 is outside"),
         (b'{"messages": [], "n": 1000000}', "n = 1000000: expected a value in [1, 128]"),
         (b'{"messages": [], "seed": 1.5}', "seed = 1.5: expected a whole number"),
+        (b'{"text": "a", "sampling_params": {"temperature": ' + b"9" * 400 + b"}}", "expected a finite number"),
+        (b'{"input_ids": [[1], 2]}', "input_ids: expected lists of whole numbers"),
+        (b'{"input_ids": [[1], null]}', "input_ids: expected lists of whole numbers"),
+        (b'{"messages": [], "stop_token_ids": 5}', "stop_token_ids = 5: expected whole numbers"),
+        (b'{"messages": [], "stop_token_ids": ["a"]}', "stop_token_ids = ['a']: expected whole numbers"),
+        (b'{"text": ["a"], "token_ids_logprob": [[400]]}', "token id 400 is outside"),
+        (b'{"messages": [], "logit_bias": 5}', "logit_bias = 5: expected an object"),
+        (b'{"messages": [], "logit_bias": {"--5": 1}}', "logit_bias: '--5': expected a token id"),
+        (b'{"messages": [], "logit_bias": {"' + b"9" * 5000 + b'": 1}}', "expected a token id"),
+        (b'{"messages": [], "logit_bias": {"5": "x"}}', "logit_bias of token 5 = 'x': expected a finite"),
+        (b'{"text": "a", "top_logprobs_num": 101}', "top_logprobs_num = 101: expected 0 to 100"),
+        (b'{"text": ["a"], "top_logprobs_num": [101]}', "top_logprobs_num = 101: expected 0 to 100"),
+        (b'{"messages": [], "logprobs": true, "top_logprobs": -1}', "top_logprobs = -1: expected 0 to 100"),
         (b"[1]", "not a JSON object"),
         (b"{", "not a JSON object"),
         (b"[" * 100000, "not a JSON object"),
@@ -298,6 +312,81 @@ def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
                 assert (answer.status, error["code"]) == (400, 400)
                 assert why in error["message"]
         assert not rig.engines[0].requests
+
+
+def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused() -> None:
+    @scenario(token="0123456789abcdef")
+    async def _(rig: Rig) -> None:
+        bearer = {"Authorization": "Bearer 0123456789abcdef"}
+        async with rig.client.post(
+            "/generate", data=b"{}", headers={**bearer, "Content-Encoding": "gzip"}
+        ) as answer:
+            assert answer.status == 400
+            assert "the body cannot be read" in (await answer.json())["error"]["message"]
+        address = rig.client.server
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"GET /engines HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize("version", [True, -1, 1.0, 2**63, "9" * 5000, "-1", "\u00b2", [1]])
+def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        body = {"model_path": "next", "weight_version": version}
+        status, answer = await rig.post("/update_weights_from_disk", body)
+        assert status == 400
+        assert "expected a whole number below 2**63" in answer["error"]["message"]
+        assert not rig.engines[0].loads
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:30000", "http://", "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[bad", "ftp://a:1",
+     f"http://{'a' * 70}.org:1", "http://a..b:1", "http://a:1?x=1", ""],
+)  # fmt: skip
+def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
+    """One in the pool would end the watch over all of them."""
+
+    @scenario()
+    async def _(rig: Rig) -> None:
+        status, _ = await rig.post("/engines", {"url": url})
+        assert status == 400
+        assert [e.url for e in rig.fleet.pool.engines] == rig.urls
+
+
+def test_an_engine_given_twice_is_a_mistake() -> None:
+    async def main() -> None:
+        async with make_session() as session:
+            with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is in the pool already"):
+                Fleet(
+                    ["http://127.0.0.1:1", "http://127.0.0.1:1/"], session,
+                    strategy="least_tokens", interruption="abort", queue_seconds=1,
+                )  # fmt: skip
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--max-body-mb inf", "--max-body-mb inf: expected more than 0, and finite"),
+        ("--queue -1", "--queue -1: expected 0 or more"),
+        ("--vocab-size 0", "--vocab-size 0: expected 1 or more"),
+        ("--engine localhost:1", "engine URL 'localhost:1': expected http://HOST:PORT"),
+        (f"--host {'a' * 70}.x --token-file TOKEN", "no host name or address"),
+    ],
+)
+def test_the_command_refuses_what_cannot_serve(
+    options: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    argv = ["router", "--port", "0", *options.replace("TOKEN", str(token)).split()]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("rlsys: error: ") and why in error
 
 
 def test_too_large_too_many_and_nobody_there() -> None:
