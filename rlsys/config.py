@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -347,6 +348,9 @@ class Config(Section):
         return self
 
 
+_EXPECTED = {"Spec": "expected a name, or {name: NAME, parameter: value, ...}"}
+
+
 def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """Message for a key that no section has, with the nearest known one."""
     *path, key = [str(x) for x in loc]
@@ -374,8 +378,15 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{loc}: {message}" if loc else message
+    value = repr(first["input"])[:200]
+    if first["type"] in ("model_type", "model_attributes_type"):
+        return f"{loc} = {value}: {_EXPECTED.get(first['ctx']['class_name'], 'expected a section, field: value')}"
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        known = re.findall("'([^']*)'", first["ctx"]["expected"])
+        if near := difflib.get_close_matches(first["input"], known, n=1, cutoff=0.5):
+            return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(known)})"
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    return f"{loc} = {first['input']!r}: {message}{more}"
+    return f"{loc} = {value}: {message}{more}"
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -396,6 +407,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: the config is not UTF-8 text") from None
     try:
         data = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"{path}: not a config: nested too deeply") from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -430,6 +443,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"override {text!r}: expected section.field=value")
         try:
             parsed = yaml.safe_load(value)
+        except RecursionError:
+            raise ConfigError(f"override {text[:80]!r}: nested too deeply") from None
         except yaml.YAMLError as e:
             problem = getattr(e, "problem", None) or e
             raise ConfigError(f"override {text!r}: value is not valid YAML: {problem}") from None

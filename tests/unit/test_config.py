@@ -41,7 +41,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("rollout.group_size=eight", "rollout.group_size = 'eight': Input should be a valid integer"),
         ("rollout.group_size=0", "rollout.group_size = 0: Input should be greater than or equal to 1"),
         ("rollout.over_provision=0.5", "rollout.over_provision = 0.5: Input should be greater than"),
-        ("algo.anchor=odl", "algo.anchor = 'odl': Input should be 'mu', 'old'"),
+        ("algo.anchor=odl", "algo.anchor = 'odl': did you mean old? (known: mu, old, behaviour"),
         ("engine.port=70000", "engine.port = 70000: Input should be less than or equal to 65535"),
         ("model.path=", "model.path = None: "),
         ("steps", "override 'steps': expected section.field=value"),
@@ -103,3 +103,22 @@ def test_the_smallest_data_parallel_size_that_the_experts_allow() -> None:
     assert load_config(QUICKSTART, ["parallel.ep=2"]).parallel.world_size == 2
     with_tp = ["parallel.ep=2", "parallel.tp=2", "parallel.etp=1"]
     assert load_config(QUICKSTART, with_tp).parallel.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("rollout=5", "rollout = 5: expected a section, field: value"),
+        ("algo.advantage=[grpo]", "algo.advantage = ['grpo']: expected a name, or {name: NAME"),
+        ("algo.loss=[5]", "algo.loss.0 = 5: expected a name, or {name: NAME"),
+        ("launch.backend=slrm", "launch.backend = 'slrm': did you mean slurm? (known: local, slurm, ray)"),
+        (f"data.params={'[' * 3000}", "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_wrong_types_and_near_names_are_told_in_our_words(override: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: m}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [override])
+    assert why in str(error.value)
+    assert len(str(error.value)) < 300
