@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.backends.slurm import client
 from rlsys.config import Config
+from rlsys.errors import UserError
 
 SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
 """In the run folder: what was sent, and the id that Slurm gave it."""
@@ -42,8 +43,11 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
         "open-mode": "append",
         "signal": f"B:USR1@{math.ceil(launch.preemption_seconds) + _MARGIN}",
     }
-    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    # sbatch splits its lines at spaces outside of quotes, as a shell does.
+    lines = [shlex.quote(f"--{name}={value}") for name, value in given.items() if value is not None]
     lines += ["--exclusive", "--requeue", *options.extra]
+    if broken := [line for line in lines if not line.isprintable()]:
+        raise UserError(f"{broken[0]!r}: an option of sbatch cannot have line breaks or control characters")
     command = [sys.executable, "-m", "rlsys.cli", "train", str(config_file), *overrides]
     command += ["launch.backend=slurm", f"launch.nodes={launch.nodes}"]
     return "\n".join(
@@ -61,8 +65,11 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
 def submit(config: Config, script: str) -> str:
     """Write the script into the run's logs and hand it to Slurm; the job's id."""
     path = config.run.dir / SCRIPT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"run.dir = {config.run.dir}: cannot write {SCRIPT} into it: {e.strerror}") from None
     job = client(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
     (config.run.dir / JOB).write_text(job + "\n", encoding="utf-8")
     return job

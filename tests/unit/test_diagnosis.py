@@ -17,7 +17,7 @@ from launch.diagnosis import RoleState, ask, describe, frames, read_stacks, wait
 from launch.keeper import catches, visible
 from launch.plan import Node
 from launch.status import is_locked, lost_seconds, role_logs, show_logs, status_lines
-from launch.submit import JobOptions, job_script
+from launch.submit import JobOptions, job_script, submit
 from rlsys.config import load_config
 from rlsys.errors import UserError
 from rlsys.obs.role import STACKS_VARIABLE
@@ -143,6 +143,25 @@ def test_logs_of_a_role_and_its_parts(run: Path) -> None:
     assert list(show_logs(role_logs(run, None), 1, follow=False)) == ["rollout: three", "trainer-0: two"]
     with pytest.raises(UserError, match=r"no log of engine-7; logs: rollout, trainer-0"):
         role_logs(run, "engine-7")
+
+
+def test_spaces_stay_in_one_option_and_line_breaks_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\n")
+    config = load_config(file, ["run.dir=/r/a b"])
+    script = job_script(config, file, [], JobOptions("1:00 --foo"))
+    assert "#SBATCH '--job-name=rlsys-a b'" in script
+    assert "#SBATCH '--output=/r/a b/logs/slurm-%j.log'" in script
+    assert "#SBATCH '--time=1:00 --foo'" in script
+    with pytest.raises(UserError, match="line breaks"):
+        job_script(config, file, [], JobOptions(partition="x\nrm -r y"))
+
+
+def test_a_run_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\n")
+    with pytest.raises(UserError, match=r"cannot write logs/submit\.sbatch into it: Not a directory"):
+        submit(load_config(file, [f"run.dir={file}"]), "#!/bin/bash\n")
 
 
 def test_the_job_script_is_what_was_asked_for() -> None:
