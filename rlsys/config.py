@@ -96,6 +96,8 @@ class RolloutConfig(Section):
     an import path `package.module:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
+    length_bias_bound: Share = 0.1
+    """Alarm when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     flush_tokens: Positive = 16384
     """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.ledger import Ledger, count
@@ -45,6 +47,8 @@ _LEGAL = {
     GroupState.TRAINED: {GroupState.READY},
 }
 DEAD = (GroupState.FILTERED, GroupState.EXPIRED, GroupState.CENSORED)
+
+T = TypeVar("T")
 
 
 class RolloutBuffer:
@@ -339,10 +343,13 @@ class RolloutBuffer:
         if rows != memory or sum(memory.values()) != self._issued:
             raise RunError(f"ledger: {self._issued} groups issued; in memory {memory}, in the file {rows}")
 
-    def ledger(self) -> Ledger:
-        """Every count of the file, what is not flushed included."""
+    def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """What a query finds in the file, what is not flushed included."""
         with sqlite_errors(self._path):
-            return count(self._db)
+            return query(self._db)
+
+    def ledger(self) -> Ledger:
+        return self.read(count)
 
     @property
     def lost(self) -> int:

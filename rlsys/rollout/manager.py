@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import takewhile
 from typing import TypeVar
@@ -19,14 +18,13 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import check_conservation
 from rlsys.rollout.planning import Planning
-from rlsys.rollout.runner import SampleRunner, is_settled
+from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.step_metrics import step_metrics
 from rlsys.router.router import EVALUATION, Router
 from rlsys.types import (
     Canary,
@@ -76,10 +74,7 @@ class RolloutManager:
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
         self._runner = SampleRunner(config, buffer, router, planning, scorer, generator)
         self._selection = Selection(config, buffer)
-        self._over_provision = OverProvision(config, buffer.over_provision)
-        self._runner.slots = self._over_provision.slots
-        self._control = self._over_provision.figures(idle_share=0.0)
-        """What over_provision did in the step taken last."""
+        self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -123,17 +118,17 @@ class RolloutManager:
                 if chosen is None:
                     return None
                 self._buffer.take(train_step, chosen)
-            counts = self.counts()
+            counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
             if self._colocated:
                 await self._rest()
-            metrics = self._step_metrics(version, groups, new=new)
+            metrics = self._figures.of_step(train_step, version, groups, new=new)
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due = train_step, True
             self._long_responses = [ids[:CANARY_TOKENS] for ids in longest(groups, CANARIES)]
             self._go_on()
-            return Taken(train_step, version, groups, {**metrics, **counts, **self._totals()})
+            return Taken(train_step, version, groups, {**metrics, **counts, **self._figures.totals()})
 
     async def unscored(self, train_step: int) -> list[Unscored]:
         """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""
@@ -239,55 +234,21 @@ class RolloutManager:
 
     # Figures
 
-    def _step_metrics(self, version: int, groups: list[SampleGroup], *, new: bool) -> dict[str, float]:
-        """Of the groups just taken. When they are new, what they say about the factor decides about the next step."""
-        at = self._buffer.policy_step(version)
-        masked = self._selection.mask_old(groups, at)
-        metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
-        if new:
-            self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
-            self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])
-            self._runner.slots = self._over_provision.slots
-            self._buffer.set_over_provision(self._over_provision.factor)
-        return {**metrics, **self._control, "masked_tokens": masked}
-
-    def counts(self) -> dict[str, float]:
-        """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
-        statuses = Counter(s.status for g in self._buffer.active() for s in g.samples)
-        return {
-            "in_flight": statuses[Status.IN_FLIGHT],
-            "parked": statuses[Status.PARKED],
-            "issued": self._buffer.next_group_id,
-            **{state.value: self._buffer.counts[state] for state in GroupState},
-        }
-
     def status(self) -> dict[str, object]:
         """For the live display."""
         return {
-            **self.counts(),
-            **self._totals(),
+            **self._figures.counts(),
+            **self._figures.totals(),
             "weight_version": self._buffer.weight_version,
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
             "leaving": self._seconds_left(),
-            "waiting_for": self._missing(),
+            "waiting_for": self._figures.missing(),
         }
 
     def _seconds_left(self) -> float | None:
         """None: nobody asked the run to leave."""
         return None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
-
-    def _totals(self) -> dict[str, float]:
-        stats = self._router.stats()
-        prefilled = stats["prefilled_tokens"]
-        return {
-            "lost": self._buffer.lost,
-            "cache_share": stats["cached_tokens"] / prefilled if prefilled else 0.0,
-            "resumes_total": stats["resumes"],
-            "reward_hung": self._scorer.hung,
-            "reward_failed": self._scorer.failed,
-            **{k: stats[k] for k in ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")},
-        }
 
     # Waiting
 
@@ -327,41 +288,22 @@ class RolloutManager:
         without a token or a score."""
         task = asyncio.ensure_future(work)
         loop, limit = asyncio.get_running_loop(), self._config.rollout.stall_timeout
-        seen, since = self._progress(), loop.time()
+        seen, since = self._figures.progress(), loop.time()
         try:
             while not task.done():
                 self._runner.raise_failure()
                 await asyncio.wait({task}, timeout=min(LOOK_SECONDS, limit / 4))
-                if (now := self._progress()) != seen:
+                if (now := self._figures.progress()) != seen:
                     seen, since = now, loop.time()
                 elif not task.done() and loop.time() - since > limit:
                     raise RunError(
                         f"no token and no score for rollout.stall_timeout = {limit:g} s; waiting for {what}: "
-                        f"{self._missing()}"
+                        f"{self._figures.missing()}"
                     )
             self._runner.raise_failure()
             return task.result()
         finally:
             task.cancel()
-
-    def _progress(self) -> tuple[float, int]:
-        return self._router.stats()["received_tokens"], self._runner.settled
-
-    def _missing(self) -> str:
-        """Who is waited for: the oldest unfinished groups, and the engines."""
-        waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
-        shown = "; ".join(
-            f"group {g.group_id}: "
-            + ", ".join(
-                f"sample {s.sample_id} {s.status} with {len(s.response_ids)} tokens" for s in rest[:3]
-            )
-            for g, rest in waiting[:3]
-        )
-        engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
-        return (
-            f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
-            f"engines: {engines}"
-        )
 
     # Order of operations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import aclosing
 
@@ -77,6 +78,7 @@ class Router:
             "refused": 0,
             "engine_faults": 0,
         }
+        self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
 
     # -- one sample ---------------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Router:
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
         scope = asyncio.timeout(None)  # no deadline; whoever finds the engine dead sets one
-        flight = Flight(rid, sample, scope)
+        flight = Flight(rid, sample, scope, why=self._why(sample))
         try:
             with self._dispatcher.flying(engine, flight, len(sample.prompt_ids) + start):
                 async with scope:
@@ -161,6 +163,14 @@ class Router:
             engine.failed()
         finally:
             sample.status = self._status(sample, finish, limit)
+
+    def _why(self, sample: Sample) -> str:
+        """What could have put its prefix into the engine's cache."""
+        if not sample.response_ids:
+            return "sibling"
+        if sample.spans[-1].version != self._pool.version:
+            return "update"
+        return "turn" if sample.observed_last else "resume"
 
     def _routes_from(self, sample: Sample) -> int | None:
         """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
@@ -207,6 +217,8 @@ class Router:
         if segment.finish is not None:
             self._counts["cached_tokens"] += segment.cached_tokens
             self._counts["prefilled_tokens"] += segment.prompt_tokens
+            self._prefills[flight.why][0] += segment.cached_tokens
+            self._prefills[flight.why][1] += segment.prompt_tokens
             sample.cached_tokens += segment.cached_tokens
             sample.prefilled_tokens += segment.prompt_tokens
         return segment.finish
@@ -296,11 +308,14 @@ class Router:
     def stats(self) -> dict[str, float]:
         """Counts since the process started. `received_tokens` include `evaluation_tokens`; `cached_tokens` of the
         `prefilled_tokens` came from a cache; `engine_tokens` (the engines' own count) and `lost` (what of it
-        never arrived) are as of the last interrupt.
+        never arrived) are as of the last interrupt. `cache_share_*` is the cached share by what could have put a
+        prefix into a cache: a `sibling` that shares the prompt, the sample itself before a `resume` under the same
+        weights or before a `turn`, or before an `update` of the weights, which empties caches unless they are kept.
         """
         return {
             **self._counts,
             **self._pool.totals(),
+            **{f"cache_share_{why}": cached / all for why, (cached, all) in self._prefills.items() if all},
             "in_flight": self._pool.in_flight,
             "waiting": self._dispatcher.waiting,
             "engines_serving": len(self._pool.serving()),

@@ -1,0 +1,98 @@
+"""Figures of a run: what the trainer writes down for a step, what the live display shows, who is waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rlsys.config import Config
+from rlsys.rollout.bias import BiasMonitor
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.runner import SampleRunner, is_settled
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.selection import Selection
+from rlsys.rollout.step_metrics import step_metrics
+from rlsys.router.router import Router
+from rlsys.types import GroupState, SampleGroup, Status
+
+
+class Figures:
+    """Reads from everybody; owns over_provision, which follows from the figures."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Router,
+        scorer: Scorer,
+        runner: SampleRunner,
+        selection: Selection,
+    ) -> None:
+        self._buffer = buffer
+        self._router = router
+        self._scorer = scorer
+        self._runner = runner
+        self._selection = selection
+        self._bias = BiasMonitor(config, buffer)
+        self._over_provision = OverProvision(config, buffer.over_provision)
+        runner.slots = self._over_provision.slots
+        self._control = self._over_provision.figures(idle_share=0.0)
+        """What over_provision was in the step taken last."""
+
+    def of_step(
+        self, train_step: int, version: int, groups: list[SampleGroup], *, new: bool
+    ) -> dict[str, float]:
+        """Of the groups just taken. When they are new, what they say about over_provision decides the next step's."""
+        at = self._buffer.policy_step(version)
+        masked = self._selection.mask_old(groups, at)
+        metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
+        if new:
+            self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
+            self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])
+            self._runner.slots = self._over_provision.slots
+            self._buffer.set_over_provision(self._over_provision.factor)
+        bias = self._bias.metrics(train_step, groups)
+        return {**metrics, **bias, **self._control, "masked_tokens": masked}
+
+    def counts(self) -> dict[str, float]:
+        """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
+        statuses = Counter(s.status for g in self._buffer.active() for s in g.samples)
+        return {
+            "in_flight": statuses[Status.IN_FLIGHT],
+            "parked": statuses[Status.PARKED],
+            "issued": self._buffer.next_group_id,
+            **{state.value: self._buffer.counts[state] for state in GroupState},
+        }
+
+    def totals(self) -> dict[str, float]:
+        """Since this process began, but for `lost`."""
+        stats = self._router.stats()
+        kept = ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")
+        return {
+            "lost": self._buffer.lost,
+            "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
+            "resumes_total": stats["resumes"],
+            "reward_hung": self._scorer.hung,
+            "reward_failed": self._scorer.failed,
+            **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
+        }
+
+    def progress(self) -> tuple[float, int]:
+        """Changes when anything has got further."""
+        return self._router.stats()["received_tokens"], self._runner.settled
+
+    def missing(self) -> str:
+        """Who is waited for: the oldest unfinished groups, and the engines."""
+        waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
+        shown = "; ".join(
+            f"group {g.group_id}: "
+            + ", ".join(
+                f"sample {s.sample_id} {s.status} with {len(s.response_ids)} tokens" for s in rest[:3]
+            )
+            for g, rest in waiting[:3]
+        )
+        engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
+        return (
+            f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
+            f"engines: {engines}"
+        )
