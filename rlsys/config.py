@@ -21,6 +21,8 @@ from rlsys.algo_section import AlgoSection
 from rlsys.errors import UserError
 from rlsys.section import NonNegative, Positive, Section, Share
 
+Schedule = Literal["constant", "linear", "cosine"]
+
 
 class ConfigError(UserError):
     """A user's mistake in the configuration: one clear line, exit code 2."""
@@ -114,13 +116,29 @@ class TrainerConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegative = 3
-    """Steps of linear warm-up; the rate is constant afterwards."""
+    """Steps of linear warm-up."""
+    schedule: Schedule = "constant"
+    """The learning rate after the warm-up: as it is, or falling to lr_end of its peak at the last step."""
+    lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where a falling learning rate ends, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
+    nonfinite_limit: NonNegative = 2
+    """Updates in a row that are skipped because their gradient is not finite; one more stops the run."""
+    recompute: list[
+        Literal["layer", "core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+    ] = Field(default_factory=list)
+    """What computes its activations again in the backward pass instead of keeping them; `layer` is all of it."""
+    offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the optimizer's state that lives, and is updated, in host memory; needs model.dtype = bfloat16."""
+    balance_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the routers' auxiliary load-balancing loss (Switch Transformer, section 2.2), per token."""
+    balance_rate: Annotated[float, Field(ge=0)] = 0.0
+    """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, no auxiliary loss)."""
     token_budget: Positive = 8192
     """Most tokens in one packed micro-batch."""
     equal_lengths: bool = False
@@ -326,6 +344,11 @@ class Config(Section):
             )
         if t.replay == "engine" and not self.engine.return_routes:
             raise ValueError("trainer.replay = engine needs engine.return_routes = true")
+        if t.offload_optimizer and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "
+                f"which keeps float32 weights in the optimizer; here it is {self.model.dtype}"
+            )
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "

@@ -25,6 +25,7 @@ from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, score_parked, shuffled
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
@@ -153,7 +154,8 @@ def optimise(
     batches = [pack_rows(taken, rows, trainer) for rows in updates]
     score(batches, objective, trainer)
     objective.finish(plan, [micro for batch in batches for micro in batch], trainer.sum_over_dp)
-    lr = config.trainer.lr * min(1.0, taken.train_step / max(1, config.trainer.warmup_steps))
+    t, skipped = config.trainer, 0
+    lr = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
     for i, (rows, batch) in enumerate(zip(updates, batches, strict=True)):
         if i:
             rescore(batch, objective, trainer)
@@ -161,8 +163,10 @@ def optimise(
         rate = lr * objective.lr_factor(plan, rows)
         share = plan.denominator / len(updates)
         result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
+        skipped += result.skipped
         objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
-        stats = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, **result.routing}
+        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "skipped_updates": skipped}
+        stats = {**figures, **result.routing}
         for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
     return stats

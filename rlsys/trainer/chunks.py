@@ -41,6 +41,9 @@ class Chunks:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters, and the buffers that belong to the model as they do."""
         yield from self.named_parameters()
+        yield from self.named_expert_biases()
+
+    def named_expert_biases(self) -> Iterator[tuple[str, Tensor]]:
         for module in self.modules:
             for name, buffer in module.named_buffers():
                 if name.endswith(EXPERT_BIAS):

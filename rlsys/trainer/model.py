@@ -42,17 +42,36 @@ def check_layout(config: Config, hf: HFConfig) -> None:
             raise UserError(f"parallel.{name} = {size} does not divide {what} = {total} of {path}")
 
 
-def _experts(hf: HFConfig) -> dict[str, Any]:
+def check_model(config: Config, hf: HFConfig) -> None:
+    """Raises UserError for what is asked of a model that has none of it."""
+    t, path = config.trainer, config.model.path
+    balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
+    for field, value in balance:
+        if value and not hf.experts:
+            raise UserError(f"trainer.{field} = {value}, but {path} has no experts")
+    if t.balance_rate and hf.routing.kind != "sigmoid":
+        raise UserError(f"trainer.balance_rate = {t.balance_rate}, but the routers of {path} have no bias")
+    lacking = {
+        "mla_up_proj": hf.latent is None,
+        "shared_experts": not hf.shared_ffn_size,
+        "moe": not hf.experts,
+    }
+    for module in t.recompute:
+        if lacking.get(module):
+            raise UserError(f"trainer.recompute names {module}, which {path} does not have")
+
+
+def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
     if not hf.experts:
         return {}
-    routing = hf.routing
+    routing, t = hf.routing, config.trainer
     fields: dict[str, Any] = {
         "num_moe_experts": hf.experts,
         "moe_router_topk": hf.experts_per_token,
         "moe_ffn_hidden_size": hf.expert_ffn_size,
         "moe_router_score_function": routing.kind,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
+        "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
     }
     if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
@@ -68,8 +87,15 @@ def _experts(hf: HFConfig) -> dict[str, Any]:
         **fields,
         "moe_router_topk_scaling_factor": routing.scale,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # megatron's own default would move it at every step
+        "moe_router_bias_update_rate": t.balance_rate,  # megatron's own default would move it at every step
     }
+
+
+def _recompute(config: Config) -> dict[str, Any]:
+    modules = config.trainer.recompute
+    if "layer" in modules:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
 def _latent_attention(hf: HFConfig) -> dict[str, Any]:
@@ -140,7 +166,8 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         perform_initialization=False,
         calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
-        **_experts(hf),
+        **_experts(hf, config),
+        **_recompute(config),
         **_latent_attention(hf),
     )
 
@@ -162,7 +189,6 @@ def block_spec(transformer: TransformerConfig, stage: int | None) -> Transformer
 
 def build_model(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
     """This rank's part of the model on `device`, weights loaded from `config.model.path`."""
-    check_layout(config, hf)
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]

@@ -59,6 +59,7 @@ def leave_layout() -> None:
 def optimizer_config(config: Config) -> OptimizerConfig:
     """AdamW with gradient clipping. The learning rate is set step by step."""
     t = config.trainer
+    offload = t.offload_optimizer > 0 and torch.cuda.is_available()  # else its state is in host memory anyway
     return OptimizerConfig(
         optimizer="adam",
         lr=t.lr,
@@ -71,4 +72,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         bf16=config.model.dtype == "bfloat16",
         params_dtype=getattr(torch, config.model.dtype),
         use_distributed_optimizer=True,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=t.offload_optimizer if offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=offload,
     )

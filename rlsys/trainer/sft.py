@@ -20,6 +20,7 @@ from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.trainer import Trainer
 
 
@@ -39,7 +40,7 @@ def sft(config: Config) -> None:
         start = time.monotonic()
         rows = [as_sample(trace) for trace in traces]
         batch = trainer.pack(rows)
-        lr = learning_rate(config, step)
+        lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
         result = trainer.train_step(batch, cross_entropy, lr)
         seconds, tokens = time.monotonic() - start, sum(len(r.response_ids) for r in rows)
         write(
@@ -68,15 +69,6 @@ def as_sample(trace: Trace) -> TrainSample:
 def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum of logp over response tokens; `[T]` -> scalar."""
     return -(scores.logp * micro.mask).sum(), {}
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Of the 1-based `step`."""
-    t = config.trainer
-    if step <= t.warmup_steps:
-        return t.lr * step / t.warmup_steps
-    fallen = (step - 1 - t.warmup_steps) / (t.steps - t.warmup_steps)
-    return t.lr * (1 - (1 - config.sft.lr_end) * fallen)
 
 
 def main() -> None:

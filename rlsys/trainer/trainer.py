@@ -33,7 +33,7 @@ from rlsys.errors import RunError
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_scores
-from rlsys.trainer.model import build_model
+from rlsys.trainer.model import build_model, check_layout, check_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
@@ -49,13 +49,15 @@ LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class StepResult:
     """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
 
-    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model.
+    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `skipped`: the
+    gradient was not finite, and the weights are as they were.
     """
 
     loss: float
     grad_norm: float
     sums: dict[str, Tensor]
     routing: dict[str, float]
+    skipped: bool = False
 
 
 class Trainer:
@@ -69,6 +71,8 @@ class Trainer:
         self.config = config
         self._signals = frozenset(signals)
         self.hf = HFConfig.read(config.model.path)
+        check_layout(config, self.hf)
+        check_model(config, self.hf)
         self._device = setup.init_distributed(config)
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
@@ -86,6 +90,7 @@ class Trainer:
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
+        self._skipped_in_a_row = 0
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
 
     def on_main(self, call: Callable[[], T]) -> T:
@@ -139,14 +144,17 @@ class Trainer:
         """One optimizer update on this rank's micro-batches; their number must be the same on all ranks.
 
         The loss is the sum over all ranks divided by `denominator`, alike on every rank; when none is given, by
-        the response tokens of all ranks, counted before the loss masks anything. Raises RunError, with the
-        weights unchanged, when a gradient is not finite.
+        the response tokens of all ranks, counted before the loss masks anything. An update whose gradient is not
+        finite is skipped; raises RunError when that happens more than trainer.nonfinite_limit times in a row.
         """
         if denominator is None:
             denominator = float(self.sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._transformer.finalize_model_grads_func = partial(_finalize, denominator=denominator)
+        # Megatron weighs a balance loss by tokens and expects a division by their number.
+        tokens = self._tokens(batch) if self.config.trainer.balance_loss else denominator
+        self._transformer.finalize_model_grads_func = partial(_finalize, denominator=tokens)
+        biases = {name: bias.clone() for name, bias in self._chunks.named_expert_biases()}
         for model in self._models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -154,17 +162,34 @@ class Trainer:
         def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total, sums = loss_fn(self._scores(output, share, self.config.rollout.temperature), micro)
             unused = torch.zeros((), dtype=torch.int, device=self._device)
-            return total, unused, {**sums, "loss_sum": total.detach()}
+            weighed = total * (tokens / denominator) if tokens != denominator else total
+            return weighed, unused, {**sums, "loss_sum": total.detach()}
 
         stored: list[dict[str, Tensor]] = self._schedule(loss, batch, forward_only=False)
         # Looked at before the step: Adam would carry one NaN into every weight.
         self._optimizer.prepare_grads()
-        if not math.isfinite(self._optimizer.get_grad_norm()):
-            raise RunError("the gradient is not finite; the step was not taken")
-        _, grad_norm, _ = self._optimizer.step()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        skipped = not math.isfinite(grad_norm)
+        self._count_skipped(skipped)
+        if skipped:
+            for name, bias in self._chunks.named_expert_biases():
+                bias.copy_(biases[name])  # megatron moves it while it reduces gradients
+        else:
+            self._optimizer.step()
         sums = self._reduce(stored)
-        loss_sum = float(sums.pop("loss_sum"))
-        return StepResult(loss_sum / denominator, float(grad_norm), sums, self._routing.metrics(self._device))
+        mean = float(sums.pop("loss_sum")) / denominator
+        return StepResult(mean, grad_norm, sums, self._routing.metrics(self._device), skipped)
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
+            raise RunError(
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
+                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
+            )
+
+    def _tokens(self, batch: list[MicroBatch]) -> float:
+        return float(self.sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
 
     def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
         """This rank's micro-batches of `samples`, which every rank gives alike."""

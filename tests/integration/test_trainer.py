@@ -17,6 +17,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.attention import Padding
+from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, pack
 from rlsys.trainer.trainer import Trainer
 
@@ -167,14 +168,54 @@ def test_the_denominator_scales_loss_and_gradient(model: Path, start: Callable[.
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm * tokens / 10, rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step(
+def test_a_gradient_that_is_not_finite_is_skipped_and_stops_the_run_in_the_end(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
-    trainer = start(model)
-    before = cases.weight_sums(trainer)
-    with pytest.raises(RunError, match="the gradient is not finite; the step was not taken"):
-        trainer.train_step(pack(cases.samples(), 512), lambda s, m: (s.logp.sum() * torch.inf, {}), 1e-2)
+    def broken(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return scores.logp.sum() * torch.inf, {}
+
+    trainer = start(model, trainer={"nonfinite_limit": 1})
+    before, batch = cases.weight_sums(trainer), trainer.pack(cases.samples())
+    assert trainer.train_step(batch, broken, 1e-2).skipped
+    assert not trainer.train_step(batch, cases.policy_loss, 0.0).skipped  # the row is broken
+    assert trainer.train_step(batch, broken, 1e-2).skipped
+    with pytest.raises(RunError, match=r"not finite in 2 updates in a row; trainer.nonfinite_limit = 1"):
+        trainer.train_step(batch, broken, 1e-2)
     assert cases.weight_sums(trainer) == before
+
+
+@pytest.mark.parametrize("recompute", [["layer"], ["moe", "layernorm"], ["core_attn"]], ids=str)
+def test_recompute_changes_no_number(
+    recompute: list[str], model: Path, start: Callable[..., Trainer]
+) -> None:
+    again, kept = cases.steps(start(model, trainer={"recompute": recompute}), 2), cases.steps(start(model), 2)
+    assert torch.allclose(torch.tensor(again), torch.tensor(kept), rtol=1e-6)
+
+
+def test_the_balance_loss_has_its_weight_whatever_divides_the_objective(
+    model: Path, start: Callable[..., Trainer]
+) -> None:
+    """With no other gradient, what reaches the routers is the same for every denominator."""
+
+    def nothing(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return scores.logp.sum() * 0, {}
+
+    norms = []
+    for weight, denominator in ((0.1, 7.0), (0.1, 70.0), (0.2, 7.0)):
+        trainer = start(model, trainer={"balance_loss": weight})
+        norms.append(trainer.train_step(trainer.pack(cases.samples()), nothing, 0.0, denominator).grad_norm)
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[2] == pytest.approx(2 * norms[0], rel=1e-5)
+
+
+def test_what_a_model_lacks_is_refused(model: Path, start: Callable[..., Trainer]) -> None:
+    for asked, message in (
+        ({"balance_rate": 0.001}, r"trainer.balance_rate = 0.001, but the routers of .* have no bias"),
+        ({"recompute": ["mla_up_proj"]}, r"trainer.recompute names mla_up_proj, which .* does not have"),
+    ):
+        with pytest.raises(UserError, match=message):
+            start(model, trainer=asked)
 
 
 def test_bfloat16_trains_close_to_float32(model: Path, start: Callable[..., Trainer]) -> None:
@@ -203,7 +244,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(model: Path, start: Callable[..., Tra
     ("parallel", "message"),
     [
         ({"ep": 2}, "parallel needs 2 ranks, 1 were started"),
-        ({"tp": 4}, r"parallel needs 4 ranks, 1 were started"),
+        ({"dp": 4}, r"parallel needs 4 ranks, 1 were started"),
     ],
 )
 def test_too_few_ranks_are_refused(

@@ -35,6 +35,8 @@ LAYOUTS = {
         "tp=2,replay",
         "pp=2,vpp=2,replay",
         "cp=2,replay",
+        "pp=2,vpp=2,replay,recompute",
+        "tp=2,balance,selective,recompute",
         "pp=2,vpp=2,save",
     ),
     4: (
@@ -61,9 +63,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(workplace: Path) -> dict[str, dict[str, Any]]:
-    """What one rank sees, without and with replay; each leaves a checkpoint of step 3."""
+    """What one rank sees, for each kind of layout; each leaves a checkpoint of step 3."""
     out = {}
-    for name in ("run", "replay"):
+    for name in ("run", *cases.KINDS):
         trainer = Trainer(cases.config_of(workplace / "model", workplace / name, **cases.sections(name)))
         out[name] = cases.three_steps(trainer)
         cases.save(trainer, 3)
@@ -90,7 +92,7 @@ def test_every_layout_trains_as_one_rank_does(
     seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
     assert tuple(seen) == LAYOUTS[ranks]
     for layout, got in seen.items():
-        one = alone["replay" if "replay" in layout else "run"]
+        one = alone[cases.kind(layout)]
         assert near(got["before"], one["before"], rtol=0, atol=1e-5), layout
         assert near(got["steps"], one["steps"], rtol=1e-5), layout
         assert near(got["after"], one["after"], rtol=0, atol=1e-5), layout

@@ -159,11 +159,19 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         if value:
             parallel[key] = int(value) if value.isdigit() else value
     replay = "replay" in layout
-    return {
-        "parallel": parallel,
-        "trainer": {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"},
-        "engine": {"return_routes": replay},
-    }
+    trainer: dict[str, Any] = {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"}
+    if "recompute" in layout:
+        trainer["recompute"] = ["moe", "layernorm", "core_attn"] if "selective" in layout else ["layer"]
+    if "balance" in layout:
+        trainer["balance_loss"] = 0.1
+    return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}}
+
+
+KINDS = ("replay", "balance")  # words of a layout that change numbers
+
+
+def kind(layout: str) -> str:
+    return next((k for k in KINDS if k in layout), "run")
 
 
 def three_steps(trainer: Trainer) -> dict[str, Any]:
@@ -174,12 +182,12 @@ def three_steps(trainer: Trainer) -> dict[str, Any]:
 def main(workplace: Path, layouts: list[str]) -> None:
     """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
 
-    The checkpoint is the one that one rank saved in workplace/run or workplace/replay; a layout with
+    The checkpoint is the one that one rank saved in workplace/KIND; a layout with
     "save" leaves its own in workplace/LAYOUT.
     """
     for layout in layouts:
         start = time.monotonic()
-        run = workplace / (layout if "save" in layout else "replay" if "replay" in layout else "run")
+        run = workplace / (layout if "save" in layout else kind(layout))
         trainer = Trainer(config_of(workplace / "model", run, **sections(layout)))
         seen = three_steps(trainer)
         if "save" in layout:
