@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.metadata
+import sys
+import textwrap
 
 import megatron_patches
 from megatron_patches import cpu_import
@@ -9,16 +11,15 @@ from megatron_patches import cpu_import
 
 def main() -> None:
     megatron_patches.apply()
-    print(f"megatron-core {importlib.metadata.version('megatron-core')}")
+    core = importlib.import_module("megatron.core")
+    print(f"megatron-core {core.__version__}")
     for patch in megatron_patches.PATCHES:
         state = "not needed here"
         if patch in megatron_patches.active():
             importlib.import_module(patch.module)
             state = "applied"
-        print(
-            f"\n{patch.name}: {state}\n  target    {patch.module}\n  when      {patch.when}, {patch.upstream}"
-        )
-        print(f"  symptom   {patch.symptom}")
+        print(f"\n{patch.name}: {state}\n  target  {patch.module}\n  when    {patch.when}")
+        print(textwrap.indent((sys.modules[patch.edit.__module__].__doc__ or "").strip(), "  | "))
     importlib.import_module("megatron.core.models.gpt")
     importlib.import_module("megatron.core.optimizer")
     totals: dict[str, int] = {}

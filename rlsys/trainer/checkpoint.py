@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ _OPTIMIZER = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# 0.19 has two writers, and takes one that may not be installed.
+_STRATEGY = (
+    {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+)
 
 # What loading was seen to raise on a checkpoint of another model.
 _FOREIGN = (
@@ -153,7 +159,7 @@ class Checkpoints:
         state["rng"] = torch.get_rng_state()
         if objective is not None:
             state["objective"] = json.dumps(objective.state_dict())
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, **_STRATEGY)
         writing = Writing(request, partial)
         self._pending = _Pending(step, score, writing, time.monotonic() - start)
 

@@ -103,6 +103,7 @@ class Routing:
     def __init__(self, modules: list[GPTModel], layers: int, mode: str) -> None:
         self._mode = mode
         self._layers = layers
+        self._modules = modules
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
             routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
@@ -123,6 +124,19 @@ class Routing:
         for i, replay in enumerate(self._replays[chunk]):
             replay.counted = counted
             replay.target = None if targets is None else targets[:, i]
+
+    def padding_mask(self, chunk: int, share: Share) -> Tensor | None:
+        """`[1, tokens]` bool for megatron's balance loss; None where nothing would look at it.
+
+        Megatron cuts it over tensor-parallel ranks on the first stage only. It breaks routers with a bias, whose
+        balance losses count padding (less than 2 c tokens a sequence and tp a micro-batch).
+        """
+        replays = self._replays[chunk]
+        if not replays or not replays[0].router.is_aux_loss_enabled() or replays[0].router.enable_expert_bias:
+            return None
+        padding = share.source < 0
+        first = self._modules[chunk].pre_process
+        return (padding if first else _of_this_rank(padding))[None]
 
     def _targets(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
         """Experts `[P, layers of the chunk, k]` int64."""

@@ -214,7 +214,10 @@ class Trainer:
             share = Share.of(micro, self.config.parallel.tp, cp_group, self._device, length)
             chunk = self._models.index(model)
             self._routing.begin(chunk, micro, share)
-            output = model(share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed)
+            output = model(
+                share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed,
+                padding_mask=self._routing.padding_mask(chunk, share),
+            )  # fmt: skip
             self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)
 
