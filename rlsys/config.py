@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rlsys.algo_section import AlgoSection
 from rlsys.errors import UserError
-from rlsys.section import NonNegative, Positive, Section, Share
+from rlsys.section import Beta, NonNegative, Positive, Section, Share
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -121,7 +121,7 @@ class TrainerConfig(Section):
     """The learning rate after the warm-up: as it is, or falling to lr_end of its peak at the last step."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where a falling learning rate ends, as a share of lr."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""

@@ -29,14 +29,14 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute, None)
-    except ImportError as e:
+    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
         raise UserError(f"{field} = {name!r}: cannot import {module_name}: {e}") from None
     if not callable(found):
         raise UserError(f"{field} = {name!r}: {module_name} has no function {attribute!r}")
     return found
 
 
-def call(field: str, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
+def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
     """`function(*args, **params)`; parameters that it does not take are a UserError naming `field`."""
     try:
         inspect.signature(function).bind(*args, **params)

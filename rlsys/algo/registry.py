@@ -168,7 +168,7 @@ def load(field: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute, None)
-    except ImportError as e:
+    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
         raise UserError(f"{field} = {path!r}: cannot import {module_name}: {e}") from None
     if not callable(found):
         raise UserError(f"{field} = {path!r}: {module_name} has no class or function {attribute!r}")

@@ -20,6 +20,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.data.source import is_heldout, stable_hash
 from rlsys.data.traces import Trace, terms, trace_batches, working
 from rlsys.errors import UserError
+from rlsys.plugins import resolve
 from rlsys.rewards import make_score
 from rlsys.types import Prompt
 
@@ -232,6 +233,12 @@ def test_mistakes_are_one_clear_line(
 
 def plain_source(config: Config, tokenizer: Tokenizer, size: int = 1) -> str:
     return f"{size} prompts for {config.model.path.name}"
+
+
+@pytest.mark.parametrize("path", [":foo", ".a:x", "..x:foo", "no_such_module:x"])
+def test_an_import_path_that_is_none_is_told(path: str) -> None:
+    with pytest.raises(UserError, match=r"data\.source = .*cannot import"):
+        resolve("data.source", path, {})
 
 
 def test_a_source_by_import_path(model: Path, tokenizer: Tokenizer) -> None:
