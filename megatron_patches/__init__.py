@@ -22,6 +22,7 @@ from megatron_patches import (
     cpu_import,
     cpu_rng,
     distributed_optimizer_step,
+    expert_bias_padding,
     gloo_uneven,
     mla_te_names,
     moe_gemm,
@@ -33,6 +34,7 @@ from megatron_patches.registry import Patch, PatchError
 PATCHES: tuple[Patch, ...] = (
     moe_gemm.PATCH,
     moe_splits.PATCH,
+    expert_bias_padding.PATCH,
     norm_sequence_parallel.PATCH,
     distributed_optimizer_step.PATCH,
     checkpoint_queue.PATCH,

@@ -104,6 +104,8 @@ class Routing:
         self._mode = mode
         self._layers = layers
         self._modules = modules
+        moe = modules[0].config
+        self._balanced = bool(moe.moe_aux_loss_coeff or moe.moe_router_bias_update_rate)
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
             routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
@@ -126,13 +128,12 @@ class Routing:
             replay.target = None if targets is None else targets[:, i]
 
     def padding_mask(self, chunk: int, share: Share) -> Tensor | None:
-        """`[1, tokens]` bool for megatron's balance loss; None where nothing would look at it.
+        """`[1, tokens]` bool, so that megatron does not balance padding; None where nothing is balanced.
 
-        Megatron cuts it over tensor-parallel ranks on the first stage only. It breaks routers with a bias, whose
-        balance losses count padding (less than 2 c tokens a sequence and tp a micro-batch).
+        Megatron cuts it over tensor-parallel ranks on the first stage only.
         """
         replays = self._replays[chunk]
-        if not replays or not replays[0].router.is_aux_loss_enabled() or replays[0].router.enable_expert_bias:
+        if not replays or not self._balanced:
             return None
         padding = share.source < 0
         first = self._modules[chunk].pre_process

@@ -37,6 +37,11 @@ LAYOUTS = {
         "cp=2,replay",
         "pp=2,vpp=2,replay,recompute",
         "tp=2,balance,selective,recompute",
+        "tp=2,deepseek",
+        "cp=2,deepseek",
+        "pp=2,vpp=2,deepseek",
+        "pp=2,tied",
+        "tp=2,tied",
         "pp=2,vpp=2,save",
     ),
     4: (
@@ -58,6 +63,8 @@ LAYOUTS = {
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     cases.write_model(folder / "model")
+    for name, made in cases.MODELS.items():
+        cases.write_model(folder / name, **made)
     return folder
 
 
@@ -66,7 +73,11 @@ def alone(workplace: Path) -> dict[str, dict[str, Any]]:
     """What one rank sees, for each kind of layout; each leaves a checkpoint of step 3."""
     out = {}
     for name in ("run", *cases.KINDS):
-        trainer = Trainer(cases.config_of(workplace / "model", workplace / name, **cases.sections(name)))
+        trainer = Trainer(
+            cases.config_of(
+                workplace / cases.model_of(name), workplace / f"run-{name}", **cases.sections(name)
+            )
+        )
         out[name] = cases.three_steps(trainer)
         cases.save(trainer, 3)
         out[name]["fourth"] = cases.steps(trainer, 1, cases.LR)

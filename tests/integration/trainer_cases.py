@@ -162,16 +162,27 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
     trainer: dict[str, Any] = {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"}
     if "recompute" in layout:
         trainer["recompute"] = ["moe", "layernorm", "core_attn"] if "selective" in layout else ["layer"]
+    if "deepseek" in layout:
+        trainer["balance_rate"] = 0.01
     if "balance" in layout:
         trainer["balance_loss"] = 0.1
     return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}}
 
 
-KINDS = ("replay", "balance")  # words of a layout that change numbers
+KINDS = ("replay", "balance", "deepseek", "tied")  # words of a layout that change numbers
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
+    "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},
+}
+"""Models of their own; the other kinds train the one that `write_model` makes."""
 
 
 def kind(layout: str) -> str:
     return next((k for k in KINDS if k in layout), "run")
+
+
+def model_of(layout: str) -> str:
+    return kind(layout) if kind(layout) in MODELS else "model"
 
 
 def three_steps(trainer: Trainer) -> dict[str, Any]:
@@ -182,13 +193,13 @@ def three_steps(trainer: Trainer) -> dict[str, Any]:
 def main(workplace: Path, layouts: list[str]) -> None:
     """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
 
-    The checkpoint is the one that one rank saved in workplace/KIND; a layout with
+    The checkpoint is the one that one rank saved in workplace/run-KIND; a layout with
     "save" leaves its own in workplace/LAYOUT.
     """
     for layout in layouts:
         start = time.monotonic()
-        run = workplace / (layout if "save" in layout else kind(layout))
-        trainer = Trainer(config_of(workplace / "model", run, **sections(layout)))
+        run = workplace / (layout if "save" in layout else f"run-{kind(layout)}")
+        trainer = Trainer(config_of(workplace / model_of(layout), run, **sections(layout)))
         seen = three_steps(trainer)
         if "save" in layout:
             save(trainer, 3)

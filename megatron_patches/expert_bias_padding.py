@@ -1,0 +1,33 @@
+"""Padding in a router whose experts have a bias.
+
+Symptom: RuntimeError: sizes do not match (or, with as many tokens as experts, wrong counts), when a padding mask
+reaches a router with expert bias: the mask `[tokens]` meets the map `[tokens, experts]`. Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: the same product, with the mask's missing axis.
+Delete when: TopKRouter._apply_expert_bias gives the mask that axis itself.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from megatron_patches.registry import Patch, target
+
+
+def _edit(module: ModuleType) -> None:
+    cls = module.TopKRouter
+    upstream = target("expert_bias_padding", cls, "_apply_expert_bias", "local_tokens_per_expert +=")
+
+    def apply(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+        upstream(self, counted)
+
+    cls._apply_expert_bias = apply
+
+
+PATCH = Patch(
+    "expert_bias_padding", "megatron.core.transformer.moe.router", "always", "0.16.1 - 0.19.2",
+    "RuntimeError: the padding mask's size does not match the routing map's", _edit,
+)  # fmt: skip
