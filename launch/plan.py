@@ -103,12 +103,9 @@ def build_plan(
 
     Raises UserError when the weights cannot reach an engine on another machine.
     """
-    roles, urls = [], []
+    roles, urls = _engines(config, layout, nodes, ports, engine_command)
     for index, shares in enumerate(layout.engines):
-        url = f"http://{_engine_host(config, nodes, shares[0])}:{ports.engines[index]}"
-        urls.append(url)
         _check_reach(config, index, nodes[shares[0].node], nodes[0])
-        roles += _engine(config, index, shares, nodes, ports, url, engine_command)
     rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
@@ -118,11 +115,33 @@ def build_plan(
     return Plan(roles, nodes, config.run.dir)
 
 
+def build_eval_plan(
+    config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
+) -> Plan:
+    """Engines, and who asks them."""
+    roles, urls = _engines(config, layout, nodes, ports, engine_command)
+    asking = [sys.executable, "-m", "rlsys.rollout.evaluation", "--config", _run_config(config)]
+    asking += [word for url in urls for word in ("--engine", url)]
+    return Plan([*roles, Role("evaluation", "trainer", asking)], nodes, config.run.dir)
+
+
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> Plan:
     """Fine-tuning on traces: the trainer alone."""
     return Plan(
         _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", []), nodes, config.run.dir
     )
+
+
+def _engines(
+    config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
+) -> tuple[list[Role], list[str]]:
+    """The roles of all engines, and their URLs."""
+    roles, urls = [], []
+    for index, shares in enumerate(layout.engines):
+        url = f"http://{_engine_host(config, nodes, shares[0])}:{ports.engines[index]}"
+        urls.append(url)
+        roles += _engine(config, index, shares, nodes, ports, url, engine_command)
+    return roles, urls
 
 
 def _run_config(config: Config) -> str:

@@ -20,13 +20,13 @@ from launch.commands import add_commands, must_be_run
 from launch.describe import describe_arithmetic, describe_plan
 from launch.layout import lay_out
 from launch.memory import describe_memory
-from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
+from launch.plan import Node, Plan, Ports, build_eval_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model, read_hf_config
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
 from launch.supervisor import Stopped, StopSignals, Supervisor
-from rlsys.cli_models import add_model_commands
+from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
@@ -62,6 +62,33 @@ def sft(args: argparse.Namespace) -> int:
         config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))
     )
     print(f"model: {config.run.dir / 'model'}")
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Greedy accuracy on the held-out prompts of a config's model, a folder, or a run's checkpoint."""
+    subject = find_subject(args.target, args.checkpoint, args.overrides)
+    with subject.served() as config:
+        check_model(config)
+        layout = lay_out(config)
+
+        def plan(backend: Backend) -> Plan:
+            ports = choose_ports(config, layout, backend.free_ports)
+            return build_eval_plan(config, layout, backend.nodes, ports, engine_command)
+
+        supervise(config, plan)
+    found = read_metrics(config.run.dir).evals[-1]
+    told = {
+        "model": subject.name,
+        **{k: found[k] for k in ("accuracy", "prompts", "mean_length", "truncated")},
+    }
+    if args.json:
+        print(json.dumps(told, indent=2))
+    else:
+        print(
+            f"{told['model']}: accuracy {told['accuracy']:.4f} on {told['prompts']} prompts, "
+            f"mean length {told['mean_length']:.1f} tokens, {told['truncated']} cut off"
+        )
     return 0
 
 
@@ -200,6 +227,14 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
         sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub = add("eval", evaluate, "measure greedy accuracy on the held-out prompts")
+    sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
+    sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the target's")
+    sub.add_argument(
+        "--checkpoint", type=Path, metavar="DIR",
+        help="model folder or checkpoint; the config's model, or the run's newest checkpoint, when not given",
+    )  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
     sub = add("algo", algo, "list the algorithms that a config can name, or show one")
     which = sub.add_subparsers(required=True, metavar="list|show")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)

@@ -1,13 +1,19 @@
-"""The commands of `rlsys` that concern models at rest: convert. What is heavy is imported when it is needed."""
+"""The commands of `rlsys` about models at rest: convert, and what eval measures. Heavy imports come when needed."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from rlsys.config import Config, load_config
+from rlsys.errors import UserError
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 _SIZES = {
@@ -74,6 +80,61 @@ def compare(args: argparse.Namespace) -> int:
         done = verify(args.a, args.b, advance)
     print(f"bit-equal: {done.tensors} tensors, {done.elements:,} parameters")
     return 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What `rlsys eval` is to measure. `config`: the target's. `model`: a model folder, or a checkpoint.
+
+    `folder`: the evaluation's own, new one, with its logs and its figures.
+    """
+
+    config: Config
+    model: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.model)
+
+    @contextmanager
+    def served(self) -> Iterator[Config]:
+        """The config of the evaluation. A checkpoint is converted for it, and the copy deleted afterwards."""
+        made, model = self.folder.with_name(self.folder.name + "-model"), self.model
+        if not any(model.glob("*.safetensors")):
+            from rlsys.trainer.conversion import megatron_to_hf
+
+            with _bar(f"{model} -> {made}") as advance:
+                megatron_to_hf(model, made, advance)
+            model = made
+        try:
+            yield self.config.model_copy(
+                update={
+                    "run": self.config.run.model_copy(update={"dir": self.folder}),
+                    "model": self.config.model.model_copy(update={"path": model}),
+                }
+            )
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]) -> Subject:
+    """Raises UserError when there is no such config, run or model."""
+    run = target if target.is_dir() else None
+    config = load_config(target / "config.yaml" if run else target, overrides)
+    if checkpoint is not None:
+        model = checkpoint
+    elif run is not None:
+        from rlsys.trainer.conversion import find_checkpoint
+
+        model = find_checkpoint(run)
+    else:
+        model = config.model.path
+    if not model.is_dir():
+        raise UserError(f"{model}: no such folder")
+    root = (run or config.run.dir) / "evaluations"
+    number = next(n for n in itertools.count(1) if not (root / f"{model.name}-{n}").exists())
+    return Subject(config, model, root / f"{model.name}-{number}")
 
 
 @contextmanager

@@ -147,6 +147,8 @@ class TrainerConfig(Section):
     """Whose experts a token takes again in training: its own choice, the engine's (R3), the scoring pass's (R2)."""
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints."""
+    export_every: NonNegative = 0
+    """Train steps between two exports of a Hugging Face folder, exports/step-N in the run; 0 makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints kept on disk, beside the one with the best evaluation."""
 
@@ -500,7 +502,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("router")
     data["run"].pop("dir")
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
-    for key in ("steps", "checkpoint_every", "keep_checkpoints"):
+    for key in ("steps", "checkpoint_every", "export_every", "keep_checkpoints"):
         data["trainer"].pop(key)
     data.pop("eval")
     data.pop("parallel")  # a checkpoint loads in any layout

@@ -115,6 +115,8 @@ def train(config: Config, rollout: RolloutClient) -> None:
         last, accuracy = step == config.trainer.steps, None
         if last or step % config.eval.every == 0:
             accuracy = evaluate()
+        if config.trainer.export_every and step % config.trainer.export_every == 0:
+            trainer.export_hf(config.run.dir / "exports" / f"step-{step:06d}")
         save = last or step % config.trainer.checkpoint_every == 0
         settle(wait=save)
         if save:

@@ -18,6 +18,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.evaluation import judge, probes
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import check_conservation
@@ -25,7 +26,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.router.router import EVALUATION, Router
+from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
     EvalResult,
@@ -185,20 +186,9 @@ class RolloutManager:
     async def evaluate(self) -> EvalResult:
         """Greedy on the held-out prompts; right is a full reward. What cannot be judged is not among `prompts`."""
         async with self._command:
-            prompts = self._source.heldout(self._config.eval.prompts)
-            probes = [Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0) for p in prompts]
-            pairs = list(zip(probes, prompts, strict=True))
-            await self._watched(asyncio.gather(*(self._greedy(s, p) for s, p in pairs)), "evaluation")
-            verdicts = await asyncio.gather(*(self._scorer.score(p, s.response_ids) for s, p in pairs))
-            judged = [v for v in verdicts if v.reward is not None]
-            if not judged:
-                raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
-            return EvalResult(
-                accuracy=sum(v.right for v in judged) / len(judged),
-                prompts=len(judged),
-                mean_length=sum(s.sampled_tokens for s in probes) / len(probes),
-                truncated=sum(s.status is Status.TRUNCATED for s in probes),
-            )
+            asked = probes(self._source, self._config.eval.prompts)
+            await self._watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
+            return await judge(asked, self._scorer)
 
     async def commit(self, train_step: int) -> None:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten."""

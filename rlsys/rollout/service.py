@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import json
 import logging
 import os
 import signal
@@ -23,18 +22,16 @@ from aiohttp import web
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
-from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
-from rlsys.rewards import Rewards, canonical_answer
+from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
+from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRequest, encode, encode_error
-from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 
 HOST = "127.0.0.1"  # commands carry no token: nobody else's machine may send them
@@ -97,18 +94,6 @@ def _command(
     return handle
 
 
-def read_model_limits(path: Path) -> tuple[int, int]:
-    """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
-    file = path / "config.json"
-    try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
-        return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(
-            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__} {e}"
-        ) from None
-
-
 class EngineWatch:
     """Waits for every engine's first answer, then lets the router look after those that die and come back."""
 
@@ -130,16 +115,9 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tokenizer = Tokenizer(config.model.path)
-    vocab_size, context_length = read_model_limits(config.model.path)
     source = build_source(config, tokenizer)
     rewards = Rewards(config)
-    scorer = Scorer(
-        rewards.open,
-        tokenizer.decode,
-        config.rollout.reward_timeout,
-        lambda text: canonical_answer(text, tokenizer.eos_token),
-        config.rollout.reward_concurrency,
-    )
+    scorer = build_scorer(config, rewards, tokenizer)
 
     async def ask(question: str) -> str:
         ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
@@ -150,17 +128,7 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
     try:
         async with make_session() as session:
             engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
-            router = Router(
-                engines,
-                vocab_size=vocab_size,
-                context_length=min(context_length, config.engine.max_total_tokens),
-                stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
-                bounds=Bounds.of(config),
-                routes=config.engine.return_routes,
-                strategy=config.router.strategy,
-                interruption=config.router.interruption,
-                patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
-            )
+            router = build_router(config, engines, tokenizer)
             manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
             watch = EngineWatch(engines, router)
             await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())

@@ -38,7 +38,8 @@ class Router:
     context_length: the most tokens an engine can hold of one sample, the smaller of the model's context and the
     engine's KV pool. stop_ids: tokens that end a response, all that the engines know. routes: ask for the experts of
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
-    patience: seconds that a push waits for an engine, long enough for one to be restarted.
+    patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
+    with the weights that they start with, and nobody pushes others.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Router:
         strategy: str = "prefix_affinity",
         interruption: Interruption = "abort",
         patience: float = 300.0,
+        trusted: bool = False,
     ) -> None:
-        self._pool = Pool(engines)
+        self._pool = Pool(engines, trusted=trusted)
         self._limits = Limits(vocab_size, context_length)
         self._stop_ids = sorted(stop_ids)
         self._routes = routes

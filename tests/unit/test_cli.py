@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlsys import cli
+from rlsys.cli_models import find_subject
+from rlsys.errors import UserError
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME
@@ -98,3 +100,24 @@ def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for name in ("python", "torch", "sglang", "megatron-core", "gpu", "transformer engine", "apex"):
         assert name in said
+
+
+def test_what_eval_measures(tmp_path: Path) -> None:
+    """A config's model, or another folder; the newest checkpoint of a run; each time in a folder of its own."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    for step in (1, 2):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    (run / "config.yaml").write_text(f"model: {{path: {model}}}\nrun: {{dir: {run}}}\n")
+    subject = find_subject(run / "config.yaml", None, ["eval.prompts=3"])
+    assert (subject.model, subject.folder) == (model, run / "evaluations" / "model-1")
+    with subject.served() as config:
+        assert (config.run.dir, config.model.path, config.eval.prompts) == (subject.folder, model, 3)
+    subject.folder.mkdir(parents=True)
+    assert find_subject(run / "config.yaml", None, []).folder.name == "model-2"
+    assert find_subject(run, None, []).model == run / "checkpoints" / "step-000002"
+    older = run / "checkpoints" / "step-000001"
+    assert find_subject(run, older, []).folder == run / "evaluations" / "step-000001-1"
+    with pytest.raises(UserError, match="no such folder"):
+        find_subject(run, tmp_path / "none", [])

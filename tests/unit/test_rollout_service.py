@@ -22,8 +22,9 @@ from test_manager import APRIL, Rig, ids, make_config, rig, settle, slow_group_z
 from rlsys.config import Config, dump_config, load_config
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import RunError, UserError
+from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.service import make_app, read_model_limits, serve
+from rlsys.rollout.service import make_app, serve
 from rlsys.types import Canary
 
 T = TypeVar("T")

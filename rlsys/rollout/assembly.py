@@ -1,0 +1,57 @@
+"""Puts together what every process that asks engines needs: the scorer and the router of a config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.engine.client import EngineClient
+from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.errors import UserError
+from rlsys.rewards import Rewards, canonical_answer
+from rlsys.rollout.scoring import Scorer
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+
+
+def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
+    return Scorer(
+        rewards.open,
+        tokenizer.decode,
+        config.rollout.reward_timeout,
+        lambda text: canonical_answer(text, tokenizer.eos_token),
+        config.rollout.reward_concurrency,
+    )
+
+
+def build_router(
+    config: Config, engines: list[EngineClient], tokenizer: Tokenizer, *, trusted: bool = False
+) -> Router:
+    """`trusted`: engines serve with the weights that they have; nobody pushes any."""
+    vocab_size, context_length = read_model_limits(config.model.path)
+    return Router(
+        engines,
+        vocab_size=vocab_size,
+        context_length=min(context_length, config.engine.max_total_tokens),
+        stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
+        bounds=Bounds.of(config),
+        routes=config.engine.return_routes,
+        strategy=config.router.strategy,
+        interruption=config.router.interruption,
+        patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
+        trusted=trusted,
+    )
+
+
+def read_model_limits(path: Path) -> tuple[int, int]:
+    """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
+    file = path / "config.json"
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+        return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(
+            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__} {e}"
+        ) from None

@@ -1,0 +1,97 @@
+"""Evaluation: greedy on the held-out prompts; right is a full reward.
+
+Within a run the manager does it. On its own, for `rlsys eval`:
+
+    python -m rlsys.rollout.evaluation --config EVALUATION/config.yaml --engine URL ...
+
+asks engines that serve `model.path`, and writes one line to metrics.jsonl of its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from pathlib import Path
+
+from rlsys.config import Config, load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.data.source import PromptSource
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.errors import RunError
+from rlsys.obs.metrics import MetricsWriter
+from rlsys.obs.role import run_role
+from rlsys.rewards import Rewards
+from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.generator import build_generator, greedy_turns
+from rlsys.rollout.scoring import Scorer
+from rlsys.router.router import EVALUATION
+from rlsys.types import EvalResult, Prompt, Sample, Status
+
+PROBE_SECONDS = 0.5
+
+Probe = tuple[Sample, Prompt]
+
+
+def probes(source: PromptSource, count: int) -> list[Probe]:
+    """The held-out prompts, each with a sample outside the ledger."""
+    return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
+
+
+async def judge(answered: list[Probe], scorer: Scorer) -> EvalResult:
+    """What cannot be judged is not among `prompts`. Raises RunError when nothing can."""
+    verdicts = await asyncio.gather(*(scorer.score(p, s.response_ids) for s, p in answered))
+    judged = [v for v in verdicts if v.reward is not None]
+    if not judged:
+        raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
+    return EvalResult(
+        accuracy=sum(v.right for v in judged) / len(judged),
+        prompts=len(judged),
+        mean_length=sum(s.sampled_tokens for s, _ in answered) / len(answered),
+        truncated=sum(s.status is Status.TRUNCATED for s, _ in answered),
+    )
+
+
+async def evaluate(config: Config, urls: list[str]) -> EvalResult:
+    """By engines that serve the model already; waits until all of them answer."""
+    tokenizer = Tokenizer(config.model.path)
+    source, rewards = build_source(config, tokenizer), Rewards(config)
+    try:
+        async with make_session() as session:
+            engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
+            while not all(await asyncio.gather(*(e.healthy() for e in engines))):
+                await asyncio.sleep(PROBE_SECONDS)
+            router = build_router(config, engines, tokenizer, trusted=True)
+            watch = asyncio.ensure_future(router.watch())
+            router.resume()
+            answer = build_generator(config, tokenizer, greedy_turns(config, router))
+            asked = probes(source, config.eval.prompts)
+            await asyncio.gather(*(answer(s, p) for s, p in asked))
+            watch.cancel()
+        return await judge(asked, build_scorer(config, rewards, tokenizer))
+    finally:
+        await rewards.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Evaluates a model on engines; started by rlsys eval.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved config of the evaluation")
+    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def run() -> None:
+        config = load_config(args.config)
+        metrics = MetricsWriter(config.run.dir)
+        result = asyncio.run(evaluate(config, args.engine))
+        metrics.write(
+            "eval", 0, accuracy=result.accuracy, mean_length=result.mean_length, prompts=result.prompts,
+            truncated=result.truncated,
+        )  # fmt: skip
+        metrics.close()
+
+    run_role(run)
+
+
+if __name__ == "__main__":
+    main()
