@@ -168,6 +168,8 @@ class ParallelConfig(Section):
     """Tensor parallel size of the experts; tp when not given."""
     dp: Positive | None = None
     """Data parallel size; the smallest that expert parallelism allows when not given."""
+    overlap: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass goes on."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to their experts; allgather needs trainer.equal_lengths."""
 

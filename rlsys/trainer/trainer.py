@@ -82,16 +82,26 @@ class Trainer:
         self._transformer = self._chunks.config
         self._head = self._chunks.add_value_head(self._device) if "values" in self._signals else None
         self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self._models = [
-            DistributedDataParallel(self._transformer, ddp, module) for module in self._chunks.modules
-        ]
+        self._models = self._data_parallel()
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._skipped_in_a_row = 0
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
+
+    def _data_parallel(self) -> list[DistributedDataParallel]:
+        """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next
+        forward pass: the engines get them right after the step."""
+        overlap = self.config.parallel.overlap
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+        )
+        models = [DistributedDataParallel(self._transformer, ddp, module) for module in self._chunks.modules]
+        if overlap:  # only the last micro-batch's backward pass may reduce
+            without = [model.no_sync for model in models]
+            self._transformer.no_sync_func = without if len(without) > 1 else without[0]
+        return models
 
     def on_main(self, call: Callable[[], T]) -> T:
         """Run `call` on rank 0 only; every rank gets what it returned."""

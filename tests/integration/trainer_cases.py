@@ -158,6 +158,7 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         key, _, value = word.partition("=")
         if value:
             parallel[key] = int(value) if value.isdigit() else value
+    parallel["overlap"] = "overlap" in layout
     replay = "replay" in layout
     trainer: dict[str, Any] = {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"}
     if "recompute" in layout:
