@@ -3,13 +3,14 @@
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...]
     python bench/april_plot.py RESULT.json FIGURE.png
 
-Compared: rollout modes with the same slots (samples in flight), so that no mode gets more of the engine:
+Compared: rollout modes that train batches of the same N samples:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
+    synchronous-2N the same with a batch twice as large: as many samples in flight as april-2 has
     april-R        N'/N = R: a step takes the first N, the rest is interrupted and goes on later
     april-2-kept   the same at R = 2, but a push leaves keys and values in place: what re-prefill costs
-    asynchronous   nothing is interrupted by a take; a push interrupts, and admission bounds the age
-    saturated      slots always full, no steps, no pushes: the bound
+    asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
+    saturated      2 N in flight always, no steps, no pushes: the bound of april-2
 
 Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
 with flush and attestation, resume with re-prefill. Training itself takes no time here: this is a rollout bench, not
@@ -32,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from april_stage import (
+    BATCH,
     CONTEXT,
     GROUP_SIZE,
     LOOK_SECONDS,
     PROMPT_TOKENS,
-    SLOTS,
     Clock,
     Mode,
     RandomPrompts,
@@ -65,10 +66,13 @@ QUICK_SCALE = 16
 
 MODES = [
     Mode("synchronous", 1.0, 0),
+    Mode("synchronous-2N", 1.0, 0, batch=2 * BATCH),
     *(Mode(f"april-{r:g}", r, 64) for r in (1.25, 1.5, 2.0, 3.0)),
     Mode("april-2-kept", 2.0, 64, "disaggregated", "in_place"),
-    Mode("asynchronous", 1.0, 8, "disaggregated"),
+    Mode("asynchronous", 2.0, 8, "disaggregated"),
 ]
+MOST_SLOTS = max(m.slots for m in MODES)
+SATURATED_SLOTS = 2 * BATCH
 
 
 async def reward_one(_prompt: Prompt, _text: str) -> float:
@@ -108,8 +112,8 @@ class Loop:
         self.seconds[name] += time.monotonic() - start
 
 
-async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[str, float]:
-    """Steps until `warm` samples are trained, then steps until `measured` more are; figures of the latter."""
+async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
+    """Steps until it is warm, then steps until `measured` more samples are trained; figures of the latter."""
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
@@ -120,14 +124,14 @@ async def run_mode(stage: Stage, mode: Mode, warm: int, measured: int) -> dict[s
         try:
             await manager.restore(0)
             await loop.push()
-            while mode.max_staleness and loop.step * mode.groups * GROUP_SIZE < warm:
+            for _ in range(mode.warm_steps(stage.lengths)):
                 await loop.take()
                 await loop.push()
-            clock, before, first = Clock(router), router.stats(), loop.step
+            clock, before, first = Clock(router, mode.slots), router.stats(), loop.step
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
             looking, start = asyncio.create_task(clock.run()), time.monotonic()
             taken: list[Taken] = []
-            while (loop.step - first) * mode.groups * GROUP_SIZE < measured:
+            while (loop.step - first) * mode.batch < measured:
                 taken.append(await loop.take())
                 await loop.push()
             seconds, after = time.monotonic() - start, router.stats()
@@ -181,11 +185,11 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
             await router.generate(sample, max_response_tokens=10**6, temperature=1.0)
             ended.append(len(sample.response_ids))
 
-    workers = [asyncio.create_task(worker()) for _ in range(SLOTS)]
+    workers = [asyncio.create_task(worker()) for _ in range(SATURATED_SLOTS)]
     try:
-        await until(ended, 2 * SLOTS, workers)
+        await until(ended, 2 * SATURATED_SLOTS, workers)
         received, start = router.stats()["received_tokens"], time.monotonic()
-        await until(ended, 2 * SLOTS + measured, workers)
+        await until(ended, 2 * SATURATED_SLOTS + measured, workers)
         seconds = time.monotonic() - start
         rate = (router.stats()["received_tokens"] - received) / seconds
     finally:
@@ -205,7 +209,7 @@ async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> 
 
 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
-    warm, measured = (SLOTS, SLOTS) if args.quick else (7 * SLOTS, 6 * SLOTS)
+    measured = 2 * BATCH if args.quick else 6 * BATCH
     by_name = {m.name: m for m in MODES}
     chosen = [n for n in ("saturated", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
@@ -218,7 +222,7 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
                 if name == "saturated":
                     figures = await run_saturated(stage, measured)
                 else:
-                    figures = await run_mode(stage, by_name[name], warm, measured)
+                    figures = await run_mode(stage, by_name[name], measured)
                 say(f"    {figures['trained_tokens_per_s']:.0f} trained tokens/s, {figures['seconds']:.0f} s")
                 runs.setdefault(cost, {}).setdefault(name, []).append(figures)
     await stage.client.slow_down(None)
@@ -229,7 +233,7 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
         for cost, modes in runs.items()
     }
     return {
-        "bench": "april", "slots": SLOTS, "group_size": GROUP_SIZE, "repeats": args.repeats, "quick": args.quick,
+        "bench": "april", "batch": BATCH, "group_size": GROUP_SIZE, "repeats": args.repeats, "quick": args.quick,
         "gpu_like_seconds_per_pass": GPU_LIKE_SECONDS, "true_mean_length": stage.true_mean,
         "longest": max(stage.lengths), "machine": machine(), "costs": costs, "summary": summary(costs),
     }  # fmt: skip
@@ -244,7 +248,9 @@ def summary(costs: dict[str, Any]) -> dict[str, float]:
     try:
         return {
             "gain_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "synchronous"),
+            "gain_at_2_same_slots": rate("gpu-like", "april-2") / rate("gpu-like", "synchronous-2N"),
             "gain_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "synchronous"),
+            "gain_at_2_raw_cpu_same_slots": rate("cpu", "april-2") / rate("cpu", "synchronous-2N"),
             "share_of_saturated_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "saturated"),
             "share_of_saturated_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "saturated"),
             "share_of_saturated_at_2_kept": rate("gpu-like", "april-2-kept") / rate("gpu-like", "saturated"),
@@ -267,8 +273,8 @@ async def set_up(lengths: list[int]) -> AsyncIterator[Stage]:
         folder = Path(name)
         model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
         engine = {
-            "max_running_requests": SLOTS,
-            "max_total_tokens": SLOTS * (max(lengths) + PROMPT_TOKENS + 16),
+            "max_running_requests": MOST_SLOTS,
+            "max_total_tokens": MOST_SLOTS * (max(lengths) + PROMPT_TOKENS + 16),
             "extra_args": ["--skip-tokenizer-init", "--chunked-prefill-size", str(PREFILL_TOKENS)],
         }
         config = Config.model_validate(

@@ -11,7 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 TITLES = {"gpu-like": "a fixed time per forward pass", "cpu": "the raw CPU engine"}
-COLOURS = {"saturated": "#9ca3af", "synchronous": "#ea580c", "asynchronous": "#7c3aed"}
+COLOURS = {
+    "saturated": "#9ca3af",
+    "synchronous": "#ea580c",
+    "synchronous-2N": "#ea580c",
+    "asynchronous": "#7c3aed",
+}
 APRIL = "#2563eb"
 
 
@@ -23,8 +28,8 @@ def draw(result: dict[str, Any]) -> Figure:
         bars(axes, costs[cost])
         axes.set_title(f"{cost}: {TITLES[cost]}", fontsize=10)
     figure.suptitle(
-        f"Trained tokens per second, {result['slots']} slots; response: mean {result['true_mean_length']:.0f}, "
-        f"longest {result['longest']} tokens",
+        f"Trained tokens per second, {result['batch']} samples a step; "
+        f"response: mean {result['true_mean_length']:.0f}, longest {result['longest']} tokens",
         fontsize=11,
     )
     return figure

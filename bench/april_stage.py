@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt, Sample
 
-SLOTS, GROUP_SIZE = 60, 2
-"""Slots divide into whole groups at every N'/N. Few slots for the length of a response, as in long reasoning runs: a
-response ends in some passes, and not several in each, so that most passes decode and few prefill."""
+BATCH, GROUP_SIZE = 40, 2
+"""Samples of a train step, N: the same in every mode, since it belongs to the algorithm. N' divides into whole groups
+at every N'/N. Few samples for the length of a response, as in long reasoning runs: a response ends in some passes,
+and not several in each, so that most passes decode and few prefill."""
 VOCAB, PROMPT_TOKENS, CONTEXT = 128, 24, 2048
 LOOK_SECONDS = 0.05
 
@@ -33,11 +35,17 @@ class Mode:
     max_staleness: int
     placement: str = "colocated"
     interruption: Interruption = "abort"
+    batch: int = BATCH
 
     @property
-    def groups(self) -> int:
-        """Of one step: N = slots / (N'/N)."""
-        return round(SLOTS / GROUP_SIZE / self.over_provision)
+    def slots(self) -> int:
+        """N', samples in flight."""
+        return round(self.batch * self.over_provision)
+
+    def warm_steps(self, lengths: Sequence[int]) -> int:
+        """Until the longest response can have been begun and ended between takes; 0 if no sample outlives a step."""
+        a_step = self.batch * sum(lengths) / len(lengths) / self.slots
+        return math.ceil(max(lengths) / a_step) if self.max_staleness else 0
 
 
 class TracedRouter(Router):
@@ -93,8 +101,8 @@ class Stage:
         data = self.config.model_dump()
         data["run"]["dir"] = folder
         data["rollout"] |= {
-            "groups_per_step": mode.groups, "group_size": GROUP_SIZE, "over_provision": mode.over_provision,
-            "max_staleness": mode.max_staleness,
+            "groups_per_step": mode.batch // GROUP_SIZE, "group_size": GROUP_SIZE,
+            "over_provision": mode.over_provision, "max_staleness": mode.max_staleness,
         }  # fmt: skip
         data["launch"]["placement"] = mode.placement
         data["router"]["interruption"] = mode.interruption
@@ -118,6 +126,7 @@ class Clock:
     """Looks at the slots while a mode runs."""
 
     router: Router
+    slots: int
     looks: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -127,4 +136,4 @@ class Clock:
 
     def idle_share(self) -> float:
         """Share of the time with fewer than half of the slots busy."""
-        return sum(n < SLOTS / 2 for n in self.looks) / max(1, len(self.looks))
+        return sum(n < self.slots / 2 for n in self.looks) / max(1, len(self.looks))

@@ -35,9 +35,20 @@ def test_half_of_the_trace_ends_within_a_tenth_of_the_cap_and_a_tail_reaches_it(
     assert min(lengths) > 0
 
 
-def test_every_mode_has_the_same_slots(april: ModuleType) -> None:
-    slots = {m.groups * april.GROUP_SIZE * m.over_provision for m in april.MODES}
-    assert slots == {april.SLOTS}
+def test_slots_are_whole_groups_and_the_two_baselines_match_april_2_in_batch_and_in_slots(
+    april: ModuleType,
+) -> None:
+    modes = {m.name: m for m in april.MODES}
+    assert all(m.slots % april.GROUP_SIZE == 0 == m.batch % april.GROUP_SIZE for m in modes.values())
+    assert modes["synchronous"].batch == modes["april-2"].batch
+    assert modes["synchronous-2N"].slots == modes["april-2"].slots == april.SATURATED_SLOTS
+
+
+def test_a_mode_is_warm_when_the_longest_response_can_have_ended(april: ModuleType) -> None:
+    modes = {m.name: m for m in april.MODES}
+    lengths = [10] * 9 + [110]  # a step makes 20 / over_provision tokens of each slot
+    assert modes["synchronous"].warm_steps(lengths) == 0
+    assert [modes[f"april-{r}"].warm_steps(lengths) for r in ("1.25", "2", "3")] == [7, 11, 17]
 
 
 def test_the_summary_compares_medians(april: ModuleType) -> None:
@@ -46,13 +57,18 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
 
     costs = {
         "gpu-like": {
-            "saturated": mode(1000), "synchronous": mode(300), "april-2": mode(900, 0.99), "april-2-kept": mode(980)
+            "saturated": mode(1000), "synchronous": mode(300), "synchronous-2N": mode(450),
+            "april-2": mode(900, 0.99), "april-2-kept": mode(980),
         },
-        "cpu": {"saturated": mode(4000), "synchronous": mode(2000), "april-2": mode(3000)},
+        "cpu": {
+            "saturated": mode(4000), "synchronous": mode(2000), "synchronous-2N": mode(2500), "april-2": mode(3000)
+        },
     }  # fmt: skip
     assert april.summary(costs) == {
         "gain_at_2": 3.0,
+        "gain_at_2_same_slots": 2.0,
         "gain_at_2_raw_cpu": 1.5,
+        "gain_at_2_raw_cpu_same_slots": 1.2,
         "share_of_saturated_at_2": 0.9,
         "share_of_saturated_at_2_raw_cpu": 0.75,
         "share_of_saturated_at_2_kept": 0.98,
@@ -111,7 +127,7 @@ def test_a_mode_on_a_scripted_engine(
     mode = next(m for m in april.MODES if m.name == name)
 
     async def test() -> None:
-        figures = await april.run_mode(stage, mode, april.SLOTS, april.SLOTS)
+        figures = await april.run_mode(stage, mode, april.BATCH)
         assert figures["length_ratio"] > 0.3
         assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
         assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (name in ("april-2", "asynchronous"))
