@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,22 +14,31 @@ from rich.table import Table
 from launch.diagnosis import ask
 from launch.layout import lay_out
 from launch.preflight import check_model
+from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
-from launch.submit import JobOptions, job_script, submit
-from rlsys.config import load_config
+from launch.submit import SCRIPT, JobOptions, job_script, submit
+from rlsys.config import Config, load_config
 from rlsys.errors import UserError
 from rlsys.obs.doctor import examine
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+Check = Callable[[Config], None]
+"""Raises UserError for a config that cannot run."""
 
 
-def add_commands(add: Add) -> None:
-    sub = add("submit", submit_run, "send a run to Slurm as a job that goes on by itself after a preemption")
+def add_commands(add: Add, check_algo: Check) -> None:
+    sub = add(
+        "submit",
+        partial(submit_run, check_algo),
+        "send a run to Slurm as a job that goes on by itself after a preemption",
+    )
     sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-    sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
-    sub.add_argument("--nodes", type=int, help="the same as launch.nodes=N")
-    sub.add_argument("--time", help="time limit, as 8:00:00; near it the job requeues itself")
-    sub.add_argument("--partition")
+    sub.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
+    )
+    sub.add_argument("--nodes", type=int, metavar="N", help="the same as launch.nodes=N")
+    sub.add_argument("--time", metavar="T", help="time limit, as 8:00:00; near it the job requeues itself")
+    sub.add_argument("--partition", metavar="P", help="where to queue")
     sub.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch"
     )
@@ -44,26 +54,27 @@ def add_commands(add: Add) -> None:
     sub.add_argument("--follow", action="store_true", help="go on with what is added")
 
 
-def submit_run(args: argparse.Namespace) -> int:
-    overrides = [*args.overrides, *([f"launch.nodes={args.nodes}"] if args.nodes is not None else [])]
-    config = load_config(args.config, [*overrides, "launch.backend=slurm"])
+def submit_run(check_algo: Check, args: argparse.Namespace) -> int:
+    nodes = [f"launch.nodes={args.nodes}"] if args.nodes is not None else []
+    config = load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"])
     check_model(config)
+    check_algo(config)
     lay_out(config)
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
-    script = job_script(config, args.config, overrides, options)
+    script = job_script(config, args.config, args.overrides, options)
     print(script if args.dry_run else submit(config, script), end="" if args.dry_run else "\n")
     return 0
 
 
 def show_status(args: argparse.Namespace) -> int:
-    must_be_run(args.run)
+    must_hold_run(args.run)
     print("\n".join(status_lines(args.run, time.time())))
     return 0
 
 
 def consult(args: argparse.Namespace) -> int:
     if args.run is not None:
-        must_be_run(args.run)
+        must_hold_run(args.run)
         print(ask(args.run), end="")
         return 0
     findings = examine()
@@ -75,7 +86,7 @@ def consult(args: argparse.Namespace) -> int:
 
 
 def print_logs(args: argparse.Namespace) -> int:
-    must_be_run(args.run)
+    must_hold_run(args.run)
     for line in show_logs(role_logs(args.run, args.role), args.lines, follow=args.follow):
         print(line)
     return 0
@@ -84,3 +95,10 @@ def print_logs(args: argparse.Namespace) -> int:
 def must_be_run(run: Path) -> None:
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
+
+
+def must_hold_run(run: Path) -> None:
+    """The folder of a run that was started, or at least submitted."""
+    must_be_run(run)
+    if not any((run / sign).is_file() for sign in (CONFIG_FILE, SCRIPT)):
+        raise UserError(f"{run}: not a run folder: no {CONFIG_FILE} in it")

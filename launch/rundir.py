@@ -25,7 +25,7 @@ from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 DEAD_HOST_SECONDS = 120.0
 """A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""
 _LOCK = ".lock"
-_CONFIG = "config.yaml"
+CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         _lock(fd, config, say)
         resumed = _check_contents(config)
         (path / "logs").mkdir(exist_ok=True)
-        write_whole(path / _CONFIG, dump_config(config))
+        write_whole(path / CONFIG_FILE, dump_config(config))
         yield RunDir(path, fd, resumed)
     finally:
         os.close(fd)
@@ -93,14 +93,16 @@ def _try_lock(fd: int) -> bool:
 def _check_contents(config: Config) -> bool:
     """Whether there is a run of this config to go on with; one that never began binds nobody to its config."""
     path = config.run.dir
-    if not (path / _CONFIG).exists():
+    if not (path / CONFIG_FILE).exists():
         foreign = sorted(p.name for p in path.iterdir() if p.name not in (_LOCK, "logs"))
         if foreign:
-            raise UserError(f"run.dir = {path}: holds {foreign[0]} but no {_CONFIG}; choose another folder")
+            raise UserError(
+                f"run.dir = {path}: holds {foreign[0]} but no {CONFIG_FILE}; choose another folder"
+            )
         return False
     if not _begun(path):
         return False
-    if changed := differences(load_config(path / _CONFIG), config):
+    if changed := differences(load_config(path / CONFIG_FILE), config):
         raise UserError(f"run.dir = {path}: holds a run of another config ({changed}); choose another folder")
     return True
 

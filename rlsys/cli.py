@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -194,7 +194,19 @@ def algo(args: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with a mistake told in our one line."""
+    """argparse, with a mistake told in our one line, and overrides on either side of options."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """By itself argparse gives the first row of words to all positionals, and calls later overrides unknown."""
+        if self._mixing or not any(action.dest == "overrides" for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
 
     def error(self, message: str) -> NoReturn:
         print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
@@ -217,7 +229,9 @@ def make_parser() -> Parser:
     ):
         sub = add(name, run, help)
         sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-        sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the file's")
+        sub.add_argument(
+            "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
+        )
         if name == "explain":
             sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
     for name, run, help in (
@@ -229,7 +243,9 @@ def make_parser() -> Parser:
         sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
     sub = add("eval", evaluate, "measure greedy accuracy on the held-out prompts")
     sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
-    sub.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="values over the target's")
+    sub.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the target's"
+    )
     sub.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
         help="model folder or checkpoint; the config's model, or the run's newest checkpoint, when not given",
@@ -239,7 +255,7 @@ def make_parser() -> Parser:
     which = sub.add_subparsers(required=True, metavar="list|show")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
-    add_commands(add)
+    add_commands(add, check_algo)
     add_router(add)
     add_model_commands(add)
     return parser

@@ -187,6 +187,14 @@ class ParallelConfig(Section):
         return dp
 
     @property
+    def why_dp(self) -> str:
+        """Where a size that nobody gave comes from, for messages."""
+        if self.dp is not None or self.data_parallel == 1:
+            return ""
+        etp = f" * etp = {self.ep} * {self.expert_tp}" if self.expert_tp > 1 else f" = {self.ep}"
+        return f" (parallel.ep{etp} needs dp = {self.data_parallel})"
+
+    @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.data_parallel
 
@@ -366,7 +374,7 @@ class Config(Section):
         if self.samples_per_step % (p.data_parallel * self.algo.minibatches):
             raise ValueError(
                 f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
-                f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}"
+                f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}{p.why_dp}"
             )
         if self.launch.nodes > 1 and self.launch.backend == "local":
             raise ValueError(
@@ -427,6 +435,21 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+class _Loader(yaml.SafeLoader):
+    """A key that stands twice is a mistake, not a correction: by itself YAML's loader lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} stands twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -435,7 +458,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the config is not UTF-8 text") from None
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{path}: not a config: nested too deeply") from None
     except yaml.YAMLError as e:
@@ -471,7 +494,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not eq or not key or not all(key.split(".")):
             raise ConfigError(f"override {text!r}: expected section.field=value")
         try:
-            parsed = yaml.safe_load(value)
+            parsed = yaml.load(value, _Loader)
         except RecursionError:
             raise ConfigError(f"override {text[:80]!r}: nested too deeply") from None
         except yaml.YAMLError as e:

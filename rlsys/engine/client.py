@@ -192,7 +192,11 @@ class EngineClient:
     async def weight_version(self) -> int:
         """The version that the server reports. -1 when it is not a number: never pushed to."""
         info = _parse(await self._get("/model_info"))
-        text = str(info.get("weight_version")) if isinstance(info, dict) else ""
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineError(
+                f"{self.url} answers, but is no SGLang server: its /model_info has no weight_version"
+            )
+        text = str(info["weight_version"])
         return int(text) if text.isdecimal() else -1
 
     async def generated_tokens(self) -> int:

@@ -9,6 +9,7 @@ dead --probe--> stale --push, attested--> serving --nobody listens, a request fa
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens
@@ -16,6 +17,8 @@ from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
 from rlsys.router.strategy import Candidate
 from rlsys.types import Sample
+
+log = logging.getLogger("rlsys.router")
 
 NEVER = -1
 """Version of an engine whose weights are not known. Real versions are 0 and above."""
@@ -47,6 +50,9 @@ class EngineState:
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
     quarantined: str | None = None
+    refusal: str | None = (
+        None  # to the last probe, in words: somebody listens there, but not as an engine does
+    )
     agreement: Agreement | None = None  # of the last push
     version: int = NEVER
     pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
@@ -111,8 +117,14 @@ class EngineState:
             if self.alive or self.flights:
                 self.died()
             return
-        except (*DeadEngine, EngineError):
+        except EngineError as e:
+            if not self.alive and self.refusal is None:
+                log.warning("%s", e)
+            self.refusal = str(e)
             return
+        except DeadEngine:
+            return
+        self.refusal = None
         if self.version != expected:
             return  # a push went on meanwhile
         if self.trusted:
@@ -162,7 +174,7 @@ class EngineState:
     def state(self) -> str:
         """For people."""
         if not self.alive:
-            return "dead"
+            return f"dead: {self.refusal[:300]}" if self.refusal else "dead"
         if self.quarantined is not None:
             return f"quarantined: {self.quarantined}"
         if self.draining:

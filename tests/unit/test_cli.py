@@ -27,6 +27,9 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.y
         (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
         (["report", "/no/such"], "/no/such: no such run folder"),
         (["report", "/"], "/: no metrics.jsonl in it"),
+        (["status", "/"], "/: not a run folder: no config.yaml in it"),
+        (["doctor", "/"], "/: not a run folder: no config.yaml in it"),
+        (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +47,16 @@ def test_a_mistaken_command_line_is_one_line_too(argv: list[str], capsys: pytest
     said = capsys.readouterr().err
     assert said.startswith("rlsys: error: ")
     assert said.count("\n") == 1
+
+
+def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["submit", QUICKSTART, "run.seed=3", "--nodes", "2", "--dry-run", "weights.method=disk"]
+    assert cli.main(argv) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in script
+    assert (
+        f"train {QUICKSTART} run.seed=3 weights.method=disk launch.backend=slurm launch.nodes=2\n" in script
+    )
 
 
 def test_report_json_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

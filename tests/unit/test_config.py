@@ -46,6 +46,13 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("model.path=", "model.path = None: "),
         ("steps", "override 'steps': expected section.field=value"),
         ("a..b=1", "override 'a..b=1': expected section.field=value"),
+        ("rollout.group_size=true", "rollout.group_size: expected a number, found true"),
+        ("rollout.over_provision=yes", "rollout.over_provision: expected a number, found true"),
+        (
+            "data.params={a: 1, a: 2}",
+            "override 'data.params={a: 1, a: 2}': value is not valid YAML: the key a",
+        ),
+        ("parallel.ep=1000", "rollout.groups_per_step * group_size = 128 samples do not divide"),
         ("trainer.steps=[1", "override 'trainer.steps=[1': value is not valid YAML"),
     ],
 )
@@ -80,6 +87,19 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert "not UTF-8 text" in error(path=broken)
     broken.write_text("run: {}\n")
     assert error(path=broken) == "model: missing; it has no default"
+
+
+def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\nrollout:\n  group_size: 4\n  group_size: 8\n")
+    assert error(path=file) == f"{file}:4:3: not valid YAML: the key group_size stands twice"
+    file.write_text("model: {path: m}\nengine: &e {count: 2}\neval: {every: 2}\nmodel: {path: n}\n")
+    assert "the key model stands twice" in error(path=file)
+
+
+def test_booleans_stay_where_they_belong() -> None:
+    assert load_config(QUICKSTART, ["engine.deterministic=false"]).engine.deterministic is False
+    assert load_config(QUICKSTART, ["data.params={a: true}"]).data.params == {"a": True}
 
 
 def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> None:

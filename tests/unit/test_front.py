@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from http_engine import HttpEngine, letters, token_at
 
@@ -470,6 +471,27 @@ def test_engines_join_are_brought_up_to_date_and_leave() -> None:
             assert (await rig.post("/engines", bad))[0] == 400
         assert (await rig.client.delete("/engines?url=http://nobody:1")).status == 400
         await joiner.stop()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [(200, "{}", "is no SGLang server"), (200, "<html>", "is no SGLang server"), (404, "gone", "404 gone")],
+)
+def test_a_server_that_is_no_engine_is_named(status: int, body: str, told: str) -> None:
+    async def model_info(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body)
+
+    @scenario()
+    async def _(rig: Rig) -> None:
+        app = web.Application()
+        app.router.add_get("/model_info", model_info)
+        async with TestServer(app) as stranger:
+            url = str(stranger.make_url("")).rstrip("/")
+            rig.fleet.add(url)
+            state = rig.fleet.pool.find(url)
+            assert state is not None
+            await rig.until(lambda: told in state.state)
+            assert state.state.startswith("dead: ") and not state.alive
 
 
 def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
