@@ -1,8 +1,8 @@
-"""What crosses ranks: sums over data-parallel ranks, whole sequences under context parallelism, global thresholds.
+"""What crosses ranks: sums over data-parallel ranks, and global thresholds.
 
-A plug-in never sees the layout. It gets whole sequences (see `whole_sequences`) of its own rank, the table of all
-samples, and a `Reduce` that sums a tensor over the ranks that hold other sequences. What it decides from such sums
-is the same on every rank and for every layout.
+A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers what context-parallel
+ranks computed, see rlsys.trainer.share), the table of all samples, and a `Reduce` that sums a tensor over the ranks
+that hold other sequences. What it decides from such sums is the same on every rank and for every layout.
 """
 
 from __future__ import annotations
@@ -22,18 +22,6 @@ Condition = Callable[[Tensor, Tensor, Tensor], Tensor]
 def alone(values: Tensor) -> Tensor:
     """The Reduce of one rank."""
     return values
-
-
-def whole_sequences(local: Tensor, index: Tensor, length: int, reduce: Reduce) -> Tensor:
-    """Token values `[length]` of whole sequences, of which this context-parallel rank has `local` `[n]` at `index`.
-
-    The values of other ranks come without gradient, so each rank's backward reaches its own tokens only, and the
-    parameter gradients of all ranks add up to those of one process. `reduce` sums over context-parallel ranks.
-    Losses computed on the result are equal on all these ranks: count them once.
-    """
-    empty = torch.zeros(length, dtype=local.dtype, device=local.device)
-    mine = empty.index_copy(0, index, local)
-    return reduce(mine.detach()) + (mine - mine.detach())
 
 
 def table_sum(values: Sequence[Tensor], rows: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:

@@ -16,6 +16,8 @@ from rlsys.algo.reduction import Reduce, alone
 from rlsys.algo_section import AlgoSection
 
 DOUBLE = torch.float64
+PASSED = ("old", "now", "ewma", "ref", "entropy", "values")
+"""Fields of a part that come out of forward passes."""
 
 
 def section(**fields: object) -> AlgoSection:
@@ -118,14 +120,30 @@ class Outcome:
     rows: list[int]
 
 
+Share = Callable[[Batch, Tensor], Tensor]
+"""(part, values `[T]` of its tokens) -> the same values, of which a context-parallel rank computed only its share."""
+
+
+def all_of_it(part: Batch, values: Tensor) -> Tensor:
+    """The Share of one rank."""
+    return values
+
+
 def run(
-    world: World, algo: AlgoSection, cut: Callable[[list[int]], list[list[int]]], reduce: Reduce = alone
+    world: World,
+    algo: AlgoSection,
+    cut: Callable[[list[int]], list[list[int]]],
+    reduce: Reduce = alone,
+    share: Share = all_of_it,
 ) -> Outcome:
-    """One update. `cut`: rows to train -> rows of each of this rank's parts."""
+    """One update. `cut`: rows to train -> rows of each of this rank's parts. `share`: see Share."""
     objective = Objective(algo)
     plan = objective.plan(world.samples)
     split = cut(plan.rows)
     parts = [world.part(rows) for rows in split]
+    for part in parts:
+        for name in PASSED:
+            setattr(part, name, share(part, part.signal(name)))
     objective.finish(plan, parts, reduce)
     objective.prepare(parts, reduce)
     gradients: dict[int, Tensor] = {}
@@ -136,7 +154,7 @@ def run(
             for r in rows
         }
         current = {k: torch.cat([leaves[r][k] for r in rows]) for k in ("logp", "entropy", "values")}
-        total, more = objective(**current, batch=part)
+        total, more = objective(**{k: share(part, v) for k, v in current.items()}, batch=part)
         (total / plan.denominator).backward()
         loss = loss + total.detach() / plan.denominator
         sums = {k: v + sums.get(k, 0) for k, v in more.items()}

@@ -15,7 +15,7 @@ from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.losses import clipped_policy_loss
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import Reduce, threshold, whole_sequences
+from rlsys.algo.reduction import threshold
 from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
 
@@ -81,37 +81,6 @@ def test_every_recipe_changes_something_about_the_step(path: Path) -> None:
         assert other.loss == pytest.approx(base.loss)
     else:
         assert (other.loss, other.lr_factor, other.rows) != (base.loss, base.lr_factor, base.rows)
-
-
-def test_cp_two_parts_of_each_sequence_give_the_gradient_of_one_process() -> None:
-    """Two context-parallel ranks hold alternate tokens; each backward reaches its own tokens only."""
-    world = World()
-    rows = list(range(20))
-    logp = torch.cat([world.sequences[r]["logp"] for r in rows])
-    places = [torch.arange(len(logp))[k::2] for k in range(2)]
-
-    def loss_of(part_logp: Tensor) -> Tensor:
-        objective = Objective(section(loss=["gspo"], corrections=["minpro"]))
-        plan = objective.plan(world.samples)
-        part = world.part(rows)
-        objective.finish(plan, [part])
-        objective.prepare([part])
-        return objective(part_logp, part)[0]
-
-    leaf = logp.clone().requires_grad_()
-    full = loss_of(leaf)
-    full.backward()
-    locals_ = [logp[p].clone().requires_grad_() for p in places]
-
-    def other(rank: int) -> Reduce:
-        far = torch.zeros_like(logp).index_copy(0, places[1 - rank], logp[places[1 - rank]])
-        return lambda mine: mine + far
-
-    for rank in range(2):
-        loss = loss_of(whole_sequences(locals_[rank], places[rank], len(logp), other(rank)))
-        torch.testing.assert_close(loss, full)
-        loss.backward()
-        torch.testing.assert_close(locals_[rank].grad, leaf.grad[places[rank]])
 
 
 def test_zero_advantages_are_not_packed_and_leave_the_active_denominator() -> None:
