@@ -9,9 +9,8 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 
 UNSERVED = {
-    "tool_errors": "nothing counts failed tool calls yet",
-    "transferred": "nothing samples from rewritten prompts yet",
-    "prompt_scores": "the rollout process has no reference model",
+    "transferred": "nothing samples a prompt's successes from its rewritten form",
+    "prompt_scores": "the rollout process has no reference model to hold a prompt's tokens against",
 }
 """Need -> why nothing serves it."""
 
@@ -37,6 +36,8 @@ def _why_not(need: str, config: Config) -> str:
             f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
             "interpolated or ewma"
         )
+    if need == "tool_errors" and config.rollout.generator == "single_turn":
+        return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"
     return UNSERVED.get(need, "")

@@ -26,6 +26,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
+from rlsys.rollout.tools import error_share
 from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
@@ -70,6 +71,7 @@ class RolloutManager:
         self._router = router
         self._source = source
         self._scorer = scorer
+        self._tokenizer = tokenizer
         planning.restore(buffer.planning)
         generator = build_generator(config, tokenizer, sampling_turns(config, router))
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
@@ -121,6 +123,9 @@ class RolloutManager:
                 self._buffer.take(train_step, chosen)
             counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
+            if self._tokenizer is not None:
+                for sample in (s for group in groups for s in group.samples if s.observed):
+                    sample.tool_errors = error_share(sample, self._tokenizer.decode)
             if self._colocated:
                 await self._rest()
             metrics = self._figures.of_step(train_step, version, groups, new=new)

@@ -22,6 +22,7 @@ CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
 """Longest wait for a tool that has its own limit of processor time: beyond it, the machine is at fault."""
 TOOLS_AT_ONCE = 8
+_ERROR = re.compile(r"^error\b", re.MULTILINE)
 
 Tool = Callable[[str], Awaitable[str]]
 
@@ -117,6 +118,12 @@ def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
             f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
         )
     return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
+
+
+def error_share(sample: Sample, decode: Callable[[list[int]], str]) -> float:
+    """Share of the tool's answers that are an error: that have a line which begins with `error`. 0 without any."""
+    answers = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
+    return sum(_ERROR.search(answer) is not None for answer in answers) / max(len(answers), 1)
 
 
 class Calculator:

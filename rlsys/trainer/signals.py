@@ -25,11 +25,13 @@ CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
 
 def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
     """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
-    table = Samples.of(groups, train_step - 1)
-    if "answers" not in needs:
-        return table
-    answers = [answer_id(s.answer) for group in groups for s in group.samples]
-    return replace(table, answers=torch.tensor(answers))
+    samples = [s for group in groups for s in group.samples]
+    columns: dict[str, Tensor] = {}
+    if "answers" in needs:
+        columns["answers"] = torch.tensor([answer_id(s.answer) for s in samples])
+    if "tool_errors" in needs:
+        columns["tool_errors"] = torch.tensor([s.tool_errors for s in samples])
+    return replace(Samples.of(groups, train_step - 1), **columns)
 
 
 def answer_id(answer: str | None) -> int:

@@ -31,7 +31,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (["algo.loss=[{name: clip, low: 1}]"], r"algo.loss\[0\].low: unknown key"),
         (["algo.loss=[tis]"], "tis is of kind correction"),
         (["algo.group_reward=fapo"], "needs verdicts, .*: data.judge names none"),
-        (["algo.selectors=[grpo_roc]"], "needs tool_errors, .*: nothing counts failed tool calls"),
+        (["algo.selectors=[grpo_roc]"], "needs tool_errors, .*: rollout.generator = single_turn calls no"),
         (
             ["algo.anchor=behaviour", "launch.placement=disaggregated"],
             "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",

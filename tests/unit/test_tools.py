@@ -172,6 +172,20 @@ def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
     assert sample.status is Status.TRUNCATED
 
 
+def test_failed_calls_are_counted_from_the_tokens() -> None:
+    sample = Sample(1, 1, 0, prompt_ids=[1], seed=0)
+    said = {2: "<python>", 3: "tool\nerror: NameError\n", 4: "tool\n14, no error", 5: "tool\nerrors: 3"}
+
+    def decode(ids: list[int]) -> str:
+        return "".join(said[i] for i in ids)
+
+    assert tools.error_share(sample, decode) == 0.0
+    for answer in (3, 4, 5, 3):
+        sample.append(Segment([2], [-1.0], [VersionSpan(0, 0, 1)]))
+        sample.observe([answer])
+    assert tools.error_share(sample, decode) == 0.5
+
+
 def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> None:
     write_model(tmp_path)
     tokenizer = Tokenizer(tmp_path)
