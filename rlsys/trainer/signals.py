@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
 def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
     """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
     samples = [s for group in groups for s in group.samples]
-    columns: dict[str, Tensor] = {}
+    columns: dict[str, Any] = {}
     if "answers" in needs:
         columns["answers"] = torch.tensor([answer_id(s.answer) for s in samples])
     if "tool_errors" in needs:
