@@ -7,6 +7,8 @@ step       Trainer.train_step with the GRPO objective of the quickstart (log-pro
 logprobs   Trainer.score: the pass that recomputes log-probs before a step
 
 Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
+With CUDA the model is larger and in bfloat16, and the result also has peak memory and the share of the GPU's
+arithmetic that is used (MFU: 6 operations for each token and parameter that it visits, attention not counted).
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from april import TRACE
 from measure import machine, say, spread, write_random_moe
 from torch import Tensor
 
+from launch.memory import model_size
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.convert.config import HFConfig
 from rlsys.train import micro_loss
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
@@ -37,6 +41,9 @@ from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
 LR = 1e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Of dense bfloat16 products, by a word of the device's name."""
 
 
 def synthetic(trace: list[int]) -> Taken:
@@ -64,7 +71,7 @@ class Bench:
         self.trainer = Trainer(config)
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
-        plan = self.objective.plan(sample_table(taken, self.objective.needs))
+        plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.needs))
         self.batch = pack_rows(taken, plan.rows, self.trainer)
         score([self.batch], self.objective, self.trainer)
         self.objective.finish(plan, self.batch, self.trainer.sum_over_dp)
@@ -116,21 +123,40 @@ class Bench:
 def timed(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
+def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
+    """Of one GPU at this many trained tokens a second."""
+    hf = HFConfig.read(model)
+    size = model_size(hf)
+    visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.chosen_width
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+    return {
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "mfu": 6 * visited * tokens_per_s / peak if peak else None,
+    }
+
+
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    sizes = (
-        {"hidden_size": 64}
-        if args.quick
-        else {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
-    )
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    if args.quick:
+        sizes = {"hidden_size": 64}
+    elif DEVICE.type == "cuda":
+        sizes = {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 1024,
+            "head_dim": 128,
+            "num_attention_heads": 16,
+        }
     model = write_random_moe(folder / "model", vocab_size=VOCAB, num_hidden_layers=4, num_experts=8, **sizes)
     config = Config.model_validate(
         {
-            "model": {"path": model},
+            "model": {"path": model, "dtype": "bfloat16" if DEVICE.type == "cuda" else "float32"},
             "run": {"dir": folder / "run"},
-            "trainer": {"token_budget": 2048},
+            "trainer": {"token_budget": 2048 if DEVICE.type == "cpu" else 16384},
             "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_response_tokens": 512},
         }
     )
@@ -146,11 +172,13 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in seconds.items())
         )
     medians = {name: spread(values)["median"] for name, values in seconds.items()}
+    tokens_per_s = {name: bench.tokens / s for name, s in medians.items()}
     padded = sum(len(share_of(micro).tokens) for micro in bench.batch)
     return {
         "bench": "trainer", "tokens": bench.tokens, "micro_batches": len(bench.batch), "repeats": args.repeats,
         "machine": machine(), "seconds": {name: spread(values) for name, values in seconds.items()},
-        "tokens_per_s": {name: bench.tokens / s for name, s in medians.items()},
+        "tokens_per_s": tokens_per_s,
+        "gpu": gpu_figures(model, tokens_per_s["step"]) if DEVICE.type == "cuda" else None,
         "summary": {
             "ratio_to_bare_megatron": medians["bare"] / medians["step"],
             "real_token_share": bench.tokens / padded,
@@ -163,7 +191,7 @@ def share_of(micro: MicroBatch) -> Share:
     """A micro-batch as one rank computes it."""
     from megatron.core import parallel_state
 
-    return Share.of(micro, 1, parallel_state.get_context_parallel_group(), torch.device("cpu"), 0)
+    return Share.of(micro, 1, parallel_state.get_context_parallel_group(), DEVICE, 0)
 
 
 def main() -> None:

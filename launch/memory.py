@@ -1,16 +1,18 @@
 """What a model and a layout need: parameters, memory of one GPU, bytes of a push. Estimates, from config.json alone.
 
 Exact: parameter counts (tested against a model's files). By formula: weights, gradients, optimizer, KV pool.
-Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"), without recomputation:
-about 34 bytes a token, layer and hidden unit in bfloat16, with attention that stores no scores.
+Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes a token, layer
+and hidden unit in bfloat16, with attention that stores no scores; layers that are computed again keep 2. Parts that
+`trainer.recompute` names are not taken off.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import stage_layers
 
 GB = 1e9
 _ACTIVATION_BYTES = 34
@@ -40,44 +42,29 @@ class ModelSize:
         return self.dense + self.experts
 
 
-def model_size(hf: dict[str, Any]) -> ModelSize:
-    """Of a decoder with grouped-query or latent attention (MLA), dense or with experts; `hf` is its config.json."""
-    h, layers, vocab = hf["hidden_size"], hf["num_hidden_layers"], hf["vocab_size"]
-    experts = hf.get("num_experts") or hf.get("n_routed_experts") or hf.get("num_local_experts") or 0
-    width = hf.get("moe_intermediate_size") or hf["intermediate_size"]
-    dense_layers = min(layers, hf.get("first_k_dense_replace") or len(hf.get("mlp_only_layers") or []))
-    moe_layers = layers - dense_layers if experts else 0
-    shared = hf.get("n_shared_experts") or 0
-    biases = experts if hf.get("topk_method") == "noaux_tc" else 0  # one a routed expert, for balance
+def model_size(hf: HFConfig) -> ModelSize:
+    h, moe_layers = hf.hidden_size, sum(hf.moe_layers)
     attention, kv_values, kv_heads = _attention(hf)
-    dense = vocab * h * (1 if hf.get("tie_word_embeddings") else 2) + h
-    dense += layers * (attention + 2 * h)
-    dense += (layers - moe_layers) * 3 * h * hf["intermediate_size"]
-    dense += moe_layers * (experts * h + biases + 3 * h * width * shared)
-    chosen = hf.get("num_experts_per_tok", 0) * width if experts else hf["intermediate_size"]
-    routed = moe_layers * experts * 3 * h * width
-    return ModelSize(layers, h, vocab, dense, routed, chosen, kv_values, kv_heads)
+    biases = hf.experts if hf.routing.kind == "sigmoid" else 0  # one a routed expert, for balance
+    dense = hf.vocab_size * h * (1 if hf.tied else 2) + h
+    dense += hf.layers * (attention + 2 * h)
+    dense += (hf.layers - moe_layers) * 3 * h * hf.ffn_size
+    dense += moe_layers * (hf.experts * h + biases + 3 * h * hf.shared_ffn_size)
+    routed = moe_layers * hf.experts * 3 * h * hf.expert_ffn_size
+    chosen = hf.experts_per_token * hf.expert_ffn_size if hf.experts else hf.ffn_size
+    return ModelSize(hf.layers, h, hf.vocab_size, dense, routed, chosen, kv_values, kv_heads)
 
 
-def _attention(hf: dict[str, Any]) -> tuple[int, int, int | None]:
+def _attention(hf: HFConfig) -> tuple[int, int, int | None]:
     """Parameters of one layer's attention, numbers cached for a token, heads that the cache is divided by."""
-    h, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if rank := hf.get("kv_lora_rank"):
-        nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
-        query = heads * (nope + rope)
-        q_rank = hf.get("q_lora_rank")
-        queries = q_rank * (h + query + 1) if q_rank else h * query
-        return (
-            queries + h * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * h,
-            rank + rope,
-            None,
-        )
-    groups = hf.get("num_key_value_heads") or heads
-    size = hf.get("head_dim") or h // heads
-    normed = hf.get("model_type") in ("qwen3", "qwen3_moe") or hf.get("use_qk_norm")
-    biased = hf.get("attention_bias") or hf.get("model_type") in ("qwen2", "qwen2_moe")
-    weights = 2 * h * size * (heads + groups) + (2 * size if normed else 0)
-    return weights + (size * (heads + 2 * groups) if biased else 0), 2 * groups * size, groups
+    h, heads, groups, size = hf.hidden_size, hf.heads, hf.kv_heads, hf.head_dim
+    if (latent := hf.latent) is not None:
+        query, rank = heads * (latent.plain + latent.rotary), latent.kv_rank
+        queries = latent.q_rank * (h + query + 1) if latent.q_rank else h * query
+        down, up = h * (rank + latent.rotary) + rank, rank * heads * (latent.plain + latent.value)
+        return queries + down + up + heads * latent.value * h, rank + latent.rotary, None
+    weights = 2 * h * size * (heads + groups) + (2 * size if hf.qk_norm else 0)
+    return weights + (size * (heads + 2 * groups) if hf.qkv_bias else 0), 2 * groups * size, groups
 
 
 @dataclass(frozen=True)
@@ -90,6 +77,8 @@ class Budget:
     activations: float
     engine_weights: float
     kv_pool: float
+    host: float
+    """Of the optimizer, in the host's memory instead."""
 
     @property
     def trainer(self) -> float:
@@ -101,25 +90,29 @@ class Budget:
 
 
 def budget(config: Config, size: ModelSize) -> Budget:
-    """Of the fullest kind of rank, with layers, embeddings and experts divided evenly."""
+    """Of the fullest kind of rank, with embeddings and experts divided evenly."""
     p, width = config.parallel, value_bytes(config)
-    dense = size.dense / (p.tp * p.pp)
-    experts = size.experts / (p.ep * p.expert_tp * p.pp)
+    held = stage_layers(size.layers, p.pp)[0] / size.layers
+    dense = size.dense * held / p.tp
+    experts = size.experts * held / (p.ep * p.expert_tp)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
     states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
+    states_held = states * (dense / (p.data_parallel * p.cp) + experts / expert_copies)
     tokens = (
         config.trainer.token_budget / p.cp / p.tp
     )  # sequence parallelism divides what is not already divided
     scale = width / 2
-    per_token = (
-        size.layers / p.pp * (_ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * size.chosen_width)
-    )
+    layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * size.chosen_width
+    layers = size.layers * held
+    # Recomputed layers keep their inputs, and one of them all that it needs.
+    per_token = layers * 2 * size.hidden + layer if "layer" in config.trainer.recompute else layers * layer
     logits = 2 * 4 * size.vocab  # and their gradient, float32
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
     return Budget(
         weights=width * (dense + experts),
         gradients=4.0 * (dense + experts),
-        optimizer=states * (dense / (p.data_parallel * p.cp) + experts / expert_copies),
+        optimizer=(1 - config.trainer.offload_optimizer) * states_held,
+        host=config.trainer.offload_optimizer * states_held,
         activations=tokens * (scale * per_token + logits),
         engine_weights=width * size.total / config.engine.tp,
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
@@ -134,7 +127,7 @@ RATES = {"tensor": 20.0, "broadcast": 10.0, "disk": 1.0, "disk_delta": 1.0}
 """GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
 
 
-def describe_memory(config: Config, hf: dict[str, Any], gpu_gb: float) -> str:
+def describe_memory(config: Config, hf: HFConfig, gpu_gb: float) -> str:
     """Facts, one a line, then what will not fit a GPU of `gpu_gb` GB."""
     size = model_size(hf)
     b = budget(config, size)
@@ -143,10 +136,11 @@ def describe_memory(config: Config, hf: dict[str, Any], gpu_gb: float) -> str:
         f"parameters           {_count(size.total)}, {_count(size.experts)} of them in routed experts",
         f"trainer, one rank    {b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
         f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + "
-        f"activations about {b.activations / GB:.3g}",
+        f"activations about {b.activations / GB:.3g}"
+        + (f"; and {_short(b.host / GB)} GB of the host's memory" if b.host else ""),
         f"engine, one rank     {b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
         f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
-        f"a weight push        {pushed / GB:.3g} GB to each engine, about {pushed / GB / rate:.2g} s "
+        f"a weight push        {_short(pushed / GB)} GB to each engine, about {_short(pushed / GB / rate, 2)} s "
         f"at {rate:g} GB/s ({config.weights.method})",
         f"expected staleness   {expected_staleness(config)}",
     ]
@@ -182,6 +176,11 @@ def warnings(config: Config, size: ModelSize, b: Budget, gpu_gb: float) -> list[
             f"the KV pool holds {held} responses of {longest} tokens, engine.max_running_requests are more"
         )
     return found
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """Without an exponent."""
+    return f"{value:.{digits}g}" if value < 100 else f"{value:,.0f}"
 
 
 def _count(n: int) -> str:

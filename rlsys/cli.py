@@ -22,13 +22,13 @@ from launch.layout import lay_out
 from launch.memory import describe_memory
 from launch.plan import Node, Plan, Ports, build_eval_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
-from launch.preflight import check_model, read_hf_config
+from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
 from launch.supervisor import Stopped, StopSignals, Supervisor
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.config import Config, dump_config, load_config
-from rlsys.engine.launch_args import engine_command
+from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
@@ -126,7 +126,7 @@ def check_algo(config: Config) -> None:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Show what a config comes to; starts nothing."""
+    """Show what a config comes to; starts nothing, and needs no weights."""
     config = load_config(args.config, args.overrides)
     check_algo(config)
     first = config.engine.port
@@ -137,10 +137,19 @@ def explain(args: argparse.Namespace) -> int:
         nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
     print(dump_config(config))
     print(describe_arithmetic(config))
-    print(describe_memory(config, read_hf_config(config.model.path), args.gpu_memory), end="\n\n")
+    if config.model.path.exists():
+        print(describe_memory(config, read_model(config), args.gpu_memory), end="\n\n")
+    else:
+        print(
+            f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory\n"
+        )
     print(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
     if not first:
         print("(port 0: a free one is chosen at the start)")
+    if config.launch.gpus_per_node and not have_cuda():
+        print(
+            "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
+        )
     return 0
 
 

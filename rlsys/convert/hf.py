@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.header import INDEX, check_weights
 from rlsys.convert.output import partial_of
 from rlsys.errors import UserError
 
@@ -30,7 +31,6 @@ SIDE_FILES = (
 """What travels with config.json and the tensors so that the folder serves by itself."""
 
 MAX_FILE_BYTES = 4 << 30
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class HFTensors:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{folder}: no *.safetensors in it")
+        check_weights(folder)
         others = {
             name.format(l=layer): tuple(p.replace("{l}", str(layer)) for p in parts)
             for name, parts in config.family.other_names.items()

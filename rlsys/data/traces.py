@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlsys.config import Config, Positive, Section, Share
+from rlsys.config import Config
 from rlsys.data.chain_sum import ChainSumParams, expression
 from rlsys.data.source import ReasoningGymSource, stable_hash
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.plugins import call, parse_params, resolve
+from rlsys.section import Positive, Section, Share
 
 Part = Annotated[float, Field(ge=0, le=1)]
 

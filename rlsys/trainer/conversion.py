@@ -17,9 +17,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlsys.config import Config, ModelConfig, ParallelConfig, explain_error, load_config
+from rlsys.config import Config, explain_error, load_config
+from rlsys.config_sections import ModelConfig, ParallelConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
+from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
 from rlsys.convert.layout import Entry, check_names, entries, left_out, to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
@@ -27,7 +29,6 @@ from rlsys.convert.torch_dist import DistReader, DistWriter
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import checkpoint, manifest, setup
 from rlsys.trainer.addresses import Address, addresses
-from rlsys.trainer.model import check_layout
 
 Advance = Callable[[int, int], None]
 """Told after each tensor: elements done, elements in all."""
@@ -110,7 +111,7 @@ def _cuts(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, 
 def _stage(entry: Entry, config: Config, hf: HFConfig) -> int:
     pp = config.parallel.pp
     if entry.layer is not None:
-        return entry.layer // (hf.layers // pp)
+        return entry.layer // stage_layers(hf.layers, pp)[0]
     return 0 if entry.megatron.startswith("embedding.") else pp - 1
 
 

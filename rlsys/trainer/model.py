@@ -16,49 +16,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.errors import UserError
+from rlsys.convert.fit import stage_layers
 from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
 from rlsys.trainer.weights import load_hf, mark_shards
-
-
-def check_layout(config: Config, hf: HFConfig) -> None:
-    """Raises UserError, with both numbers, for a layout that does not divide this model."""
-    p, path = config.parallel, config.model.path
-    if p.ep > 1 and not hf.experts:
-        raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
-    for name, size, what, total in (
-        ("pp * vpp", p.pp * p.vpp, "layers", hf.layers),
-        ("tp", p.tp, "key-value heads", hf.kv_heads),
-        ("tp", p.tp, "attention heads", hf.heads),
-        ("tp", p.tp, "vocab_size", hf.vocab_size),
-        ("tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
-        ("tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
-        ("ep", p.ep, "experts", hf.experts),
-        ("etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
-    ):
-        if total % size:
-            raise UserError(f"parallel.{name} = {size} does not divide {what} = {total} of {path}")
-
-
-def check_model(config: Config, hf: HFConfig) -> None:
-    """Raises UserError for what is asked of a model that has none of it."""
-    t, path = config.trainer, config.model.path
-    balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
-    for field, value in balance:
-        if value and not hf.experts:
-            raise UserError(f"trainer.{field} = {value}, but {path} has no experts")
-    if t.balance_rate and hf.routing.kind != "sigmoid":
-        raise UserError(f"trainer.balance_rate = {t.balance_rate}, but the routers of {path} have no bias")
-    lacking = {
-        "mla_up_proj": hf.latent is None,
-        "shared_experts": not hf.shared_ffn_size,
-        "moe": not hf.experts,
-    }
-    for module in t.recompute:
-        if lacking.get(module):
-            raise UserError(f"trainer.recompute names {module}, which {path} does not have")
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
@@ -123,6 +85,7 @@ def _latent_attention(hf: HFConfig) -> dict[str, Any]:
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
     """Every field that changes numbers comes from config.json; fusions need kernels we cannot count on."""
     p = config.parallel
+    *layers, last = stage_layers(hf.layers, p.pp)
     dtype = getattr(torch, config.model.dtype)
     kind = TransformerConfig if hf.latent is None else MLATransformerConfig
     return kind(
@@ -150,6 +113,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        num_layers_in_last_pipeline_stage=last if layers and last != layers[0] else None,
         # With two stages the default exchange confuses the two directions of interleaved chunks, silently.
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=p.vpp == 1,

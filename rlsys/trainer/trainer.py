@@ -28,12 +28,13 @@ from torch import Tensor
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_scores
-from rlsys.trainer.model import build_model, check_layout, check_model
+from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
@@ -72,7 +73,7 @@ class Trainer:
         self._signals = frozenset(signals)
         self.hf = HFConfig.read(config.model.path)
         check_layout(config, self.hf)
-        check_model(config, self.hf)
+        check_asked(config, self.hf)
         self._device = setup.init_distributed(config)
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0

@@ -19,7 +19,7 @@ import trainer_cases as cases
 from safetensors.torch import load_file, save_file
 
 from rlsys.cli import main as rlsys
-from rlsys.config import ParallelConfig
+from rlsys.config_sections import ParallelConfig
 from rlsys.convert import output
 from rlsys.convert.torch_dist import DistWriter
 from rlsys.errors import RunError

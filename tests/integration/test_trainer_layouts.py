@@ -43,6 +43,8 @@ LAYOUTS = {
         "pp=2,vpp=2,deepseek",
         "pp=2,tied",
         "tp=2,tied",
+        "dp=2,padded",
+        "pp=2,uneven",
         "pp=2,vpp=2,save",
     ),
     4: (
@@ -54,6 +56,7 @@ LAYOUTS = {
         "cp=2,pp=2,vpp=2",
         "cp=2,ep=2,tp=2,etp=1",
         "tp=2,pp=2,padded",
+        "pp=2,ep=2,dp=2,padded",
         "tp=2,ep=2,dp=2,dispatcher=allgather,padded",
         "cp=2,ep=2,tp=2,etp=1,replay",
         "tp=2,ep=2,etp=1,dp=2,save",

@@ -170,10 +170,11 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
     return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}}
 
 
-KINDS = ("replay", "balance", "deepseek", "tied")  # words of a layout that change numbers
+KINDS = ("replay", "balance", "deepseek", "tied", "uneven")  # words of a layout that change numbers
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
     "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},
+    "uneven": {"num_hidden_layers": 3},  # the second stage has one layer only
 }
 """Models of their own; the other kinds train the one that `write_model` makes."""
 

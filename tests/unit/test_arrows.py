@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("rlsys", "launch", "megatron_patches")
 
 # A room is a sub-package or a top-level module. These import each other only.
-BASE = {"types", "errors", "section", "algo_section", "config", "obs"}
+BASE = {"types", "errors", "section", "algo_section", "config_sections", "config", "obs"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
     "algo": {"types", "errors", "section", "algo_section", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
-    "data": {"types", "errors", "config", "plugins"},
+    "data": {"types", "errors", "section", "config", "plugins"},
     "engine": BASE,
     "router": BASE | {"engine"},
     "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
-    "launch": {"errors", "config", "obs"},
+    "launch": {"errors", "config", "obs", "convert"},  # what a model's folder says, before anything starts
 }
 FREE = {"train", "cli", "cli_models"}  # these may import every room
 
@@ -35,6 +35,7 @@ TORCH_FREE = (
     "errors",
     "section",
     "algo_section",
+    "config_sections",
     "config",
     "obs",
     "plugins",
@@ -45,7 +46,12 @@ TORCH_FREE = (
     "cli",
     "cli_models",
 )
-TORCH_FREE_FILES = ("rlsys/engine/client.py", "rlsys/engine/launch_args.py", "rlsys/data/source.py")
+TORCH_FREE_FILES = (
+    "rlsys/engine/client.py",
+    "rlsys/engine/launch_args.py",
+    "rlsys/data/source.py",
+    *(f"rlsys/convert/{name}.py" for name in ("__init__", "config", "families", "fit", "header")),
+)
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}
 
@@ -111,6 +117,11 @@ def test_only_tensor_files_of_algo_import_torch() -> None:
     ):
         path = ROOT / "rlsys/algo" / f"{name}.py"
         assert not path.exists() or "torch" not in {m.split(".")[0] for m in imports(path)}, path
+
+
+def test_launch_takes_of_convert_what_needs_no_torch() -> None:
+    taken = {m for p in sources() if room(p) == "launch" for m in imports(p) if m.startswith("rlsys.convert")}
+    assert {m.replace(".", "/") + ".py" for m in taken} <= set(TORCH_FREE_FILES)
 
 
 def test_bootstrap_imports_the_standard_library_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -278,15 +279,14 @@ def test_a_lock_of_another_machine_is_waited_for_longer(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).touch()
-    hf = {"num_experts": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(hf | {"max_position_embeddings": 1024}))
+    """The quickstart's, whose tensors nobody looks at here."""
+    shutil.copytree(QUICKSTART.parent / "models/quickstart-moe", tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
 def test_a_model_folder_that_fits(model: Path) -> None:
     check_model(config(f"model.path={model}", "parallel.ep=2"))
+    check_model(config(f"model.path={model}", "parallel.pp=2"))  # two layers, then one
 
 
 @pytest.mark.parametrize(
@@ -295,17 +295,18 @@ def test_a_model_folder_that_fits(model: Path) -> None:
         (["model.path=/no/such"], r"model\.path = /no/such: no such folder"),
         (["model.path=/dev/null"], "not a folder"),
         (["model.path=/"], r"not a Hugging Face model folder: no config\.json in it"),
-        (["parallel.ep=16"], r"parallel\.ep = 16 does not divide the model's 8 experts"),
-        (["parallel.pp=2"], r"parallel\.pp \* vpp = 2 does not divide the model's 3 layers"),
+        (["parallel.ep=16"], r"parallel\.ep = 16 does not divide experts = 8 of"),
+        (["parallel.pp=4"], r"parallel\.pp = 4 does not divide layers = 3 of .* the last has 0"),
         (
             ["parallel.pp=3", "parallel.vpp=2"],
-            r"parallel\.pp \* vpp = 6 does not divide the model's 3 layers",
+            r"parallel\.pp \* vpp = 6 does not divide layers = 3 of",
         ),
-        (["parallel.tp=4"], r"parallel\.tp = 4 does not divide the model's 2 key-value heads"),
-        (["engine.tp=3"], r"engine\.tp = 3 does not divide the model's 4 attention heads"),
+        (["parallel.tp=4"], r"parallel\.tp = 4 does not divide key-value heads = 2 of"),
+        (["engine.tp=3"], r"engine\.tp = 3 does not divide attention heads = 4 of"),
+        (["trainer.balance_rate=0.1"], r"balance_rate = 0\.1, but the routers of .* have no bias"),
         (
             ["rollout.max_response_tokens=2048"],
-            r"max_response_tokens = 2048 leaves no room for a prompt in the model's context of 1024",
+            r"max_response_tokens = 2048 leaves no room for a prompt in the context of 1024 tokens",
         ),
     ],
 )
@@ -316,13 +317,50 @@ def test_a_model_that_does_not_fit_is_told_before_anything_starts(
         check_model(config(f"model.path={model}", *overrides))
 
 
+def told_by(model: Path) -> str:
+    with pytest.raises(UserError) as e:
+        check_model(config(f"model.path={model}"))
+    return str(e.value)
+
+
 def test_an_incomplete_model_folder_is_told(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"no tokenizer in it \(tokenizer\.json\)"):
-        check_model(config(f"model.path={model}"))
+    (model / "tokenizer.json").rename(model / "elsewhere.json")
+    assert "no tokenizer in it (tokenizer.json)" in told_by(model)
+    (model / "elsewhere.json").rename(model / "tokenizer.json")
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged, told in (
+        (whole[:-100], f"it has {len(whole) - 100} bytes, its header tells of {len(whole)}"),
+        (whole + b"0", "not a whole safetensors file: it has"),
+        (whole[:50], "it ends within its header"),
+        (whole[:5], "it ends within its header"),
+        (b"", "it ends within its header"),
+        (whole[:8] + b"?" + whole[9:], "its header is damaged"),
+    ):
+        weights.write_bytes(damaged)
+        assert told in told_by(model)
+    weights.write_bytes(whole)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "1 file(s) of model.safetensors.index.json are missing, first: model-2.safetensors" in told_by(
+        model
+    )
+
+
+def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
+    raw = json.loads((model / "config.json").read_text())
+    for changed, told in (
+        (
+            {**raw, "architectures": ["GPT2LMHeadModel"]},
+            "architecture 'GPT2LMHeadModel' has no conversion table",
+        ),
+        ({**raw, "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"architectures": raw["architectures"]}, "is missing"),
+    ):
+        (model / "config.json").write_text(json.dumps(changed))
+        assert told in told_by(model)
     (model / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: not JSON"):
-        check_model(config(f"model.path={model}"))
+    assert "config.json: not readable as JSON" in told_by(model)
 
 
 def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from launch.memory import budget, describe_memory, expected_staleness, model_size
+from launch.layout import lay_out
+from launch.memory import budget, describe_memory, expected_staleness, model_size, warnings
+from launch.preflight import read_model
+from rlsys.algo.preflight import check
 from rlsys.config import Config, load_config
+from rlsys.convert.config import HFConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/quickstart-moe"
-QUICKSTART = json.loads((MODEL / "config.json").read_text())
 
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-}  # fmt: skip
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129280,
-    "num_attention_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "topk_method": "noaux_tc",
-}  # fmt: skip
+
+def published(name: str) -> HFConfig:
+    return HFConfig.read(ROOT / "configs/models" / name)
+
+
+QUICKSTART = published("quickstart-moe")
 
 
 def config(*overrides: str) -> Config:
@@ -42,10 +38,18 @@ def test_parameters_are_those_of_the_file() -> None:
     assert size.experts == sum(prod(s) for n, s in shapes.items() if ".experts." in n)
 
 
-@pytest.mark.parametrize(("hf", "billions"), [(QWEN3_30B_A3B, 30.532), (DEEPSEEK_V3, 671.026)])
-def test_parameters_of_known_models(hf: dict[str, object], billions: float) -> None:
-    """DeepSeek-V3's own figure, 671 B, leaves its extra prediction layer out, as we do."""
-    assert model_size(hf).total / 1e9 == pytest.approx(billions, abs=0.001)
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen2.5-7B-Instruct", 7.616),
+        ("Qwen3-30B-A3B", 30.532),
+        ("GLM-4.5-Air", 106.852),
+        ("DeepSeek-V3", 671.026),
+    ],
+)
+def test_parameters_of_known_models(name: str, billions: float) -> None:
+    """As published: 7.61, 30.5, 106 and 671 B. Layers for multi-token prediction are left out, there and here."""
+    assert model_size(published(name)).total / 1e9 == pytest.approx(billions, abs=0.001)
 
 
 def test_bytes_by_hand() -> None:
@@ -63,7 +67,7 @@ def test_bytes_by_hand() -> None:
 
 
 def test_what_will_not_fit_is_a_warning() -> None:
-    text = describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), QWEN3_30B_A3B, 80.0)
+    text = describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B"), 80.0)
     assert "parameters           30.5 B, 29 B of them in routed experts" in text
     assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (tensor)" in text
     assert "warning              a trainer rank needs" in text
@@ -77,3 +81,39 @@ def test_expected_staleness() -> None:
     assert expected_staleness(config("rollout.over_provision=3")) == "about 2 versions on average, at most 8"
     apart = config("rollout.over_provision=1.5", "launch.placement=disaggregated")
     assert expected_staleness(apart) == "about 1.5 versions on average, at most 8"
+
+
+EXPERIMENTS = sorted((ROOT / "configs/experiments").glob("*gpu_*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_experiments_fit_their_gpus(path: Path) -> None:
+    """By the estimate, with 80 GB each and an engine that gives its KV pool back while the trainer works."""
+    made = load_config(path)
+    check(made)
+    size, layout = model_size(read_model(made)), lay_out(made)
+    words = path.stem.split("_")
+    assert words[1:] == [f"{made.launch.nodes * made.launch.gpus_per_node}gpu", made.launch.placement]
+    used = {
+        (share.node, gpu)
+        for group in (layout.trainer, *layout.engines)
+        for share in group
+        for gpu in share.gpus
+    }
+    assert len(used) == made.launch.nodes * made.launch.gpus_per_node, "a GPU is idle"
+    b = budget(made, size)
+    resting = b.engine_weights if made.launch.placement == "colocated" else 0.0
+    assert (b.trainer + resting) / 1e9 < 76
+    assert (b.engine + (b.weights + b.gradients + b.optimizer if resting else 0.0)) / 1e9 < 76
+    assert not [w for w in warnings(made, size, b, 80.0) if "rank needs" in w or "in flight" in w]
+
+
+def test_recompute_and_offload_save_memory() -> None:
+    size = model_size(published("Qwen3-30B-A3B"))
+    full = budget(config("model.dtype=bfloat16"), size)
+    lean = budget(
+        config("model.dtype=bfloat16", "trainer.recompute=[layer]", "trainer.offload_optimizer=0.5"), size
+    )
+    assert lean.activations < full.activations / 4
+    assert (lean.optimizer, lean.host) == (full.optimizer / 2, full.optimizer / 2)
+    assert lean.weights == full.weights

@@ -1,0 +1,66 @@
+"""Whether a layout, and what is asked of the trainer, fit a model: known from its config.json alone."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.errors import UserError
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage: equally many, save that the last one may have fewer; it has the head as well.
+
+    Its last number is 0 or less when there are too few layers for so many stages.
+    """
+    each = -(-layers // stages)
+    return [each] * (stages - 1) + [layers - each * (stages - 1)]
+
+
+def check_layout(config: Config, hf: HFConfig) -> None:
+    """Raises UserError, with both numbers, for a layout that does not divide this model."""
+    p, path = config.parallel, config.model.path
+    stages = stage_layers(hf.layers, p.pp)
+    if p.vpp == 1 and stages[-1] < 1:
+        raise UserError(
+            f"parallel.pp = {p.pp} does not divide layers = {hf.layers} of {path}: "
+            f"with {stages[0]} a stage the last has {stages[-1]}"
+        )
+    if p.ep > 1 and not hf.experts:
+        raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
+    for name, size, what, total in (
+        ("parallel.pp * vpp", p.pp * p.vpp if p.vpp > 1 else 1, "layers", hf.layers),
+        ("parallel.tp", p.tp, "key-value heads", hf.kv_heads),
+        ("parallel.tp", p.tp, "attention heads", hf.heads),
+        ("parallel.tp", p.tp, "vocab_size", hf.vocab_size),
+        ("parallel.tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
+        ("parallel.tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
+        ("parallel.ep", p.ep, "experts", hf.experts),
+        ("parallel.etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
+        ("engine.tp", config.engine.tp, "attention heads", hf.heads),
+    ):
+        if total % size:
+            raise UserError(f"{name} = {size} does not divide {what} = {total} of {path}")
+
+
+def check_asked(config: Config, hf: HFConfig) -> None:
+    """Raises UserError for what is asked of a model that has none of it."""
+    t, path = config.trainer, config.model.path
+    balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
+    for field, value in balance:
+        if value and not hf.experts:
+            raise UserError(f"trainer.{field} = {value}, but {path} has no experts")
+    if t.balance_rate and hf.routing.kind != "sigmoid":
+        raise UserError(f"trainer.balance_rate = {t.balance_rate}, but the routers of {path} have no bias")
+    lacking = {
+        "mla_up_proj": hf.latent is None,
+        "shared_experts": not hf.shared_ffn_size,
+        "moe": not hf.experts,
+    }
+    for module in t.recompute:
+        if lacking.get(module):
+            raise UserError(f"trainer.recompute names {module}, which {path} does not have")
+    if config.rollout.max_response_tokens >= hf.context_length:
+        raise UserError(
+            f"rollout.max_response_tokens = {config.rollout.max_response_tokens} leaves no room for a prompt in the "
+            f"context of {hf.context_length} tokens of {path}"
+        )
