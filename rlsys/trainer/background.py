@@ -28,6 +28,7 @@ class Writing:
         self.checksums: dict[str, str] = {}
         self.seconds = 0.0
         self._request = request
+        self._results: dict[int, Any] | None = None
         # Made before this returns: the next optimizer step overwrites the tensors.
         self._buckets = [_copied(bucket) for bucket in (request.async_fn_args or [0, []])[1]]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -57,7 +58,7 @@ class Writing:
                 self.error = f"{type(e).__name__}: {e}"  # told to all ranks by Checkpoints.finish
                 return
         if self._buckets:
-            self._request.async_fn_args[2].put(results)
+            self._results = results
         self._buckets = []
 
     def done(self, wait: bool) -> bool:
@@ -67,6 +68,12 @@ class Writing:
 
     def finalize(self) -> None:
         """Collective, after every rank is done: what was written where, in megatron's metadata."""
+        if self._results is not None:
+            # Megatron's queue is one for the process: what a save left that nobody finished is not ours.
+            results = self._request.async_fn_args[2]
+            while not results.empty():
+                results.get()
+            results.put(self._results)
         for step in self._request.finalize_fns:
             step()
 

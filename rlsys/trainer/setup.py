@@ -51,8 +51,12 @@ def init_distributed(config: Config) -> torch.device:
 def leave_layout() -> None:
     """Forget the parallel groups, so that the same processes can take another layout.
 
-    The default group stays: gloo hangs when it is made a second time in one torchrun.
+    The default group stays: gloo hangs when it is made a second time in one torchrun. The others are taken down here,
+    because Megatron-Core only forgets them, and every gloo group has a thread that polls as long as it lives.
     """
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # None stands for the default one
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

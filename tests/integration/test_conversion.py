@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import family_cases
+import psutil
 import pytest
 import torch
 import trainer_cases as cases
 from safetensors.torch import load_file, save_file
 
 from rlsys.cli import main as rlsys
-from rlsys.config_sections import ParallelConfig
+from rlsys.config import Config
+from rlsys.config_sections import ModelConfig, ParallelConfig
 from rlsys.convert import output
 from rlsys.convert.torch_dist import DistWriter
 from rlsys.errors import RunError
-from rlsys.trainer import manifest
+from rlsys.trainer import manifest, setup
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 
@@ -117,6 +119,16 @@ def converted(model: Path) -> Path:
     out = model.parent / "megatron"
     hf_to_megatron(model, out, {"ep": 2}, quiet)
     return out
+
+
+def test_a_layout_that_is_left_leaves_no_threads(model: Path) -> None:
+    """Each of gloo's polls for ever: a few conversions in one process would keep a core busy."""
+    threads = []
+    for _ in range(2):
+        setup.init_distributed(Config(model=ModelConfig(path=model)))
+        setup.leave_layout()
+        threads.append(len(psutil.Process().threads()))
+    assert threads[1] <= threads[0]
 
 
 def test_a_runs_checkpoint_is_exported_as_the_trainer_exports_it(model: Path, tmp_path: Path) -> None:

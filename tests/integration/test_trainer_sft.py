@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from rlsys.config import Config
+from rlsys.config_sections import Schedule, TrainerConfig
 from rlsys.data.quickstart_model import write_model
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup
 from rlsys.trainer import sft as sft_module
-from rlsys.trainer.sft import learning_rate, sft
+from rlsys.trainer.schedule import learning_rate
+from rlsys.trainer.sft import sft
 
 pytestmark = pytest.mark.integration
 
@@ -50,10 +52,10 @@ def test_an_interrupted_warm_start_goes_on_bit_for_bit(
 
     class Killed(Exception): ...
 
-    def killed_in_step_4(config: Config, step: int) -> float:
+    def killed_in_step_4(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
         if step == 4:
             raise Killed
-        return learning_rate(config, step)
+        return learning_rate(t, step, schedule, end)
 
     broken = config_of(tmp_path, "broken")
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -74,9 +76,3 @@ def test_an_interrupted_warm_start_goes_on_bit_for_bit(
     assert (unbroken.run.dir / "model/tokenizer.json").read_bytes() == (
         tmp_path / "empty/tokenizer.json"
     ).read_bytes()
-
-
-def test_the_learning_rate_rises_and_falls_linearly(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "run")
-    rates = [learning_rate(config, step) for step in (1, 2, 3, 4)]
-    assert rates == pytest.approx([2e-3, 4e-3, 4e-3, 3e-3])
