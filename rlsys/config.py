@@ -277,6 +277,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("launch")
     data.pop("router")
     data["run"].pop("dir")
+    data["rollout"].pop("repeat")
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
     for key in ("steps", "checkpoint_every", "export_every", "keep_checkpoints"):
         data["trainer"].pop(key)

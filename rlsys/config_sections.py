@@ -85,6 +85,8 @@ class RolloutConfig(Section):
     an import path `package.module:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
+    repeat: Path | None = None
+    """Folder of a run of this config, whose groups, interrupts and tokens are repeated as its clock decided them."""
     length_bias_bound: Share = 0.1
     """Alarm when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     flush_tokens: Positive = 16384

@@ -18,11 +18,10 @@ to that); a restart samples them again, with the same seed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,15 +29,14 @@ from rlsys.errors import RunError, UserError
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.store import (
     Stored,
-    WriterLock,
     extend_scores,
     ids_to_blob,
-    open_store,
     read_groups,
     sqlite_errors,
     write_sample,
     write_scores,
 )
+from rlsys.rollout.writer import StoreWriter
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Scored
 
 _LEGAL = {
@@ -61,13 +59,8 @@ class RolloutBuffer:
     def __init__(self, path: Path, identity: str, largest_group: int) -> None:
         self._path = path
         self._largest_group = largest_group
-        self._lock = WriterLock(path)
-        try:
-            self._db = open_store(path, identity, largest_group)
-        except UserError:
-            self._lock.release()
-            raise
-        self._broken = ""
+        self._file = StoreWriter(path, identity, largest_group)
+        self._db = self._file.db
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
@@ -92,7 +85,7 @@ class RolloutBuffer:
             self._last_taken = last.fetchone()[0]
             self._policy_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
         self._issued, self._completed, self._version, self._pruned_to, self._lost = (
-            self._meta(key) for key in ("issued", "completed", "weight_version", "pruned_to", "lost")
+            self._file.counter(key) for key in ("issued", "completed", "weight_version", "pruned_to", "lost")
         )
 
     # Samples and groups
@@ -107,14 +100,14 @@ class RolloutBuffer:
         group_id = self._issued
         group = SampleGroup(group_id, prompt.index, [])
         samples = self._new_samples(group, prompt.ids, seeds)
-        with self._writing():
+        with self._file.writing():
             row = (
                 group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids), len(samples)
             )  # fmt: skip
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for sample in samples:
                 self._write(sample)
-            self._set_meta("issued", group_id + 1)
+            self._file.set_counter("issued", group_id + 1)
         self._issued += 1
         group.samples = samples
         self.groups[group_id] = group
@@ -125,7 +118,7 @@ class RolloutBuffer:
         """Further samples of an ACTIVE group, one a seed; what it has is written with them."""
         samples = self._new_samples(group, group.samples[0].prompt_ids, seeds)
         size = len(group.samples) + len(samples)
-        with self._writing():
+        with self._file.writing():
             for sample in (*group.samples, *samples):
                 self._write(sample)
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
@@ -144,7 +137,7 @@ class RolloutBuffer:
 
     def save(self, samples: Iterable[Sample]) -> None:
         """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
-        with self._writing():
+        with self._file.writing():
             for sample in samples:
                 group = self.groups.get(sample.group_id)
                 if group is None or group.state is not GroupState.ACTIVE:
@@ -157,7 +150,7 @@ class RolloutBuffer:
 
     def store_scores(self, scores: Iterable[Scored]) -> None:
         """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
-        with self._writing():
+        with self._file.writing():
             for found in scores:
                 group = self.groups.get(found.sample_id // self._largest_group)
                 if group is None:
@@ -175,7 +168,7 @@ class RolloutBuffer:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
         if state is GroupState.READY and not group.done:
             raise RunError(f"group {group.group_id}: not all of its samples are done")
-        with self._writing():
+        with self._file.writing():
             if group.state is GroupState.ACTIVE:
                 for sample in group.samples:
                     self._write(sample)
@@ -185,7 +178,7 @@ class RolloutBuffer:
                     "UPDATE groups SET ready_order = ? WHERE group_id = ?", (self._completed, group.group_id)
                 )
                 self._completed += 1
-                self._set_meta("completed", self._completed)
+                self._file.set_counter("completed", self._completed)
                 self._ready.append(group.group_id)
             else:
                 self._drop(group)
@@ -201,23 +194,23 @@ class RolloutBuffer:
     @property
     def planning(self) -> str:
         """What `set_planning` stored last; empty before."""
-        with sqlite_errors(self._path):
-            return str(self._db.execute("SELECT value FROM meta WHERE key = 'planning'").fetchone()[0])
+        query = "SELECT value FROM meta WHERE key = 'planning'"
+        return str(self.read(lambda db: db.execute(query).fetchone()[0]))
 
     def set_planning(self, state: str) -> None:
         """The planners' state, committed together with what they decided."""
-        with self._writing():
+        with self._file.writing():
             self._db.execute("UPDATE meta SET value = ? WHERE key = 'planning'", (state,))
 
     @property
     def over_provision(self) -> float | None:
         """What `set_over_provision` stored last."""
-        with sqlite_errors(self._path):
-            row = self._db.execute("SELECT value FROM meta WHERE key = 'over_provision'").fetchone()
-            return None if row is None else float(row[0])
+        query = "SELECT value FROM meta WHERE key = 'over_provision'"
+        row = self.read(lambda db: db.execute(query).fetchone())
+        return None if row is None else float(row[0])
 
     def set_over_provision(self, factor: float) -> None:
-        with self._writing():
+        with self._file.writing():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('over_provision', ?)", (factor,))
 
     # Train steps
@@ -226,7 +219,7 @@ class RolloutBuffer:
         """READY -> TRAINED, written to the journal. Steps take in order, each once, else RunError."""
         if train_step != self._last_taken + 1:
             raise RunError(f"train step {train_step} cannot take: the last that did was {self._last_taken}")
-        with self._writing():
+        with self._file.writing():
             ids = json.dumps([g.group_id for g in groups])
             self._db.execute("INSERT INTO takes VALUES (?, ?, ?)", (train_step, self._version, ids))
             for group in groups:
@@ -237,7 +230,7 @@ class RolloutBuffer:
     def taken(self, train_step: int) -> tuple[int, list[SampleGroup]]:
         """Weight version and groups, by id, of a step in the journal; those given back are trained again."""
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
-        with self._writing():
+        with self._file.writing():
             version, ids = self._db.execute(query, (train_step,)).fetchone()
             groups = read_groups(self._db, "train_step = ?", train_step)
             if [g.group_id for g in groups] != sorted(json.loads(ids)):
@@ -262,7 +255,7 @@ class RolloutBuffer:
                 f"{self._path}: the checkpoint of step {train_step} is too old; rollouts are kept from step "
                 f"{self._pruned_to + 1} on"
             )
-        with self._writing():
+        with self._file.writing():
             back = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
             given_back = self._db.execute(back, (GroupState.TRAINED, train_step)).rowcount
         self.counts[GroupState.TRAINED] -= given_back
@@ -277,14 +270,14 @@ class RolloutBuffer:
         """Forget the arrays of groups that this step or an earlier one took: no checkpoint can want them."""
         if train_step <= self._pruned_to:
             return
-        with self._writing():
+        with self._file.writing():
             taken = (
                 "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
                 "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
             )
             for table in ("arrays", "scores"):
                 self._db.execute(f"DELETE FROM {table} WHERE {taken}", (self._pruned_to, train_step))
-            self._set_meta("pruned_to", train_step)
+            self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
     # Weight versions
@@ -297,9 +290,9 @@ class RolloutBuffer:
     def new_version(self, train_step: int) -> int:
         """The next weight version, for the weights after this many train steps."""
         version = self._version + 1
-        with self._writing():
+        with self._file.writing():
             self._db.execute("INSERT INTO pushes VALUES (?, ?)", (version, train_step))
-            self._set_meta("weight_version", version)
+            self._file.set_counter("weight_version", version)
         self._version = version
         self._policy_steps[version] = train_step
         return version
@@ -323,30 +316,30 @@ class RolloutBuffer:
 
     def record_admission(self, group: SampleGroup) -> None:
         """The group may start, or go on after a restart, under the current weight version."""
-        with self._writing():
+        with self._file.writing():
             row = (group.group_id, self._version)
             self._db.execute("INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)", row)
 
     def record_interrupts(self, samples: Iterable[Sample]) -> None:
         """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""
         rows = [(s.sample_id, len(s.response_ids), self._version) for s in samples]
-        with self._writing():
+        with self._file.writing():
             self._db.executemany(
                 "INSERT INTO interrupts (sample_id, tokens, weight_version) VALUES (?, ?, ?)", rows
             )
 
     def check_counts(self) -> None:
         """Conservation of groups (invariant 3), cheaply: the issue counter, memory and file agree, else RunError."""
-        with sqlite_errors(self._path):
-            rows = dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+        rows = dict(
+            self.read(lambda db: db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+        )
         memory = {state.value: n for state, n in self.counts.items() if n}
         if rows != memory or sum(memory.values()) != self._issued:
             raise RunError(f"ledger: {self._issued} groups issued; in memory {memory}, in the file {rows}")
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """What a query finds in the file, what is not flushed included."""
-        with sqlite_errors(self._path):
-            return query(self._db)
+        return self._file.read(query)
 
     def ledger(self) -> Ledger:
         return self.read(count)
@@ -359,40 +352,16 @@ class RolloutBuffer:
     def add_lost(self, tokens: int) -> None:
         """Tokens that engines generated and no sample got; the file keeps the sum over all sessions."""
         if tokens:
-            with self._writing():
-                self._set_meta("lost", self._lost + tokens)
+            with self._file.writing():
+                self._file.set_counter("lost", self._lost + tokens)
             self._lost += tokens
 
     def flush(self) -> None:
         """Commit: on disk when this returns."""
-        with sqlite_errors(self._path):
-            if self._db.in_transaction:
-                self._db.execute("COMMIT")
+        self._file.flush()
 
     def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            self._db.close()
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """All of a method's writes, or none. When one fails, memory is ahead of the file: no more writes."""
-        if self._broken:
-            raise RunError(self._broken)
-        try:
-            with sqlite_errors(self._path):
-                if not self._db.in_transaction:
-                    self._db.execute("BEGIN IMMEDIATE")
-                self._db.execute("SAVEPOINT method")
-                yield
-                self._db.execute("RELEASE method")
-        except BaseException as e:
-            self._broken = f"{self._path}: closed to writes after: {e}"
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK TO method")
-            raise
+        self._file.close()
 
     def _write(self, sample: Sample) -> None:
         before = self._stored.get(sample.sample_id, Stored())
@@ -419,10 +388,3 @@ class RolloutBuffer:
             ids = [(s.sample_id,) for s in group.samples]
             self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)
             self._db.executemany("DELETE FROM scores WHERE sample_id = ?", ids)
-
-    def _meta(self, key: str) -> int:
-        with sqlite_errors(self._path):
-            return int(self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
-
-    def _set_meta(self, key: str, value: int) -> None:
-        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))

@@ -23,6 +23,7 @@ from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import check_conservation
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
@@ -73,10 +74,13 @@ class RolloutManager:
         self._scorer = scorer
         self._tokenizer = tokenizer
         planning.restore(buffer.planning)
-        generator = build_generator(config, tokenizer, sampling_turns(config, router))
+        other = config.rollout.repeat
+        repeat = None if other is None else Repeat(Record(other, config), buffer)
+        speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
+        generator = build_generator(config, tokenizer, speak)
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
-        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator)
-        self._selection = Selection(config, buffer)
+        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat)
+        self._selection = Selection(config, buffer, repeat)
         self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
@@ -168,7 +172,7 @@ class RolloutManager:
             self._runner.raise_failure()
             if self._push_due:
                 if not self._colocated:  # else take has done it
-                    await self._watched(self._until_interruptible(), "samples at rollout.max_resumes")
+                    await self._watched(self._until_interruptible(), "samples that must go on")
                     await self._rest(keep=self._stays_young)
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
@@ -264,7 +268,8 @@ class RolloutManager:
             await self._look_again()
 
     async def _until_interruptible(self) -> None:
-        while self._selection.uninterruptible() and not self._called_away():
+        step = self._policy_step
+        while step is not None and self._selection.must_go_on(step) and not self._called_away():
             await self._look_again()
 
     def _called_away(self) -> bool:

@@ -21,6 +21,7 @@ from rlsys.rollout.buffer import DEAD, RolloutBuffer
 from rlsys.rollout.controller import Occupancy
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.tools import ToolFailed
@@ -52,10 +53,13 @@ class SampleRunner:
         planning: Planning,
         scorer: Scorer,
         generator: Generator,
+        repeat: Repeat | None = None,
     ) -> None:
+        """`repeat`: says which groups are let in, whatever slots and ages."""
         self._config = config
         self._buffer = buffer
         self._generator = generator
+        self._repeat = repeat
         self._planning = planning
         self._scorer = scorer
         self.wake = asyncio.Event()
@@ -81,6 +85,8 @@ class SampleRunner:
     def go(self, policy_step: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
         self._policy_step = policy_step
+        if self._repeat is not None:
+            self._repeat.go(policy_step)
         self._fill()
         self._note_occupancy()
 
@@ -180,22 +186,31 @@ class SampleRunner:
         if step is None:
             return
         try:
-            while len(self._generating) < self.slots and (self._pending or self._admit(step)):
+            while self._has_slot() and (self._pending or self._admit(step)):
                 if self._pending:
                     self._start(*self._pending.popleft())
         except RlsysError as e:  # called from tasks and commands alike: the next command tells it
             self._fail(e)
 
-    def _admit(self, policy_step: int) -> bool:
-        """Let one group in: one from before a restart, else a new one."""
+    def _has_slot(self) -> bool:
+        return self._repeat is not None or len(self._generating) < self.slots
+
+    def _may_admit(self, policy_step: int) -> bool:
+        if self._repeat is not None:
+            return self._repeat.admits(self._held[0].group_id if self._held else self._buffer.next_group_id)
         dead = sum(self._buffer.counts[state] for state in DEAD)
+        accepted = self._buffer.next_group_id - dead - len(self._held)
         capacity = admission_capacity(
             max_staleness=self._config.rollout.max_staleness,
             policy_step=policy_step,
             groups_per_step=self._config.rollout.groups_per_step,
-            accepted=self._buffer.next_group_id - dead - len(self._held),
+            accepted=accepted,
         )
-        if capacity <= 0:
+        return capacity > 0
+
+    def _admit(self, policy_step: int) -> bool:
+        """Let one group in: one from before a restart, else a new one."""
+        if not self._may_admit(policy_step):
             return False
         if self._held:
             group = self._held.popleft()

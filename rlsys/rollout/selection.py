@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
 from rlsys.types import Sample, SampleGroup, Status
 
 
 class Selection:
-    """Holds no state: it reads the buffer's."""
+    """Holds no state: it reads the buffer's. `repeat`: the record that decides instead."""
 
-    def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
+    def __init__(self, config: Config, buffer: RolloutBuffer, repeat: Repeat | None) -> None:
         self._rollout = config.rollout
         self._colocated = config.launch.placement == "colocated"
         self._keeps = config.router.interruption != "abort"
         self._buffer = buffer
+        self._repeat = repeat
 
     def groups(self, policy_step: int) -> list[SampleGroup] | None:
         """For the step after `policy_step`; None while there are too few, or some must be waited for."""
-        if self._colocated and self.uninterruptible():  # a take interrupts
+        if self._repeat is not None:
+            return self._repeat.groups(policy_step)
+        if self._colocated and self.must_go_on(policy_step):  # a take interrupts
             return None
         ready, wanted = self._buffer.ready(), self._rollout.groups_per_step
         if self._rollout.staleness_policy != "wait":
@@ -29,13 +33,16 @@ class Selection:
             ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, policy_step)
         )
 
-    def uninterruptible(self) -> list[Sample]:
-        """Samples in an engine that have been resumed as often as rollout.max_resumes allows."""
+    def must_go_on(self, policy_step: int) -> bool:
+        """Whether a sample in an engine has been resumed as often as rollout.max_resumes allows, or the record has
+        more tokens of these weights."""
+        if self._repeat is not None:
+            return self._repeat.behind(policy_step)
         limit = self._rollout.max_resumes
         if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
-            return []
+            return False
         samples = (s for g in self._buffer.active() for s in g.samples)
-        return [s for s in samples if s.status is Status.IN_FLIGHT and s.resumes >= limit]
+        return any(s.status is Status.IN_FLIGHT and s.resumes >= limit for s in samples)
 
     def stays_young(self, sample: Sample, done_steps: int) -> bool:
         """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""

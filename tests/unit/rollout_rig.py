@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from scripted_router import ScriptedRouter
 
-from rlsys.config import Config
+from rlsys.config import Config, identity
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
@@ -53,7 +53,7 @@ class Rig:
     def __init__(self, config: Config, length: Callable[[Sample], int], reward: Reward) -> None:
         self.router = ScriptedRouter(length)
         planning = Planning(config, Numbers(), None)
-        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, "run", planning.largest)
+        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         self.scorer = Scorer(
             lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
         )

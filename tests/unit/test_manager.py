@@ -14,10 +14,8 @@ from rollout_rig import Numbers, Rig, abandon, ids, length_reward, make_config, 
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
+from rlsys.rollout.ledger import check, read_ledger
 from rlsys.rollout.step_metrics import quantile
-from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 
 # Admission and seeds
@@ -583,9 +581,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
     assert sessions > 5
     trained = [g for groups in told.values() for g in groups]
     assert len(trained) == len(set(trained)) == 80
-    buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
-    check(buffer.ledger())
-    buffer.close()
+    check(read_ledger(tmp_path))
 
 
 def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Repeating a run (`rollout.repeat`): what its clock decided comes from its record, and so every token is the same.
+
+With over_provision 1 nothing depends on the clock. With more, it decides which groups are let in when, after how many
+tokens a sample is interrupted, hence which weights sample what, and which groups a step takes. Those four are in
+rollouts.sqlite; everything else follows from seeds, weights and order.
+
+NOT repeated: deadlines, rewards that time out, and plug-ins whose state depends on the order of rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from rlsys.config import Config, identity
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.store import FILE_NAME, open_readonly
+from rlsys.router.router import Router
+from rlsys.types import Sample, SampleGroup, Status
+
+
+class Stop(NamedTuple):
+    """The weights of `policy_step` sampled up to token `end`, where the sample was interrupted, or had ended."""
+
+    policy_step: int
+    end: int
+    last: bool
+    """Nobody interrupted it there."""
+
+
+class Record:
+    """Of the run in `folder`. Raises UserError: there is none, of another config, or not repeatable."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        path = folder / FILE_NAME
+        with closing(open_readonly(path)) as db:
+            meta = dict(db.execute("SELECT key, value FROM meta"))
+            if meta["identity"] != identity(config):
+                raise UserError(f"rollout.repeat = {folder}: a run of another config")
+            steps: dict[int, int] = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
+            self.largest_group = int(meta["largest_group"])
+            self.admitted = _admitted(db, steps)
+            """Group id -> train steps behind the weights under which it was let in."""
+            self.takes: dict[int, list[int]] = {
+                step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
+            }
+            self.stops = _stops(db, steps)
+            """Of each sample that got a token, in order."""
+        for sample_id, stops in self.stops.items():
+            if any(a.policy_step > b.policy_step for a, b in pairwise(stops)):
+                raise UserError(
+                    f"rollout.repeat = {folder}: its trainer went back behind tokens of sample {sample_id}"
+                )
+
+
+def _admitted(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, int]:
+    out: dict[int, int] = {}
+    for group_id, version in db.execute("SELECT group_id, weight_version FROM admissions ORDER BY place"):
+        out.setdefault(group_id, steps[version])
+    return out
+
+
+def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, list[Stop]]:
+    interrupts: dict[int, set[int]] = defaultdict(set)
+    for sample_id, tokens in db.execute("SELECT sample_id, tokens FROM interrupts"):
+        interrupts[sample_id].add(tokens)
+    out: dict[int, list[Stop]] = {}
+    for sample_id, status, text in db.execute(
+        "SELECT sample_id, status, spans FROM samples WHERE tokens > 0"
+    ):
+        spans: list[tuple[int, int, int]] = json.loads(text)
+        ends = {end for _, _, end in spans} | interrupts[sample_id]
+        step_of = {i: steps[version] for version, start, end in spans for i in range(start + 1, end + 1)}
+        stops = [Stop(step_of[end], end, False) for end in sorted(ends & step_of.keys())]
+        if Status(status).terminal:
+            stops[-1] = stops[-1]._replace(last=True)
+        out[sample_id] = stops
+    return out
+
+
+class Repeat:
+    """Holds every sample to the record. Owns the train step behind the weights that engines hold."""
+
+    def __init__(self, record: Record, buffer: RolloutBuffer) -> None:
+        self._record = record
+        self._buffer = buffer
+        self._policy_step = -1
+        self._moved = asyncio.Event()
+
+    def go(self, policy_step: int) -> None:
+        """Engines have weights of so many train steps."""
+        self._policy_step = policy_step
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def admits(self, group_id: int) -> bool:
+        return self._record.admitted.get(group_id, self._policy_step + 1) <= self._policy_step
+
+    async def next_stop(self, sample: Sample) -> Stop:
+        """Once its weights are there; never, where the record of the sample ends."""
+        stops = self._record.stops.get(sample.sample_id, [])
+        stop = next((s for s in stops if s.end > len(sample.response_ids)), None)
+        while stop is None or stop.policy_step > self._policy_step:
+            await self._moved.wait()
+        return stop
+
+    def turns(self, router: Router, config: Config) -> Callable[[Sample], Awaitable[None]]:
+        """Turns of the model, as generator.sampling_turns."""
+        r = config.rollout
+
+        async def speak(sample: Sample) -> None:
+            while not sample.status.terminal:
+                stop = await self.next_stop(sample)
+                limit = r.max_response_tokens if stop.last else stop.end
+                await router.generate(sample, max_response_tokens=limit, temperature=r.temperature)
+                if sample.status is Status.TRUNCATED and not stop.last:
+                    sample.status = Status.PARKED
+
+        return speak
+
+    def behind(self, policy_step: int) -> bool:
+        """Whether a sample still lacks tokens that the weights after so many train steps gave it."""
+        return any(self._lacks(i, stops, policy_step) for i, stops in self._record.stops.items())
+
+    def _lacks(self, sample_id: int, stops: list[Stop], policy_step: int) -> bool:
+        due = [s for s in stops if s.policy_step <= policy_step]
+        group_id, place = divmod(sample_id, self._record.largest_group)
+        if not due or (group_id not in self._buffer.groups and group_id < self._buffer.next_group_id):
+            return False
+        group = self._buffer.groups.get(group_id)
+        if group is None or place >= len(group.samples):
+            return True
+        sample = group.samples[place]
+        return not sample.status.terminal and (due[-1].last or len(sample.response_ids) < due[-1].end)
+
+    def groups(self, policy_step: int) -> list[SampleGroup] | None:
+        """Those that the step after `policy_step` took; None while they are not ready, or others lack tokens."""
+        train_step = policy_step + 1
+        if train_step not in self._record.takes:
+            raise RunError(
+                f"rollout.repeat: the record ends with train step {max(self._record.takes, default=0)}"
+            )
+        ready = {g.group_id: g for g in self._buffer.ready()}
+        wanted = self._record.takes[train_step]
+        if self.behind(policy_step) or not ready.keys() >= set(wanted):
+            return None
+        return [ready[g] for g in wanted]

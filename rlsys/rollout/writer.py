@@ -1,0 +1,77 @@
+"""The one writer of a rollouts.sqlite: its connection, its lock, and one open transaction over many small writes."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
+
+T = TypeVar("T")
+
+
+class StoreWriter:
+    """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
+
+    What `writing` blocks wrote is on disk after `flush`. A block that fails leaves memory ahead of the file: nothing
+    is written after it.
+    """
+
+    def __init__(self, path: Path, identity: str, largest_group: int) -> None:
+        self.path = path
+        self._lock = WriterLock(path)
+        try:
+            self.db = open_store(path, identity, largest_group)
+        except UserError:
+            self._lock.release()
+            raise
+        self._broken = ""
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """All of a block's writes, or none."""
+        if self._broken:
+            raise RunError(self._broken)
+        try:
+            with sqlite_errors(self.path):
+                if not self.db.in_transaction:
+                    self.db.execute("BEGIN IMMEDIATE")
+                self.db.execute("SAVEPOINT method")
+                yield
+                self.db.execute("RELEASE method")
+        except BaseException as e:
+            self._broken = f"{self.path}: closed to writes after: {e}"
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK TO method")
+            raise
+
+    def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """What a query finds in the file, what is not flushed included."""
+        with sqlite_errors(self.path):
+            return query(self.db)
+
+    def counter(self, key: str) -> int:
+        """Of the table meta."""
+        query = "SELECT value FROM meta WHERE key = ?"
+        return int(self.read(lambda db: db.execute(query, (key,)).fetchone()[0]))
+
+    def set_counter(self, key: str, value: int) -> None:
+        """Inside a `writing` block."""
+        self.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+
+    def flush(self) -> None:
+        """Commit: on disk when this returns."""
+        with sqlite_errors(self.path):
+            if self.db.in_transaction:
+                self.db.execute("COMMIT")
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self.db.close()
+            self._lock.release()

@@ -1,0 +1,125 @@
+"""rollout.repeat: another clock, the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_rig import Rig, length_reward, make_config, run, settle
+
+from rlsys.config import Config
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.repeat import Record
+from rlsys.types import Sample, Taken
+
+STEPS = 8
+Clock = Callable[[Rig], None]
+
+
+def length(sample: Sample) -> int:
+    return 3 + (sample.sample_id * 7) % 17
+
+
+def random_clock(seed: int) -> Clock:
+    """Engines of different speeds, which change all the time."""
+    rng = random.Random(seed)
+
+    def tick(r: Rig) -> None:
+        for sample_id in r.router.in_flight:
+            if rng.random() < 0.5:
+                r.router.give(sample_id, rng.randint(1, 4))
+
+    return tick
+
+
+async def trained(config: Config, clock: Clock, steps: int = STEPS) -> tuple[list[Taken], dict[str, Any]]:
+    """What every step took, and the ledger's groups at the end."""
+    r = Rig(config, length, length_reward)
+    try:
+        await r.start()
+        out = []
+        for step in range(1, steps + 1):
+            out.append(await done(r, r.manager.take(step), clock))
+            ticket = await done(r, r.manager.begin_push(), clock)
+            await r.manager.end_push(ticket, [])
+        await r.manager.close()
+        return out, r.buffer.ledger().groups
+    finally:
+        r.buffer.close()
+
+
+async def done(r: Rig, work: Any, clock: Clock) -> Any:
+    task = asyncio.create_task(work)
+    for _ in range(3000):
+        await settle()
+        if task.done():
+            return task.result()
+        clock(r)
+        if not r.router.in_flight:
+            await asyncio.sleep(0.002)  # nothing runs: it looks again after a while
+    raise AssertionError(r.manager.status())
+
+
+def what(taken: list[Taken]) -> list[Any]:
+    return [
+        [
+            (s.sample_id, s.response_ids, s.mu, s.versions(), s.status, s.reward)
+            for g in t.groups
+            for s in g.samples
+        ]
+        for t in taken
+    ]
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("policy", ["drop", "mask"])
+def test_another_clock_repeats_every_token(
+    placement: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.rollout.manager.LOOK_SECONDS", 0.001)
+
+    def config(name: str, **rollout: Any) -> Config:
+        april = {"over_provision": 3, "max_staleness": 2, "staleness_policy": policy}
+        (tmp_path / name).mkdir()
+        sections = {"run": {"dir": tmp_path / name}, "launch": {"placement": placement}}
+        return make_config(tmp_path, rollout={**april, **rollout}, **sections)
+
+    async def test() -> None:
+        first, groups = await trained(config("first"), random_clock(1))
+        other, _ = await trained(config("other"), random_clock(2))
+        again, groups_again = await trained(config("again", repeat=tmp_path / "first"), random_clock(2))
+        assert what(other) != what(first)
+        assert what(again) == what(first)
+        assert groups_again["expired"] == groups["expired"]
+        assert any(s.resumes for t in first for g in t.groups for s in g.samples)
+
+    run(test())
+
+
+def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.rollout.manager.LOOK_SECONDS", 0.001)
+    first, again = tmp_path / "first", tmp_path / "again"
+    first.mkdir()
+    again.mkdir()
+
+    async def test() -> None:
+        await trained(make_config(tmp_path, run={"dir": first}), random_clock(1), steps=2)
+        repeated = make_config(tmp_path, run={"dir": again}, rollout={"repeat": first})
+        with pytest.raises(RunError, match="the record ends with train step 2"):
+            await trained(repeated, random_clock(2), steps=3)
+
+    run(test())
+
+
+def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    Rig(make_config(tmp_path, run={"dir": first}), length, length_reward).buffer.close()
+    with pytest.raises(UserError, match=r"rollout.repeat = .*first: a run of another config"):
+        Record(first, make_config(tmp_path, rollout={"group_size": 3}))
+    with pytest.raises(UserError, match="no such file"):
+        Record(tmp_path / "none", make_config(tmp_path))
