@@ -7,7 +7,6 @@ A request is `admitted` when the gate is open and an engine serves, the oldest f
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterator
@@ -30,6 +29,8 @@ Interruption = Literal["abort", "retract", "in_place"]
 keeps them with it (then tokens are predicted from keys and values of older weights).
 """
 
+Priority = Callable[[], tuple[int, ...]]
+
 log = logging.getLogger("rlsys.router")
 
 
@@ -39,7 +40,7 @@ class Dispatcher:
     def __init__(self, pool: Pool, strategy: Strategy) -> None:
         self.pool = pool
         self._strategy = strategy
-        self._waiting: list[tuple[tuple[int, ...], int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._landed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -52,15 +53,16 @@ class Dispatcher:
     # -- one request --------------------------------------------------------------------------------------------
 
     async def admit(
-        self, priority: tuple[int, ...], wish: Callable[[], Wish], *, evaluation: bool = False
+        self, priority: Priority, wish: Callable[[], Wish], *, evaluation: bool = False
     ) -> EngineState:
         """Wait until the gate is open and an engine serves; lower priorities first, then in order of arrival.
 
-        The wish is asked for at the last moment: a prefix lives in a cache for as long as the weights do.
+        Both are asked for at the last moment: a prefix lives in a cache for as long as the weights do, and siblings
+        may have ended while this one waited.
         """
         while not (self._may_pass(evaluation) and (candidates := self.pool.candidates())):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (priority, next(self._order), waiter))
+            self._waiting.append((priority, next(self._order), waiter))
             await waiter
         chosen = self._strategy(candidates, wish())
         return next(e for e in self.pool.engines if e.url == chosen.url)
@@ -92,10 +94,9 @@ class Dispatcher:
 
     def wake(self) -> None:
         """Waiters look again, in the order of their priorities."""
-        while self._waiting:
-            _, _, waiter = heapq.heappop(self._waiting)
-            if not waiter.done():
-                waiter.set_result(None)
+        waiting, self._waiting = [w for w in self._waiting if not w[2].done()], []
+        for _, _, waiter in sorted(waiting, key=lambda w: (w[0](), w[1])):
+            waiter.set_result(None)
 
     # -- all requests -------------------------------------------------------------------------------------------
 

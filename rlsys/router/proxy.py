@@ -199,8 +199,9 @@ class Proxy:
     async def _admit(self, job: Job) -> EngineState:
         try:
             async with asyncio.timeout(self._queue_seconds):
+                place = next(self._order)
                 engine = await self._dispatcher.admit(
-                    (next(self._order),),
+                    lambda: (place,),
                     lambda: Wish(self._engine_of.get(job.key), key=zlib.crc32(job.key.encode())),
                 )
         except TimeoutError:

@@ -100,12 +100,15 @@ class Router:
             self._counts["refused"] += 1
             raise
         limit = min(max_response_tokens, self._limits.room - len(sample.prompt_ids))
+        evaluation = sample.sample_id == EVALUATION
+
+        def priority() -> tuple[int, ...]:
+            return () if evaluation else self.priority(sample)
+
         while not sample.status.terminal:
             sample.status = self._status(sample, None, limit)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
-            evaluation = sample.sample_id == EVALUATION
-            priority = () if evaluation else self.priority(sample)
             engine = await self._dispatcher.admit(priority, lambda: self._wish(sample), evaluation=evaluation)
             await self._segment(engine, sample, limit, temperature)
         return sample
