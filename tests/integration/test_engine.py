@@ -40,6 +40,11 @@ def model(seed: int) -> Any:
     return _models[seed]
 
 
+def keep_model(seed: int, made: Any) -> None:
+    """From now on model `seed` is this one."""
+    _models[seed] = made
+
+
 def logprobs(seed: int, ids: list[int]) -> list[float]:
     """Of `ids[1:]`, by transformers."""
     with torch.no_grad():
@@ -126,7 +131,7 @@ def with_stack(config: Config, url: str, body: Callable[[Stack], Awaitable[None]
     asyncio.run(run())
 
 
-async def until(true: Callable[[], bool], task: asyncio.Task[Any]) -> None:
+async def until(true: Callable[[], bool], task: asyncio.Future[Any]) -> None:
     while not true():
         assert not task.done(), "ended too early to be interrupted"
         await asyncio.sleep(0.002)
