@@ -270,6 +270,36 @@ def test_what_was_interrupted_goes_on_in_the_order_asked_for(order: str, start: 
     asyncio.run(body())
 
 
+def test_a_run_is_repeated_by_its_record(start: Start, tmp_path: Path) -> None:
+    """Two models take turns, so tokens tell which one sampled them; the other run's engine has another speed."""
+
+    async def one(name: str, seconds: float, **rollout: Any) -> list[list[Sample]]:
+        async with start(folder=name, **APRIL, staleness_policy="mask", **rollout) as run:
+            await run.client.slow_down(seconds or None)
+            taken = await run.steps(5, models=2)
+        return [samples([t]) for t in taken]
+
+    async def body() -> None:
+        first = await one("first", 0.01)
+        again = await one("again", 0.0, repeat=tmp_path / "first")
+        gaps = []
+        for step, repeated in zip(first, again, strict=True):
+            for s, r in zip(step, repeated, strict=True):
+                assert (r.sample_id, r.response_ids, r.versions()) == (
+                    s.sample_id,
+                    s.response_ids,
+                    s.versions(),
+                )
+                gaps.append(worst_gap(r.mu, s.mu))
+        print(
+            f"repeated: log-probs differ by up to {max(gaps):.1e}, {sum(g > 0 for g in gaps)} of {len(gaps)} samples"
+        )
+        assert max(gaps) <= 1e-5
+        assert len({v for step in first for s in step for v in s.versions()}) > 3
+
+    asyncio.run(body())
+
+
 NUDGED = 100
 """A model like model 0 after a train step or two: each weight moved by a thousandth of its tensor's spread."""
 
