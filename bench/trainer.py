@@ -19,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,30 @@ class Bench:
         for model in t._models:
             model.zero_grad_buffer()
         t._optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=self._bare_forward,
-            data_iterator=iter(self.batch),
-            model=t._models,
-            num_microbatches=len(self.batch),
-            seq_length=t.config.trainer.token_budget,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        with self._bare_routers():
+            get_forward_backward_func()(
+                forward_step_func=self._bare_forward,
+                data_iterator=iter(self.batch),
+                model=t._models,
+                num_microbatches=len(self.batch),
+                seq_length=t.config.trainer.token_budget,
+                micro_batch_size=1,
+                forward_only=False,
+            )
         t._optimizer.step()
+
+    @contextmanager
+    def _bare_routers(self) -> Iterator[None]:
+        """Without our replay and counting of experts."""
+        routers = [
+            m for model in self.trainer._models for m in model.modules() if hasattr(m, "router_replay")
+        ]
+        ours = [r.router_replay for r in routers]
+        for router in routers:
+            router.router_replay = None
+        yield
+        for router, replay in zip(routers, ours, strict=True):
+            router.router_replay = replay
 
     def _bare_forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         share = share_of(next(batches))
