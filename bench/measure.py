@@ -19,12 +19,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from launch.plan import THREADS
-from launch.ports import free_ports
-from rlsys.config import Config
-from rlsys.convert.config import HFConfig
-from rlsys.convert.layout import entries
-from rlsys.engine.launch_args import engine_command
+HERE = Path(__file__).resolve().parent
+# This folder comes last: its launch.py would hide the package launch.
+sys.path.sort(key=lambda folder: Path(folder).resolve() == HERE)
+
+from launch.plan import THREADS  # noqa: E402
+from launch.ports import free_ports  # noqa: E402
+from rlsys.config import Config  # noqa: E402
+from rlsys.convert.config import HFConfig  # noqa: E402
+from rlsys.convert.layout import entries  # noqa: E402
+from rlsys.engine.launch_args import engine_command  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 

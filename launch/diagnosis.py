@@ -33,6 +33,10 @@ _WAITS = (
     ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
     ("rlsys/weights/", "", "an engine: weights on their way, in {function}"),
     ("rlsys/trainer/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
+    ("scheduler_components/idle_sleeper.py", "", "nobody: a scheduler that has no request"),
+    ("sglang/srt/managers/detokenizer_manager.py", "", "its scheduler: tokens to turn into text"),
+    ("sglang/srt/model_executor/", "", "nobody: a scheduler in a forward pass"),
+    ("uvicorn/", "", "nobody: its event loop has nothing to do now"),
     ("selectors.py", "select", "nobody: its event loop has nothing to do now"),
     ("rlsys/train.py", "update", "nobody: it trains"),
 )
@@ -50,6 +54,7 @@ class RoleState:
     seconds: float
     """Since its start."""
     last_line: str
+    unit: str
 
 
 def frames(stack: str) -> list[tuple[str, int, str]]:
@@ -58,12 +63,13 @@ def frames(stack: str) -> list[tuple[str, int, str]]:
 
 
 def waits_for(stack: str) -> str:
-    """One phrase for a trainer rank's stack, with the place in our code."""
+    """One phrase for a process's stack, with the place in our code, or in SGLang's."""
     found = frames(stack)
     if not found:
         return "unknown: it gave no stack"
     ours = next(
-        (f"{Path(file).name}:{line}" for file, line, _ in found if "/rlsys/" in file), "outside rlsys"
+        (f"{Path(file).name}:{line}" for file, line, _ in found if "/rlsys/" in file or "/sglang/" in file),
+        "outside rlsys",
     )
     for file, _, function in found:
         for part, name, phrase in _WAITS:
@@ -78,7 +84,11 @@ def describe(
 ) -> str:
     """The whole diagnosis, most telling lines first. `stacks`: by process name, as `trainer-rank1`."""
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {reason}", "", "who waits for whom"]
-    lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in sorted(stacks.items())]
+    silent = {
+        r.unit: "" for r in roles if r.exit_code is None and not any(n.startswith(r.unit) for n in stacks)
+    }
+    told = sorted((stacks | silent).items())
+    lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in told]
     if status is None:
         lines.append(f"  {'rollout':16} does not answer")
     else:

@@ -3,6 +3,7 @@
     engine    dies: restarted on its port; the router brings it up to date
     rollout   dies: restarted from its store, and the trainer with it
     trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
+    node      is gone: Slurm requeues the job; with Ray everything is ended, and started again on other nodes
 
 A role that never worked, or that says itself why it cannot go on, is not restarted; the others wait longer each time,
 and after launch.max_restarts without a train step the run stops. The supervisor is the only owner of restarts:
@@ -60,6 +61,14 @@ class Stopped(RlsysError):
         super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on with this run")
         self.number = number
         self.exit_code = 128 + number
+
+
+class NodeLost(RunError):
+    """A machine of the run is gone, and everything on it; the run can go on with another one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"node {name} is gone; the same command goes on when there are enough nodes")
+        self.name = name
 
 
 class StopSignals:
@@ -169,6 +178,8 @@ class Supervisor:
         dead = self._settled()
         if self._stop_signal():  # a scheduler that signals every process: they end because the run does
             return
+        if (node := self._backend.lost_node()) is not None:
+            raise NodeLost(node)
         first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
         unit, before = first.role.unit, self._restarts[first.role.unit]
         again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
@@ -284,7 +295,7 @@ class Supervisor:
         roles = [
             diagnosis.RoleState(
                 p.role.name, self._plan.nodes[p.role.node].name, p.exit_code, p.ready, p.seconds,
-                "".join(last_lines(p.log, 1))[:120],
+                "".join(last_lines(p.log, 1))[:120], p.role.unit,
             )
             for p in self._processes.values()
         ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
-from launch.supervisor import Stopped, StopSignals, Supervisor
+from launch.supervisor import NodeLost, Stopped, StopSignals, Supervisor
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
@@ -93,18 +94,23 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def supervise(config: Config, make_plan: Callable[[Backend], Plan]) -> None:
-    """Run the plan's processes under the live display until they are done."""
+    """Run the plan's processes under the live display until they are done; lost nodes are replaced."""
     console = Console()
-    title = f"rlsys {config.run.dir}"
     with (
         StopSignals().listening() as stop,
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
         contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
+        make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
     ):
-        plan = make_plan(backend)
-        with make_progress(config.trainer.steps, title, console) as display:
+        for losses in itertools.count(1):
             try:
-                Supervisor(config, plan, backend, run_dir, display, stop).run()
+                Supervisor(config, make_plan(backend), backend, run_dir, display, stop).run()
+                return
+            except NodeLost as lost:
+                if losses > config.launch.max_restarts:
+                    raise
+                display.phase(f"node {lost.name} is gone; waiting for another")
+                backend.replace_nodes(lambda: stop.count > 0)
             except Stopped as stopped:
                 if stopped.number == signal.SIGUSR1 or backend.preempted():  # go on in another session
                     backend.requeue()

@@ -7,6 +7,7 @@ logs in the run folder, which every node sees.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,13 @@ class Backend(Protocol):
 
     def preempted(self) -> bool:
         """Whether the scheduler wants the nodes back and did not tell this process by a signal."""
+
+    def lost_node(self) -> str | None:
+        """A node of the run that is gone, where this process outlives that and no scheduler deals with it."""
+
+    def replace_nodes(self, stopped: Callable[[], bool]) -> None:
+        """After `lost_node`, with no role left: wait for as many nodes as before. UserError when none come, or the
+        wait is `stopped`."""
 
     def requeue(self) -> None:
         """After a stop that the scheduler wanted: have the same command started again later, if it can."""

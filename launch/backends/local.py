@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.backends import keeper_command
@@ -61,6 +62,10 @@ class LocalBackend:
 
     def preempted(self) -> bool:
         return False
+
+    def lost_node(self) -> None: ...
+
+    def replace_nodes(self, stopped: Callable[[], bool]) -> None: ...
 
     def requeue(self) -> None: ...
 

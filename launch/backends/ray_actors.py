@@ -2,14 +2,17 @@
 
 Joins the cluster that RAY_ADDRESS names, else starts a Ray of its own on this machine and stops just that. Actors
 are never restarted by Ray: the supervisor is the one owner of restarts. An actor holds the keeper's lifeline, so
-when Ray ends the actor, or its node goes, the role ends.
+when Ray ends the actor, or its node goes, the role ends. A lost node is replaced by any other that Ray has or gets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,10 @@ from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 
-ANSWER_SECONDS = 30.0
-"""A live actor answers in milliseconds; one that does not is lost."""
 JOIN_SECONDS = 60.0
 """For the nodes of a cluster that is just starting."""
+SILENT_NODE_SECONDS = 60.0
+"""A machine without power does not say so; Ray itself notices after a quarter of a minute."""
 LOST = 255
 """Exit code of a role whose actor is gone."""
 _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
@@ -34,9 +37,13 @@ _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
 
 
 class KeeperActor:
-    """Runs on the role's node; owns its keeper."""
+    """Runs on the role's node and owns its keeper. One thread waits for the keeper's end, the other takes orders."""
 
-    def start(self, command: list[str], env: dict[str, str], folder: str, log: str) -> None:
+    def __init__(self) -> None:
+        self._started = threading.Event()
+
+    def run(self, command: list[str], env: dict[str, str], folder: str, log: str) -> int:
+        """Start the keeper and wait for its end; its exit code, 128 + n after signal n."""
         own = {k: v for k, v in os.environ.items() if k.startswith(_OF_THE_NODE)}
         given = {k: v for k, v in env.items() if not k.startswith(_OF_THE_NODE)}
         # Ray kills an actor's children with it, without a word: between it and the keeper stands a shell, so that the
@@ -46,14 +53,14 @@ class KeeperActor:
                 ["sh", "-c", '"$@"; exit $?', "sh", *command], stdin=subprocess.PIPE, stdout=out,
                 stderr=subprocess.STDOUT, env=given | own, cwd=folder, start_new_session=True,
             )  # fmt: skip
-
-    def exit_code(self) -> int | None:
-        code = self._keeper.poll()
-        return code if code is None or code >= 0 else 128 - code
+        self._started.set()
+        code = self._keeper.wait()
+        return code if code >= 0 else 128 - code
 
     def order(self, order: bytes) -> None:
+        self._started.wait()
         assert self._keeper.stdin is not None
-        if self._keeper.poll() is None:
+        with contextlib.suppress(BrokenPipeError):
             self._keeper.stdin.write(order)
             self._keeper.stdin.flush()
 
@@ -65,43 +72,50 @@ class KeeperActor:
 
 
 class ActorHandle:
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    """Nothing here has a time limit: Ray itself says when an actor is gone, however busy its machine is."""
+
+    def __init__(self, actor: Any, end: Any, what: str) -> None:
+        self._actor, self._end, self._what = actor, end, what
         self._code: int | None = None
 
     @property
     def exit_code(self) -> int | None:
-        if self._code is None:
-            self._code = self._ask(self._actor.exit_code.remote())
+        """Raises RunError when the keeper could not even be started."""
+        if self._code is None and ray.wait([self._end], timeout=0)[0]:
+            try:
+                self._code = ray.get(self._end)
+            except ray.exceptions.RayActorError:
+                self._code = LOST
+            except ray.exceptions.RayTaskError as e:
+                raise RunError(f"{self._what}: Ray cannot start it: {e.cause}") from None
         return self._code
 
     def order(self, order: bytes) -> None:
-        if self._code is None:
-            self._ask(self._actor.order.remote(order))
+        self._actor.order.remote(order)
 
     def release(self) -> None:
         ray.kill(self._actor)
 
-    def _ask(self, answer: Any) -> Any:
-        try:
-            return ray.get(answer, timeout=ANSWER_SECONDS)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self._code = LOST
-            return LOST
-
 
 class RayBackend:
     def __init__(self, config: Config) -> None:
-        self._grace = config.launch.grace_seconds
+        self._config = config
         joined = os.environ.get("RAY_ADDRESS")
         ray.init(address=joined or "local", include_dashboard=False if joined is None else None,
                  logging_level="ERROR", log_to_driver=False)  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)
-        self._group = self._reserve(config)
-        scouts = [self._actor(i) for i in range(config.launch.nodes)]
-        addresses = ray.get([scout.address.remote() for scout in scouts])
+        try:
+            self._settle(JOIN_SECONDS)
+        except UserError:
+            ray.shutdown()
+            raise
+
+    def _settle(self, patience: float, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Reserve the nodes, and post a scout on each: one that is gone tells of its node's end."""
+        self._group = self._reserve(patience, stopped)
+        self._scouts = [self._actor(i) for i in range(self._config.launch.nodes)]
+        addresses = ray.get([scout.address.remote() for scout in self._scouts])
         self.nodes = [Node(address, address) for address in addresses]
-        self._scouts = scouts
 
     def free_ports(self, node: int, n: int) -> list[int]:
         ports: list[int] = ray.get(self._scouts[node].free_ports.remote(n))
@@ -109,17 +123,24 @@ class RayBackend:
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> ActorHandle:
         actor = self._actor(role.node)
-        command = keeper_command(role, self._grace, shielded=False)
-        try:
-            ray.get(
-                actor.start.remote(command, env, os.getcwd(), str(log.absolute())), timeout=ANSWER_SECONDS
-            )
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:
-            raise RunError(f"{role.name}: Ray cannot start it on {self.nodes[role.node].name}: {e}") from None
-        return ActorHandle(actor)
+        command = keeper_command(role, self._config.launch.grace_seconds, shielded=False)
+        end = actor.run.remote(command, env, os.getcwd(), str(log.absolute()))
+        return ActorHandle(actor, end, f"{role.name} on {self.nodes[role.node].name}")
 
     def preempted(self) -> bool:
         return False
+
+    def lost_node(self) -> str | None:
+        for scout, node in zip(self._scouts, self.nodes, strict=True):
+            try:
+                ray.get(scout.address.remote(), timeout=SILENT_NODE_SECONDS)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                return node.name
+        return None
+
+    def replace_nodes(self, stopped: Callable[[], bool]) -> None:
+        remove_placement_group(self._group)
+        self._settle(self._config.engine.start_timeout, stopped)
 
     def requeue(self) -> None: ...
 
@@ -127,20 +148,19 @@ class RayBackend:
         remove_placement_group(self._group)
         ray.shutdown()
 
-    def _reserve(self, config: Config) -> Any:
+    def _reserve(self, patience: float, stopped: Callable[[], bool]) -> Any:
         """One bundle a node; the first on this one, because the rollout process is reached by loopback."""
+        config, n = self._config, self._config.launch.nodes
         bundle = {"CPU": 1.0} | ({"GPU": float(g)} if (g := config.launch.gpus_per_node) else {})
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-        n = config.launch.nodes
-        deadline = time.monotonic() + JOIN_SECONDS
-        while (alive := sum(node["Alive"] for node in ray.nodes())) < n and time.monotonic() < deadline:
+        deadline = time.monotonic() + patience
+        while (alive := sum(node["Alive"] for node in ray.nodes())) < n:
+            if stopped() or time.monotonic() > deadline:
+                raise UserError(f"launch.nodes = {n}, but the Ray cluster has {alive}")
             time.sleep(0.5)
-        if alive < n:
-            ray.shutdown()
-            raise UserError(f"launch.nodes = {n}, but the Ray cluster has {alive}")
         group = placement_group([bundle | here, *[bundle] * (n - 1)], strategy="STRICT_SPREAD")
         if not group.wait(config.engine.start_timeout):
-            ray.shutdown()
+            remove_placement_group(group)
             raise UserError(
                 f"launch.nodes = {n} with {bundle} each: the Ray cluster has nothing free within "
                 f"engine.start_timeout = {config.engine.start_timeout:g} s"
@@ -150,6 +170,6 @@ class RayBackend:
     def _actor(self, node: int) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
         options = self._actor_class.options(
-            num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=place
+            num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=place
         )
         return options.remote()

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,11 @@ class SlurmBackend:
 
     def preempted(self) -> bool:
         return self._sentinel is not None and self._sentinel.exit_code is not None
+
+    def lost_node(self) -> None:
+        """Slurm ends such a job and requeues it."""
+
+    def replace_nodes(self, stopped: Callable[[], bool]) -> None: ...
 
     def requeue(self) -> None:
         """Slurm requeues a preempted job only if it still runs when its grace time is over. A cancelled one, or one

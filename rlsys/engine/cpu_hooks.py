@@ -1,14 +1,17 @@
-"""Hooks into SGLang on a CPU: seeded sampling, and returned routes. Entry point group `sglang.srt.plugins`.
+"""Hooks into SGLang: stacks for `rlsys doctor`; on a CPU, seeded sampling and returned routes too.
 
-`register` runs in every SGLang process; with CUDA it does nothing.
+`register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
 
@@ -35,7 +38,8 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Replace what only a CUDA runtime or a Triton kernel can do."""
+    """Without CUDA, replace what only a CUDA runtime or a Triton kernel can do."""
+    show_stack_on_signal(f"process{os.getpid()}")
     if torch.cuda.is_available():
         return
     from sglang.srt.arg_groups import choices

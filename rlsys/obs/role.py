@@ -36,11 +36,13 @@ STACKS_VARIABLE = "RLSYS_STACKS"
 """Environment: the file, without its ending, that a role's process writes its stack to on SIGUSR2."""
 
 
-def show_stack_on_signal() -> None:
-    """SIGUSR2 appends the stack to the file that the supervisor names: one for each rank. Else nothing."""
+def show_stack_on_signal(part: str = "") -> None:
+    """SIGUSR2 appends the stack to the file that the supervisor names: one for each rank, or `part` of a role that
+    is several processes. Else nothing."""
     if base := os.environ.get(STACKS_VARIABLE):
         rank = os.environ.get("RANK")
-        path = Path(base + (f"-rank{rank}" if rank else "") + ".txt")
+        part = part or (f"rank{rank}" if rank else "")
+        path = Path(base + (f"-{part}" if part else "") + ".txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         # Open for the life of the process: a handler must not allocate, and a hung one cannot open files.
         faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=False)

@@ -36,11 +36,11 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
-    """Address of a Ray cluster of two nodes on this machine, each with a loopback address of its own."""
+def ray_cluster() -> Iterator[RayCluster]:
+    """Two nodes on this machine, each with a loopback address of its own."""
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'rlsys[ray]')")
     with tempfile.TemporaryDirectory(prefix="ray") as folder, RayCluster(Path(folder), nodes=2) as cluster:
-        yield cluster.address
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 PATIENCE = 120.0
 
 
@@ -43,6 +45,18 @@ class RayCluster:
             )  # fmt: skip
         self._wait_for(f"node{index}.log", "Ray runtime started", started)
         return started
+
+    def add(self) -> None:
+        """One node more."""
+        self._nodes.append(self._start(len(self._nodes)))
+
+    def kill(self, index: int) -> None:
+        """The node and all that runs on it die at once, as by a power cut."""
+        node = psutil.Process(self._nodes[index].pid)
+        for process in [node, *node.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._nodes[index].wait()
 
     def _wait_for(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + PATIENCE

@@ -35,7 +35,7 @@ def backend(
     if kind == "slurm":
         enter_job(request.getfixturevalue("slurm"), monkeypatch)
     if kind == "ray":
-        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster").address)
     with closing(open_backend(settings(tmp_path, kind), lock_fd=2)) as opened:
         yield opened
 

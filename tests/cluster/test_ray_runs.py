@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rlsys.obs.metrics import read_metrics
+from tests.cluster.ray_cluster import RayCluster
 from tests.cluster.runs import (
     RLSYS,
     ROOT,
@@ -23,15 +25,24 @@ from tests.cluster.runs import (
     steps_done,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]  # up to three engine starts, each a minute at worst
 PATIENCE = 400.0
+ASYNCHRONOUS = (
+    "launch.placement=disaggregated",
+    "weights.method=disk",
+    "rollout.over_provision=2",
+    "rollout.max_staleness=4",
+)
 
 
-def start(address: str, run: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(cluster: RayCluster, run: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
     return subprocess.Popen(
         [*command, "launch.backend=ray", "launch.nodes=2"], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": address},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": cluster.address},
     )  # fmt: skip
 
 
@@ -53,9 +64,22 @@ def actor_of(*words: str) -> psutil.Process:
     raise AssertionError(f"no keeper of {words}")
 
 
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while steps_done(run) < step:
+        assert process.poll() is None and time.monotonic() < deadline, logs_of(run)
+        time.sleep(0.1)
+
+
+def diagnosis(run: Path) -> str:
+    done = subprocess.run([*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_colocated_on_two_nodes_learns_what_one_machine_learns(
-    ray_cluster: str, tmp_path: Path, local_curve: list[dict[str, Any]]
+    ray_cluster: RayCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
     run = tmp_path / "run"
     end(start(ray_cluster, run, *SYNCHRONOUS), run)
@@ -64,18 +88,29 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     checked_ledger(run)
 
 
-def test_an_engine_whose_actor_is_killed_comes_back(ray_cluster: str, tmp_path: Path) -> None:
+def test_an_engine_whose_actor_is_killed_comes_back(ray_cluster: RayCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(
-        ray_cluster, run, "trainer.steps=6", "launch.placement=disaggregated", "weights.method=disk",
-        "rollout.over_provision=2", "rollout.max_staleness=4",
-    )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE
-    while steps_done(run) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, logs_of(run)
-        time.sleep(0.1)
+    process = start(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS)
+    wait_for_step(process, run, 2)
+    told = diagnosis(run)
+    for name in ("engine-0", "rollout", "trainer-rank1"):
+        assert f"stack of {name}" in told, told
     actor_of("sglang.launch_server", "127.0.0.3").kill()
     output = end(process, run)
     assert "engine-0 died (exit code 255); restart 1" in output
     assert steps_done(run) == 6
+    checked_ledger(run)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_node_that_is_gone(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS)
+    wait_for_step(process, run, 2)
+    ray_cluster.kill(1)
+    ray_cluster.add()
+    output = end(process, run)
+    assert "node 127.0.0.3 is gone; waiting for another" in output
+    assert "engine-0 ready" in output.split("waiting for another")[1]
+    assert [step["step"] for step in read_metrics(run).steps] == list(range(1, 7))
     checked_ledger(run)

@@ -48,7 +48,7 @@ def test_a_stack_names_whom_it_waits_for() -> None:
 
 
 def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
-    roles = [RoleState("engine-0", Node("n1").name, 137, True, 12.0, "bye")]
+    roles = [RoleState("engine-0", Node("n1").name, 137, True, 12.0, "bye", "engine-0")]
     stacks = {"trainer-rank1": IN_BROADCAST, "trainer-rank0": IN_TAKE}
     text = describe("asked for", roles, {"train_step": 4, "waiting_for": "1 group"}, stacks)
     lines = text.splitlines()
@@ -56,6 +56,19 @@ def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
     assert lines[5].split(maxsplit=1) == ["rollout", "step 4; 1 group"]
     assert "  engine-0         on n1, ended with code 137, 12 s old: bye" in lines
     assert "does not answer" in describe("silence", [], None, {})
+
+
+def test_a_process_that_gives_no_stack_is_named() -> None:
+    roles = [RoleState("engine-0", "n1", None, True, 12.0, "bye", "engine-0")]
+    silent = describe("asked for", roles, {}, {})
+    assert "  engine-0         waits for unknown: it gave no stack" in silent.splitlines()
+    idle = """Stack (most recent call first):
+  File "/venv/zmq/sugar/poll.py", line 106 in poll
+  File "/venv/sglang/srt/managers/scheduler_components/idle_sleeper.py", line 2 in maybe_sleep
+"""
+    told = describe("asked for", roles, {}, {"engine-0-process7": idle}).splitlines()
+    assert "  engine-0-process7 waits for nobody: a scheduler that has no request (idle_sleeper.py:2)" in told
+    assert not any("gave no stack" in line for line in told)
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Seconds from the command to the first token and the first optimizer step, and from a role's death to the next new
-step, through each backend: `python bench/starts.py [--json] [--quick] [--backends local slurm ray]`.
+step, through each backend: `python bench/launch.py [--json] [--quick] [--backends local slurm ray]`.
 
 Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
 backend local alone, without deaths. Clusters are started before the clock: what is measured is the run.
@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder, where this file would hide the package launch
 
 from rlsys.obs.role import STACKS_VARIABLE  # noqa: E402
 from tests.cluster.ray_cluster import RayCluster  # noqa: E402
