@@ -163,11 +163,12 @@ def warnings(config: Config, size: ModelSize, b: Budget, gpu_gb: float) -> list[
         if need > gpu_gb * GB:
             found.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
     resting = b.weights + b.gradients + b.optimizer
-    both = max(b.trainer + b.engine_weights, b.engine + resting)
+    turns = config.launch.release_memory
+    beside = 0.0 if turns else b.engine  # what an engine keeps while the trainer works
+    both = max(b.trainer + beside, b.engine + resting)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
-        found.append(
-            f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}, unless they take turns"
-        )
+        hint = "" if turns else "; see launch.release_memory"
+        found.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
     if config.slots > (capacity := config.engine.count * config.engine.max_running_requests):
         found.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens

@@ -90,6 +90,11 @@ class Config(Section):
                 f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
                 "launch.placement = colocated they rest while the trainer works; use abort, or disaggregated"
             )
+        if self.launch.release_memory and self.launch.placement != "colocated":
+            raise ValueError(
+                f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
+                "engines never rest; use colocated"
+            )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "

@@ -256,6 +256,8 @@ class LaunchConfig(Section):
     """GPUs of the run on each node; 0 leaves devices to the processes themselves (one machine, or no GPU)."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines rest while the trainer works; disaggregated: generation goes on meanwhile."""
+    release_memory: bool = False
+    """colocated on GPUs: while the trainer works, engines give back the memory of weights and cache."""
     grace_seconds: Annotated[float, Field(gt=0)] = 15.0
     """Seconds a process has to end by itself before it is killed."""
     preemption_seconds: Annotated[float, Field(gt=0)] = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import numpy as np
@@ -142,7 +142,18 @@ class EngineClient:
     async def end_weight_update(self) -> None:
         await self._post("/end_weight_update", {})
 
-    async def set_weight_version(self, version: int) -> None:
+    async def release_memory(self) -> None:
+        """Give back the memory of weights and cache, whose contents are lost; nothing may run. Not twice."""
+        await self._post(
+            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=LOAD_TIMEOUT
+        )
+
+    async def resume_memory(self, of: Literal["weights", "kv_cache"]) -> None:
+        """Take back what `release_memory` gave; a scheduler that did not give it dies of this."""
+        await self._post("/resume_memory_occupation", {"tags": [of]}, timeout=LOAD_TIMEOUT)
+
+    async def set_weight_version(self, version: int | str) -> None:
+        """A word instead of a number marks a server whose weights are nobody's."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
@@ -191,13 +202,17 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """The version that the server reports. -1 when it is not a number: never pushed to."""
+        text = await self.weight_label()
+        return int(text) if text.isdecimal() else -1
+
+    async def weight_label(self) -> str:
+        """The version that the server reports, as it does. EngineError when it reports none: no SGLang server."""
         info = _parse(await self._get("/model_info"))
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(
                 f"{self.url} answers, but is no SGLang server: its /model_info has no weight_version"
             )
-        text = str(info["weight_version"])
-        return int(text) if text.isdecimal() else -1
+        return str(info["weight_version"])
 
     async def generated_tokens(self) -> int:
         """Tokens of all requests that ended since its start, aborted ones included (its own Prometheus counter)."""

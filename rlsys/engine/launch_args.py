@@ -43,6 +43,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
     if have_cuda():
+        if config.launch.release_memory:
+            argv.append("--enable-memory-saver")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * e.tp + i) for i in range(e.tp))
     else:
         argv += [

@@ -132,6 +132,8 @@ class RolloutManager:
                     sample.tool_errors = error_share(sample, self._tokenizer.decode)
             if self._colocated:
                 await self._rest()
+                if self._config.launch.release_memory:
+                    await self._router.rest_engines()
             metrics = self._figures.of_step(train_step, version, groups, new=new)
             self._buffer.check_counts()
             self._runner.flush()

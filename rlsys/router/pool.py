@@ -23,6 +23,9 @@ log = logging.getLogger("rlsys.router")
 NEVER = -1
 """Version of an engine whose weights are not known. Real versions are 0 and above."""
 PROBE_TIMEOUT = 5.0
+RESTING, RESTING_CACHE = "resting", "resting-cache"
+"""Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
+the mark outlives a rollout process; to take back what was not given would kill it."""
 
 
 @dataclass
@@ -148,6 +151,26 @@ class EngineState:
         self.generated_before += self.generated
         self.lost_before += self._lost_now
         self._counter_start, self.generated, self.received = start, 0, 0
+
+    async def rest(self) -> None:
+        """Give weights and cache away, with their memory, while nothing runs in it; the next push wakes it."""
+        if self.version == NEVER:  # rests already, or never had weights
+            return
+        await self.client.flush()
+        self.version = NEVER
+        self.attested.clear()
+        await self.client.set_weight_version(RESTING)
+        await self.client.release_memory()
+
+    async def wake_weights(self) -> None:
+        """Memory for the weights that a push brings; the trainer may still need that of the cache."""
+        if await self.client.weight_label() == RESTING:
+            await self.client.resume_memory("weights")
+            await self.client.set_weight_version(RESTING_CACHE)
+
+    async def wake_cache(self) -> None:
+        if await self.client.weight_label() == RESTING_CACHE:
+            await self.client.resume_memory("kv_cache")
 
     async def count(self) -> None:
         """Read its own counter of generated tokens; the last figure stays when it does not answer.

@@ -63,6 +63,7 @@ class WeightPush:
 
     async def _prepare(self, engine: EngineState) -> None:
         if engine.version == NEVER and not engine.paused:
+            await engine.wake_weights()
             await engine.start_counting()
         engine.version = NEVER  # until it is attested again
         engine.attested.clear()
@@ -91,6 +92,7 @@ class WeightPush:
         """
         engine.agreement = None
         await engine.client.end_weight_update()
+        await engine.wake_cache()
         if self._interruption != "in_place":
             await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
         await engine.client.set_weight_version(version)

@@ -257,6 +257,11 @@ class Router:
         """Open the gate; samples that were interrupted go on."""
         self._dispatcher.resume()
 
+    async def rest_engines(self) -> None:
+        """After `interrupt`: engines give their memory to the trainer until the next push."""
+        engines = self._pool.alive()
+        await asyncio.gather(*(self._dispatcher.attempt(e, e.rest()) for e in engines))
+
     # -- weights ------------------------------------------------------------------------------------------------
 
     async def begin_push(self, version: int, *, only_stale: bool = False) -> list[EngineAddress]:

@@ -128,7 +128,8 @@ class ScriptedEngine:
         self.weights = 0
         self.loading: int | None = None  # weights of an open update
         self.update_open = False
-        self.version = 0
+        self.version: int | str = 0
+        self.released: set[str] = set()
         self.generated = 0
         self.paused: str | None = None
 
@@ -190,6 +191,7 @@ class ScriptedEngine:
         """A trainer's tensors arrive."""
         assert self.update_open, "tensors outside an update"
         assert not any(r.running for r in self.requests.values()), "tensors under a running request"
+        assert "weights" not in self.released, "tensors without memory for them"
         self.calls.append("tensors")
         self.weights = weights
 
@@ -209,11 +211,24 @@ class ScriptedEngine:
         return (400, "busy") if self.requests and self.paused != "retract" else (200, "Cache flushed.\n")
 
     def _update_weight_version(self, body: dict[str, Any]) -> tuple[int, str]:
-        self.version = int(body["new_version"])
+        text = body["new_version"]
+        self.version = int(text) if text.isdecimal() else text
         return 200, json.dumps({"success": True})
+
+    def _release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, str]:
+        assert not self.requests, "memory released under a request"
+        assert not self.released, "memory released twice"
+        self.released = set(body["tags"])
+        return 200, ""
+
+    def _resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, str]:
+        assert self.released >= set(body["tags"]), "memory resumed that was not released"
+        self.released -= set(body["tags"])
+        return 200, ""
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, str]:
         """Not streamed: a canary."""
+        assert not self.released, "a request without memory"
         self.generated += 1
         entries = [[None, body["input_ids"][0], None]]
         entries += [[x, 0, None] for x in canary_logprobs(body["input_ids"], self.weights)]
@@ -225,6 +240,7 @@ class ScriptedEngine:
         await asyncio.sleep(LATENCY)
         assert body["rid"] not in self.requests, "a request id in use"
         assert all(0 <= i < 128 for i in body["input_ids"]), "this id would kill it"
+        assert not self.released, "a request without memory"
         sampling = body["sampling_params"]
         request = Request(
             body["rid"], body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"]
@@ -279,7 +295,7 @@ class ScriptedEngine:
             return aborted
         position = len(request.ids) + len(request.made)
         request.weights.append(self.weights)
-        request.versions.append(self.version)
+        request.versions.append(int(self.version))
         if position == self.ends_at(request.seed):
             request.made.append(EOS)
             return aborted or {"type": "stop", "matched": EOS}

@@ -64,6 +64,10 @@ def test_a_mistaken_value_is_named(override: str, told: str) -> None:
     ("overrides", "numbers"),
     [
         (["rollout.max_staleness=0"], ["over_provision = 2", "max_staleness = 0"]),
+        (
+            ["launch.release_memory=true", "launch.placement=disaggregated"],
+            ["release_memory = true", "placement = disaggregated"],
+        ),
         (["trainer.token_budget=10"], ["token_budget = 10", "max_response_tokens = 256"]),
         (["engine.max_total_tokens=100"], ["max_total_tokens = 100", "max_response_tokens = 256"]),
         (["parallel.dp=3"], ["128 samples", "3 * 1"]),

@@ -28,6 +28,14 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_args, "have_cuda", lambda: False)
 
 
+def test_memory_is_released_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"model": {"path": "some/model"}, "launch": {"release_memory": True}}
+    for cuda in (True, False):
+        monkeypatch.setattr(launch_args, "have_cuda", lambda: cuda)  # noqa: B023
+        argv, _ = launch_args.engine_command(Config.model_validate(sections), 0, 3100)
+        assert ("--enable-memory-saver" in argv) == cuda
+
+
 @pytest.mark.usefixtures("cpu")
 def test_a_cpu_engine() -> None:
     argv, env = command(max_total_tokens=999, extra_args=["--log-level", "warning"])

@@ -611,6 +611,58 @@ def test_a_restart_between_two_probes_is_noticed() -> None:
         check(await task, versions={1})
 
 
+def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.1)
+        await rig.router.interrupt()
+        rig.engine.calls.clear()
+        await rig.router.rest_engines()
+        await rig.router.rest_engines()  # a step that is taken again
+        assert rig.engine.released == {"weights", "kv_cache"}
+        await asyncio.sleep(3)  # probes find a live engine that must not serve
+        assert rig.engine.calls == ["flush_cache", "update_weight_version", "release_memory_occupation"]
+        assert rig.router.stale_engines == [A]
+        rig.version += 1
+        await rig.router.begin_push(rig.version)
+        assert rig.engine.released == {"kv_cache"}
+        rig.engine.load(rig.version)
+        await rig.router.end_push(rig.version, [Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, rig.version))])
+        rig.router.resume()
+        check(await task, versions={1, 2})
+        assert (await rig.settle())["lost"] == 0
+
+
+@pytest.mark.parametrize("after", ["take", "begin_push"])
+def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await rig.router.interrupt()
+        await rig.router.rest_engines()
+        if after == "begin_push":
+            await rig.router.begin_push(2)
+        again = Rig(rig.engine)
+        again.version = 2
+        await again.push()
+        check(await again.start(sample()), versions={3})
+        assert not rig.engine.released
+
+
+def test_a_restarted_engine_has_its_memory() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        await rig.router.interrupt()
+        await rig.router.rest_engines()
+        rig.engine.restart()
+        await rig.push()
+        check(await rig.start(sample()), versions={2})
+
+
 def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
     @scenario()
     async def _(rig: Rig) -> None:
