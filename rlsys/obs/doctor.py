@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import random
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import psutil
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "glusterfs", "9p")
 PROBE_MIB = 32
+PORTS_TRIED = 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def examine() -> list[Finding]:
         Finding("gpu", "; ".join(gpus) or "none", "" if gpus else "gloo and torch attention instead"),
         _communication(bool(gpus)),
         _address(),
+        _ports(),
         _slurm(),
         _transformer_engine(),
         _apex(),
@@ -125,14 +128,25 @@ def _address() -> Finding:
     )
 
 
+def _ports() -> Finding:
+    """Roles listen below the ports that the system gives to outgoing connections; see launch/ports.py."""
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    below = int(range_file.read_text().split()[0]) if range_file.exists() else 32768
+    taken = 0
+    for port in random.sample(range(1024, below), PORTS_TRIED):
+        with socket.socket() as s:
+            taken += s.connect_ex(("127.0.0.1", port)) == 0
+    return Finding("ports", f"{PORTS_TRIED - taken} of {PORTS_TRIED} tried below {below} are free")
+
+
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("slurm", "not installed", "only for launch.backend=slurm")
     done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True)
+    if done.returncode:
+        return Finding("slurm", "installed, belongs to no cluster", "only for launch.backend=slurm")
     job = os.environ.get("SLURM_JOB_ID")
-    return Finding(
-        "slurm", done.stdout.strip() or "sbatch fails", f"inside job {job}" if job else "not inside a job"
-    )
+    return Finding("slurm", done.stdout.strip(), f"inside job {job}" if job else "not inside a job")
 
 
 def _transformer_engine() -> Finding:

@@ -111,7 +111,7 @@ def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> 
 def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["doctor"])
     said = capsys.readouterr().out
-    for name in ("python", "torch", "sglang", "megatron-core", "gpu", "transformer engine", "apex"):
+    for name in ("python", "torch", "sglang", "megatron-core", "gpu", "ports", "transformer engine", "apex"):
         assert name in said
 
 
