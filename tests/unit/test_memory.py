@@ -78,9 +78,9 @@ def test_what_will_not_fit_is_a_warning() -> None:
 
 def test_engines_that_rest_leave_room_for_the_trainer() -> None:
     bf16 = ["model.dtype=bfloat16", "parallel.ep=8", "engine.tp=2", "engine.max_running_requests=256"]
-    text = describe_memory(config(*bf16), QWEN3_30B_A3B, 140.0)
+    text = describe_memory(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
     assert "of 140; see launch.release_memory" in text
-    turns = describe_memory(config(*bf16, "launch.release_memory=true"), QWEN3_30B_A3B, 140.0)
+    turns = describe_memory(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
     assert "trainer and engine on one GPU" not in turns
 
 
