@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import threading
 import time
@@ -101,6 +102,10 @@ class RayBackend:
     def __init__(self, config: Config) -> None:
         self._config = config
         joined = os.environ.get("RAY_ADDRESS")
+        if joined is None:
+            # A token of its own: by itself Ray writes one into the home folder, and from then on every `ray start`
+            # of this user begins a cluster that its other nodes cannot join.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray.init(address=joined or "local", include_dashboard=False if joined is None else None,
                  logging_level="ERROR", log_to_driver=False)  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)

@@ -18,6 +18,8 @@ from typing import Self
 import psutil
 
 PATIENCE = 120.0
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+"""Whatever key lies in the home folder: a head that finds one asks for it, but a node that joins does not look."""
 
 
 class RayCluster:
@@ -28,9 +30,17 @@ class RayCluster:
         with socket.socket() as s:
             s.bind(("127.0.0.2", 0))
             self.address = f"127.0.0.2:{s.getsockname()[1]}"
-        self._nodes = [self._start(i) for i in range(nodes)]
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        try:
+            for _ in range(nodes):
+                self.add()
+        except BaseException:
+            self.stop()
+            raise
 
-    def _start(self, index: int) -> subprocess.Popen[bytes]:
+    def add(self) -> None:
+        """One node more."""
+        index = len(self._nodes)
         ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
         command = [ray, "start", "--block", f"--node-ip-address=127.0.0.{2 + index}", "--num-cpus=4"]
         command += ["--object-store-memory=100000000", f"--temp-dir={self._folder}"]
@@ -39,16 +49,12 @@ class RayCluster:
         else:
             command = [c for c in command if "temp-dir" not in c] + [f"--address={self.address}"]
         with (self._folder / f"node{index}.log").open("wb") as log:
-            started = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+                env={**os.environ, **QUIET},
             )  # fmt: skip
-        self._wait_for(f"node{index}.log", "Ray runtime started", started)
-        return started
-
-    def add(self) -> None:
-        """One node more."""
-        self._nodes.append(self._start(len(self._nodes)))
+        self._nodes.append(process)
+        self._wait_for(f"node{index}.log", "Ray runtime started", process)
 
     def kill(self, index: int) -> None:
         """The node and all that runs on it die at once, as by a power cut."""
@@ -70,6 +76,9 @@ class RayCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         for process in reversed(self._nodes):
             process.terminate()
         for process in self._nodes:
