@@ -35,7 +35,7 @@ SMALL = (
 RLSYS = (sys.executable, "-m", "rlsys.cli")
 PATIENCE = 400.0
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # three starts of the whole stack
 
 
 class Session:
