@@ -27,7 +27,7 @@ from launch.plan import THREADS  # noqa: E402
 from launch.ports import free_ports  # noqa: E402
 from rlsys.config import Config  # noqa: E402
 from rlsys.convert.config import HFConfig  # noqa: E402
-from rlsys.convert.layout import entries  # noqa: E402
+from rlsys.convert.table import entries  # noqa: E402
 from rlsys.engine.launch_args import engine_command  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,20 +7,22 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
-from rlsys.convert.header import check_weights
+from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
 
 
 def check_model(config: Config) -> None:
     """Raises UserError when model.path is no model folder that can be trained and served: a file is missing or cut
-    short, the architecture is unknown, or what the config asks for does not fit it.
+    short, a tensor is missing or has another shape, the architecture is unknown, or what the config asks for does not
+    fit it.
     """
     path = config.model.path
-    read_model(config)
+    hf = read_model(config)
     for needed, what in ((("*.safetensors", ".metadata"), "weights"), (("tokenizer.json",), "tokenizer")):
         if not any(any(path.glob(pattern)) for pattern in needed):
             raise UserError(f"model.path = {path}: no {what} in it ({' or '.join(needed)})")
-    check_weights(path)
+    if any(path.glob("*.safetensors")):
+        find_tensors(path, hf)
 
 
 def read_model(config: Config) -> HFConfig:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.header import INDEX, check_weights
+from rlsys.convert.folder import INDEX, find_tensors
 from rlsys.convert.output import partial_of
 from rlsys.errors import UserError
 
@@ -33,77 +32,29 @@ SIDE_FILES = (
 MAX_FILE_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one."""
-
-    file: Path
-    name: str
-    expert: int | None = None
-    part: int = 0
-    parts: int = 1
-
-    def read(self) -> Tensor:
-        with safe_open(str(self.file), framework="pt") as f:
-            if self.expert is None:
-                tensor: Tensor = f.get_tensor(self.name)
-                return tensor
-            stacked: Tensor = f.get_slice(self.name)[self.expert]
-            return stacked.chunk(self.parts, dim=0)[self.part]
-
-
 class HFTensors:
-    """Tensors of a folder by name, read on demand. The parts of fused experts have per-expert names here."""
+    """Tensors of a folder by their names in the table, read on demand."""
 
     def __init__(self, folder: Path, config: HFConfig) -> None:
-        """Raises UserError when there is no whole safetensors file in `folder`."""
-        self._folder = folder
-        self._places: dict[str, _Place] = {}
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(f"{folder}: no *.safetensors in it")
-        check_weights(folder)
-        others = {
-            name.format(l=layer): tuple(p.replace("{l}", str(layer)) for p in parts)
-            for name, parts in config.family.other_names.items()
-            for layer in range(config.layers)
-        }
-        for file in files:
-            try:
-                with safe_open(str(file), framework="pt") as f:
-                    names = list(f.keys())
-            except (SafetensorError, OSError) as e:
-                raise UserError(f"{file}: not a whole safetensors file: {e}") from None
-            for name in names:
-                self._add(file, name, others.get(name, (name,)), config.experts)
-
-    def _add(self, file: Path, name: str, parts: tuple[str, ...], experts: int) -> None:
-        """`parts`: the names of the table that it holds, of one expert for those of all."""
-        if "{e}" not in parts[0]:
-            self._places[parts[0]] = _Place(file, name)
-            return
-        with safe_open(str(file), framework="pt") as f:
-            held = f.get_slice(name).get_shape()[0]
-        if held != experts:
-            raise UserError(f"{file}: {name} holds {held} experts, config.json says {experts}")
-        for expert in range(experts):
-            for at, part in enumerate(parts):
-                self._places[part.format(e=expert)] = _Place(file, name, expert, at, len(parts))
+        """Raises UserError as find_tensors does: every tensor of the model is there, and none beside."""
+        self._places = find_tensors(folder, config)
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Raises UserError when it is missing or has another shape."""
-        if name not in self._places:
-            raise UserError(f"{self._folder}: tensor {name} is missing")
-        tensor = self._places[name].read()
-        if tensor.shape != shape:
-            raise UserError(
-                f"{self._folder}: {name} has shape {tuple(tensor.shape)}; config.json says {shape}"
-            )
-        return tensor
+    def read(self, name: str) -> Tensor:
+        """Raises UserError when the file is damaged in a way that its header does not show."""
+        place = self._places[name]
+        try:
+            with safe_open(str(place.file), framework="pt") as f:
+                if place.expert is None:
+                    tensor: Tensor = f.get_tensor(place.name)
+                    return tensor
+                stacked: Tensor = f.get_slice(place.name)[place.expert]
+                return stacked.chunk(place.parts, dim=0)[place.part]
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{place.file}: not a whole safetensors file: {e}") from None
 
 
 def write_hf(

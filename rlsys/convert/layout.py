@@ -6,17 +6,11 @@ linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
-from rlsys.errors import UserError
 
 
 def to_megatron(rule: Rule, parts: list[Tensor], config: HFConfig) -> Tensor:
@@ -41,63 +35,3 @@ def to_hf(rule: Rule, tensor: Tensor, config: HFConfig) -> list[Tensor]:
     if rule.layout == "gate_up":
         return list(tensor.chunk(2, dim=0))
     return [tensor]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of a whole model: its name there, and the HF tensors (name -> shape) that make it up.
-
-    `megatron` has a place `{e}` for the expert's number, because each expert-parallel rank counts its own.
-    """
-
-    rule: Rule
-    megatron: str
-    hf: dict[str, tuple[int, ...]]
-    layer: int | None = None
-    expert: int | None = None
-
-    @property
-    def elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.hf.values())
-
-
-def entries(config: HFConfig) -> Iterator[Entry]:
-    """Every parameter of a whole model, once: embedding, layer by layer, head. The order never changes."""
-    rules = config.family.rules
-    first = next(i for i, rule in enumerate(rules) if rule.per_layer)
-    last = max(i for i, rule in enumerate(rules) if rule.per_layer)
-    for rule in rules[:first]:
-        yield _entry(rule, config)
-    for layer in range(config.layers):
-        for rule in config.rules(layer):
-            for expert in range(config.experts) if rule.per_expert else [None]:
-                yield _entry(rule, config, layer, expert)
-    for rule in rules[last + 1 :]:
-        if not (config.tied and rule.megatron == "output_layer.weight"):
-            yield _entry(rule, config)
-
-
-def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int | None = None) -> Entry:
-    shapes = {name.format(l=layer, e=expert): config.shape(letters) for name, letters in rule.hf.items()}
-    return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
-
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def left_out(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Tensors of layers behind the model's own: they predict several tokens at once, and nobody here trains them."""
-    layers = range(config.layers, config.layers + config.prediction_layers)
-    return frozenset(n for n in present if (m := _LAYER.match(n)) and int(m[1]) in layers)
-
-
-def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
-    """Every tensor accounted for. Raises UserError that names the first missing or unknown tensor."""
-    expected = {name for entry in entries(config) for name in entry.hf}
-    present -= left_out(config, present)
-    if config.tied:
-        present -= {"lm_head.weight"}
-    if missing := sorted(expected - present):
-        raise UserError(f"{where}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
-    if extra := sorted(present - expected):
-        raise UserError(f"{where}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")

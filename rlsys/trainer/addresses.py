@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.layout import Entry, entries
+from rlsys.convert.table import Entry, entries
 from rlsys.convert.torch_dist import Box
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.model import chunk, transformer_config

@@ -23,8 +23,9 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
 from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
-from rlsys.convert.layout import Entry, check_names, entries, left_out, to_hf, to_megatron
+from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
+from rlsys.convert.table import Entry, entries, left_out
 from rlsys.convert.torch_dist import DistReader, DistWriter
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import checkpoint, manifest, setup
@@ -55,7 +56,6 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
     config = _config(folder, layout)
     check_layout(config, hf)
     tensors = HFTensors(folder, hf)
-    check_names(hf, tensors.names, str(folder))
     total = _elements(hf)
     done = Done(0, 0, len(left_out(hf, tensors.names)))
     partial, size = partial_of(out), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
@@ -64,7 +64,7 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
         partial.mkdir()
         with DistWriter(partial) as writer:
             for entry, address in addresses(alone, hf):
-                full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
+                full = to_megatron(entry.rule, [tensors.read(name) for name in entry.hf], hf)
                 for rank, start, length in pieces(entry, address, config, hf):
                     part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
                     writer.put(rank, address.key, address.shape, address.box(start, length), part)
@@ -239,8 +239,7 @@ def _source(where: Path, hf: HFConfig, alone: Config) -> Iterator[tuple[str, Ten
         _check_whole(found)
         return MegatronTensors(found, alone, hf).tensors()
     tensors = HFTensors(where, hf)
-    check_names(hf, tensors.names, str(where))
-    return ((name, tensors.read(name, shape)) for entry in entries(hf) for name, shape in entry.hf.items())
+    return ((name, tensors.read(name)) for entry in entries(hf) for name in entry.hf)
 
 
 # -- common -------------------------------------------------------------------------------------------------

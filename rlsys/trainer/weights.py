@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hf import HFTensors
-from rlsys.convert.layout import Entry, check_names, entries, to_hf, to_megatron
+from rlsys.convert.layout import to_hf, to_megatron
+from rlsys.convert.table import Entry, entries
 from rlsys.errors import UserError
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.shards import shard, unshard
@@ -80,12 +81,11 @@ def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
     Raises UserError that names a missing, unknown or mis-shaped tensor.
     """
     tensors = HFTensors(folder, hf)
-    check_names(hf, tensors.names, str(folder))
     local, filled = LocalWeights(model, hf), set()
     for entry in entries(hf):
         if not (here := local.here(entry)):
             continue
-        full = to_megatron(entry.rule, [tensors.read(n, shape) for n, shape in entry.hf.items()], hf)
+        full = to_megatron(entry.rule, [tensors.read(part) for part in entry.hf], hf)
         for name in here:
             weight = local[name]
             with torch.no_grad():

@@ -50,7 +50,7 @@ TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
     "rlsys/engine/launch_args.py",
     "rlsys/data/source.py",
-    *(f"rlsys/convert/{name}.py" for name in ("__init__", "config", "families", "fit", "header")),
+    *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "folder", "table")),
 )
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}

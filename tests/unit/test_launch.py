@@ -361,6 +361,10 @@ def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
         assert told in told_by(model)
     (model / "config.json").write_text("{")
     assert "config.json: not readable as JSON" in told_by(model)
+    (model / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 4}))
+    assert "tensor(s) are missing, first: model.layers.3.input_layernorm.weight" in told_by(model)
+    (model / "config.json").write_text(json.dumps({**raw, "vocab_size": 192}))
+    assert "model.embed_tokens.weight has shape (128, 128); config.json says (192, 128)" in told_by(model)
 
 
 def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""What the safetensors files of a model folder hold, read from their headers: no tensors, no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.table import check_names, entries
+from rlsys.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000  # the format's own bound
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one."""
+
+    file: Path
+    name: str
+    shape: Shape
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+
+def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
+    """Every tensor of the folder by its name in the table; the parts of fused experts have per-expert names.
+
+    Raises UserError that names the first file that is missing or not whole, the first tensor that is missing, has no
+    place in the model, or another shape than config.json says.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no *.safetensors in it")
+    _check_index(folder)
+    others = {
+        name.format(l=layer): tuple(p.replace("{l}", str(layer)) for p in parts)
+        for name, parts in hf.family.other_names.items()
+        for layer in range(hf.layers)
+    }
+    found: dict[str, Place] = {}
+    for file in files:
+        for name, shape in read_header(file).items():
+            found |= _places(file, name, shape, others.get(name, (name,)), hf.experts)
+    check_names(hf, frozenset(found), str(folder))
+    for entry in entries(hf):
+        for name, expected in entry.hf.items():
+            if (shape := found[name].shape) != expected:
+                raise UserError(f"{folder}: {name} has shape {shape}; config.json says {expected}")
+    return found
+
+
+def _places(file: Path, name: str, shape: Shape, parts: tuple[str, ...], experts: int) -> dict[str, Place]:
+    """`parts`: the names of the table that the tensor holds, of one expert for those of all."""
+    if "{e}" not in parts[0]:
+        return {parts[0]: Place(file, name, shape)}
+    if (held := shape[0] if len(shape) > 1 else 0) != experts:
+        raise UserError(f"{file}: {name} holds {held} experts, config.json says {experts}")
+    each = (shape[1] // len(parts), *shape[2:])
+    return {
+        part.format(e=expert): Place(file, name, each, expert, at, len(parts))
+        for expert in range(experts)
+        for at, part in enumerate(parts)
+    }
+
+
+def _check_index(folder: Path) -> None:
+    if not (folder / INDEX).is_file():
+        return
+    try:
+        named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{folder / INDEX}: not an index of safetensors files") from None
+    if missing := sorted(name for name in named if not (folder / name).is_file()):
+        raise UserError(f"{folder}: {len(missing)} file(s) of {INDEX} are missing, first: {missing[0]}")
+
+
+def read_header(file: Path) -> dict[str, Shape]:
+    """Tensors and their shapes. Raises UserError unless the file has exactly the bytes that its header tells."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, _LARGEST_HEADER):
+                raise UserError(f"{file}: not a whole safetensors file: it ends within its header")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read: {e.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise UserError(f"{file}: not a whole safetensors file: its header is damaged") from None
+    if (told := 8 + length + end) != size:
+        raise UserError(
+            f"{file}: not a whole safetensors file: it has {size} bytes, its header tells of {told}"
+        )
+    return shapes
