@@ -23,6 +23,7 @@ from megatron_patches import (
     cpu_rng,
     distributed_optimizer_step,
     expert_bias_padding,
+    gloo_device,
     gloo_uneven,
     mla_te_names,
     moe_gemm,
@@ -40,6 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     checkpoint_queue.PATCH,
     checkpoint_without_output.PATCH,
     gloo_uneven.PATCH,
+    gloo_device.PATCH,
     mla_te_names.PATCH,
     cpu_rng.PATCH,
 )
