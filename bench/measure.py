@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 HERE = Path(__file__).resolve().parent
-# This folder comes last: its launch.py would hide the package launch.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == HERE)
+# Before this folder, whose launch.py would hide the package launch.
+sys.path.insert(0, str(HERE.parent))
 
 from launch.plan import THREADS  # noqa: E402
 from launch.ports import free_ports  # noqa: E402
