@@ -5,7 +5,7 @@
 A push is what rlsys.weights does between begin_weight_update and end_weight_update, the engine's loading included.
 The tensors lie ready in this process (nothing is gathered); disk methods write to and read from the run folder. The
 first push of each method, which imports SGLang or opens a process group, is reported apart and is not in the medians.
-`disk_delta` pushes a model of which one tensor in eight has changed.
+`disk_delta` pushes a model of which one tensor in eight has changed. `checksums`: what comparing all of them costs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlsys.config import Config
+from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient, make_session
+from rlsys.router.attest import Checksums
 from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 
 METHODS = ("tensor", "broadcast", "disk", "disk_delta")
@@ -68,12 +71,24 @@ def copy_seconds(tensors: dict[str, Tensor]) -> float:
     return time.perf_counter() - start
 
 
+async def checksum_seconds(client: EngineClient, hf: HFConfig, tensors: dict[str, Tensor]) -> float:
+    """What attestation adds to a push: the trainer's checksums of all tensors, then the engine's."""
+    start = time.perf_counter()
+    checksums = EngineChecksums(hf, client.tp)
+    for _ in checksums.watch(tensors.items()):
+        pass
+    match = Checksums().compare(checksums.digests(), await client.checksums())
+    assert match.equal and not match.wrong, match
+    return time.perf_counter() - start
+
+
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
     tensors = load_file(model / "model.safetensors")
     total = sum(t.nbytes for t in tensors.values())
     syncs = {m: WeightSync(config_for(m, model, folder / m), is_main=True) for m in METHODS}
     first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {m: [] for m in ("copy", *METHODS)}
+    seconds: dict[str, list[float]] = {m: [] for m in ("copy", *METHODS, "checksums")}
+    hf = HFConfig.read(model)
     sent: dict[str, int] = {}
     for repeat in range(-1, repeats):  # the first round warms up
         seconds["copy"].append(copy_seconds(tensors))
@@ -86,6 +101,7 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
                 first[method] = took
             else:
                 seconds[method].append(took)
+        seconds["checksums"].append(await checksum_seconds(client, hf, tensors))
         say(
             f"repeat {repeat + 1}/{repeats}: "
             + ", ".join(f"{m} {s[-1]:.2f} s" for m, s in seconds.items() if s)

@@ -29,6 +29,7 @@ from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, score_parked, shuffled
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
+from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 
 
@@ -39,14 +40,15 @@ def train(config: Config, rollout: RolloutClient) -> None:
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
 
-    def push() -> float:
-        """Every engine gets this model's weights under a new version; the rollout resumes. Seconds."""
-        start = time.monotonic()
+    def push() -> dict[str, float]:
+        """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics."""
+        start, checksums = time.monotonic(), EngineChecksums(trainer.hf, config.engine.tp)
         ticket = on_main(rollout.begin_push)
-        sync.push(trainer.named_hf_tensors(), ticket)
+        tensors = trainer.named_hf_tensors()
+        sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
-        on_main(lambda: rollout.end_push(ticket, canaries))
-        return time.monotonic() - start
+        attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
+        return {"time_sync": time.monotonic() - start, **attested}
 
     def take() -> Taken | None:
         """The groups of this step; an engine that came back without weights gets them first. None: leave."""
@@ -105,11 +107,11 @@ def train(config: Config, rollout: RolloutClient) -> None:
         extra = {"time_score": score_interrupted()} if "behaviour" in objective.needs else {}
         stats = update(trainer, objective, taken)
         train_done = time.monotonic()
-        time_sync = push()
+        pushed = push()
         end = time.monotonic()
         write(
             "step", **taken.metrics, **stats, **extra, weight_version=taken.weight_version,
-            time_rollout=rollout_done - start, time_train=train_done - rollout_done, time_sync=time_sync,
+            time_rollout=rollout_done - start, time_train=train_done - rollout_done, **pushed,
             time_step=end - start, tokens_per_s=taken.metrics["tokens"] / (end - start),
         )  # fmt: skip
         last, accuracy = step == config.trainer.steps, None

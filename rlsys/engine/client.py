@@ -156,6 +156,11 @@ class EngineClient:
         """A word instead of a number marks a server whose weights are nobody's."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
+    async def checksums(self) -> list[dict[str, str]]:
+        """Of each tensor-parallel rank: its name of a tensor -> a hash of the bytes that it holds."""
+        answer = await self._post("/weights_checker", {"action": "checksum"}, timeout=LOAD_TIMEOUT)
+        return [rank["checksums"] for rank in answer["ranks"]]
+
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
         body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}

@@ -74,9 +74,13 @@ class RolloutClient:
         """Where to send the weights, and under which version."""
         return self._command("begin_push", None, PushTicket)
 
-    def end_push(self, ticket: PushTicket, canaries: list[Canary]) -> dict[str, float]:
-        """All buckets have been sent. Returns push_canary_mean and push_canary_p999 (nats)."""
-        return self._command("end_push", EndPushRequest(ticket, canaries), dict[str, float])
+    def end_push(
+        self, ticket: PushTicket, canaries: list[Canary], checksums: list[dict[str, str]]
+    ) -> dict[str, float]:
+        """All buckets have been sent. Returns push_canary_mean and push_canary_p999 (nats), and how many tensors of
+        the engines are known to be equal (push_tensors_equal) and how many could not be compared (..._unknown).
+        """
+        return self._command("end_push", EndPushRequest(ticket, canaries, checksums), dict[str, float])
 
     def evaluate(self) -> EvalResult:
         return self._command("evaluate", None, EvalResult)

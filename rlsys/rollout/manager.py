@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
@@ -183,13 +183,15 @@ class RolloutManager:
             engines = await self._router.begin_push(version, only_stale=not self._push_due)
             return PushTicket(version, engines, self._canaries())
 
-    async def end_push(self, ticket: PushTicket, canaries: list[Canary]) -> dict[str, float]:
+    async def end_push(
+        self, ticket: PushTicket, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+    ) -> dict[str, float]:
         """Attest the engines of the ticket, then go on generating. Returns the push's metrics."""
         async with self._command:
             version = self._buffer.weight_version
             if ticket.weight_version != version:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
-            metrics = await self._router.end_push(version, canaries)
+            metrics = await self._router.end_push(version, canaries, checksums)
             self._policy_step, self._push_due = self._done_steps, False
             self._go_on()
             return metrics

@@ -6,7 +6,7 @@ an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,6 +30,8 @@ class StepRequest:
 class EndPushRequest:
     ticket: PushTicket
     canaries: list[Canary]
+    checksums: list[dict[str, str]] = field(default_factory=list)
+    """Of each rank of an engine: its name of a tensor -> the checksum that it must have."""
 
 
 @dataclass

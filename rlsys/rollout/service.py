@@ -47,7 +47,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Applicat
     """The HTTP side of a manager. `ready`: whether every engine has answered."""
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
-        return await manager.end_push(request.ticket, request.canaries)
+        return await manager.end_push(request.ticket, request.canaries, request.checksums)
 
     async def status(_: web.Request) -> web.Response:
         return web.json_response({**manager.status(), "engines_ready": ready()})

@@ -1,7 +1,9 @@
-"""Do trainer and engine agree after a push? Pure arithmetic on canary log-probs (invariant 8)."""
+"""Do trainer and engine agree after a push? Pure: checksums of tensors, log-probs of canaries (invariant 8)."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,3 +59,41 @@ class Agreement:
 
     def within(self, bounds: Bounds) -> bool:
         return self.mean <= bounds.mean and self.p999 <= bounds.p999
+
+
+@dataclass(frozen=True)
+class Match:
+    """Checksums of an engine against the trainer's. Counts are tensors of all its ranks."""
+
+    equal: int
+    unknown: int
+    """Held in a layout that the trainer cannot foretell: nothing is known of them."""
+    wrong: tuple[str, ...]
+
+
+class Checksums:
+    """Compares, and learns which tensors can be compared: where one tensor of a kind has ever agreed (the same name
+    in another layer, another engine, an earlier push), the trainer knows how engines hold this kind, and a difference
+    means other values. A kind that never agreed is kept in another order or precision by the engine's kernels.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def compare(self, expected: Sequence[dict[str, str]], reported: Sequence[dict[str, str]]) -> Match:
+        """Both: for each tensor-parallel rank, name -> checksum."""
+        if len(expected) != len(reported):
+            return Match(0, sum(map(len, reported)), ())
+        pairs = [
+            (name, mine.get(name) == theirs)
+            for mine, held in zip(expected, reported, strict=True)
+            for name, theirs in held.items()
+        ]
+        self._known |= {_kind(name) for name, same in pairs if same}
+        wrong = [name for name, same in pairs if not same and _kind(name) in self._known]
+        equal = sum(same for _, same in pairs)
+        return Match(equal, len(pairs) - equal - len(wrong), tuple(dict.fromkeys(wrong)))
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

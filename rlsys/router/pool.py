@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens
-from rlsys.router.attest import Agreement
+from rlsys.router.attest import Agreement, Match
 from rlsys.router.breaker import Breaker
 from rlsys.router.strategy import Candidate
 from rlsys.types import Sample
@@ -57,6 +57,7 @@ class EngineState:
         None  # to the last probe, in words: somebody listens there, but not as an engine does
     )
     agreement: Agreement | None = None  # of the last push
+    match: Match | None = None  # of the last push
     version: int = NEVER
     pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
     breaker: Breaker = field(default_factory=Breaker)

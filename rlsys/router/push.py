@@ -8,9 +8,10 @@ until it is restarted. Neither serves meanwhile.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from rlsys.errors import RunError
-from rlsys.router.attest import Agreement, Bounds
+from rlsys.router.attest import Agreement, Bounds, Checksums
 from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.pool import NEVER, EngineState, Pool
 from rlsys.types import Canary, EngineAddress
@@ -33,6 +34,7 @@ class WeightPush:
         self._interruption = interruption
         self._patience = patience
         self._pushing: list[EngineState] = []
+        self._checksums = Checksums()
 
     async def begin(self, version: int, *, only_stale: bool) -> list[EngineAddress]:
         """Get every engine (or only those without the current weights) ready for tensors; nothing may run in them.
@@ -69,28 +71,39 @@ class WeightPush:
         engine.attested.clear()
         await engine.client.begin_weight_update()
 
-    async def end(self, version: int, canaries: list[Canary]) -> dict[str, float]:
-        """Empty caches and attest. Raises RunError when every engine is quarantined."""
+    async def end(
+        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+    ) -> dict[str, float]:
+        """Empty caches and attest. Raises RunError when every engine is quarantined.
+
+        `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared.
+        """
         pushing, self._pushing = self._pushing, []
+        finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
         await asyncio.gather(
-            *(self._dispatcher.attempt(e, self._finish(e, version, canaries)) for e in pushing)
+            *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
         )
         self._raise_if_hopeless()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
         agreements = [e.agreement for e in pushing if e.agreement is not None]
+        matches = [e.match for e in pushing if e.match is not None]
         return {
             "push_canary_mean": max((a.mean for a in agreements), default=0.0),
             "push_canary_p999": max((a.p999 for a in agreements), default=0.0),
+            "push_tensors_equal": min((m.equal for m in matches), default=0),
+            "push_tensors_unknown": max((m.unknown for m in matches), default=0),
         }
 
-    async def _finish(self, engine: EngineState, version: int, canaries: list[Canary]) -> None:
+    async def _finish(
+        self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]
+    ) -> None:
         """Nothing of the old weights may stay, and the version is reported only by an engine that has it.
 
         Held requests go on before the canaries, which would wait behind a pause; what they bring is kept back
         until the engine is attested.
         """
-        engine.agreement = None
+        engine.agreement = engine.match = None
         await engine.client.end_weight_update()
         await engine.wake_cache()
         if self._interruption != "in_place":
@@ -98,11 +111,16 @@ class WeightPush:
         await engine.client.set_weight_version(version)
         await self._dispatcher.unpause(engine)
         reported = await engine.client.weight_version()
+        if checksums:
+            engine.match = self._checksums.compare(checksums, await engine.client.checksums())
         seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
         engine.received += len(canaries)  # each asked for one token more
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
         if reported != version:
             self._quarantine(engine, f"reports weight version {reported}, {version} was pushed")
+        elif engine.match is not None and engine.match.wrong:
+            wrong = engine.match.wrong
+            self._quarantine(engine, f"holds other values in {len(wrong)} tensor(s), first: {wrong[0]}")
         elif not engine.agreement.within(self._bounds):
             gaps = engine.agreement.against(self._bounds)
             self._quarantine(engine, f"canary log-probs differ from the trainer's: {gaps}")

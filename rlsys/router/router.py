@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError
@@ -274,13 +274,15 @@ class Router:
             self._group_engine.clear()
         return await self._push.begin(version, only_stale=only_stale)
 
-    async def end_push(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+    async def end_push(
+        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+    ) -> dict[str, float]:
         """End the update that begin_push began, empty caches, attest; then evaluation may go on, samples at `resume`.
 
         An engine that fails attestation is quarantined, one that died is left to its restart. Raises RunError
         when every engine is quarantined.
         """
-        return await self._push.end(version, canaries)
+        return await self._push.end(version, canaries, checksums)
 
     # -- engines and figures ------------------------------------------------------------------------------------
 

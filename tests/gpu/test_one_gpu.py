@@ -16,7 +16,9 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import PushTicket, Sample, Status
+from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
+from tests.integration import trainer_cases as cases
 from tests.integration.servers import running_engine, write_tiny_moe
 
 pytestmark = [
@@ -74,8 +76,11 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
             )
             engines = await router.begin_push(1)
             ticket = PushTicket(1, engines, sequences)
-            WeightSync(config, is_main=True).push(trainer.named_hf_tensors(), ticket)
-            await router.end_push(1, trainer.canaries(sequences))
+            checksums = EngineChecksums(trainer.hf, 1)
+            WeightSync(config, is_main=True).push(checksums.watch(trainer.named_hf_tensors()), ticket)
+            metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
+            print({name: value for name, value in metrics.items() if "tensors" in name})
+            assert metrics["push_tensors_equal"] > 0  # at least the norms, whatever kernels do with the rest
             router.resume()
             sample = Sample(1, 1, 0, PROMPT, seed=7)
             return await router.generate(sample, max_response_tokens=64, temperature=1.0)
@@ -87,3 +92,18 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
     theirs = trainer.canaries([PROMPT + sample.response_ids])[0].logp[len(PROMPT) - 1 :]
     gaps = [abs(a - b) for a, b in zip(theirs, sample.mu, strict=True)]
     assert sum(gaps) / len(gaps) < 0.05
+
+
+def test_steps_are_taken_and_a_checkpoint_goes_on(trainer: Trainer) -> None:
+    """Last: it changes the weights. Kernels may add in any order, so the numbers are close, not equal."""
+    batch = trainer.pack(cases.samples(vocab_size=128))
+
+    def step() -> float:
+        return trainer.train_step(batch, cases.policy_loss, 1e-3).loss
+
+    losses = [step() for _ in range(3)]
+    assert losses[2] < losses[0]
+    cases.save(trainer, 3)
+    unbroken = step()
+    assert trainer.load_checkpoint() == 3
+    assert step() == pytest.approx(unbroken, rel=1e-2)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
+from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RunError
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.types import Canary, EngineAddress, PushTicket, Sample, Status
+from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.integration.servers import TINY_MOE, tiny_moe_model
 
@@ -31,6 +33,8 @@ LAYERS, TOP_K = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
 PROMPT = [1, 4, 20, 40, 21, 40, 22, 30, 23, 5, 6]
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 SLOW = 0.03  # seconds for a forward pass: long enough to interrupt in the middle
+ENGINE_TENSORS = 3 + LAYERS * 9
+"""Embedding, head and norm; in each layer two norms, four of attention, a router and two of all experts."""
 _models: dict[int, Any] = {}
 
 
@@ -93,16 +97,25 @@ class Stack:
             interruption=interruption,
         )
         self.sync = WeightSync(config, is_main=True)
+        self._hf = HFConfig.read(config.model.path)
 
-    async def push(self, seed: int, claimed_seed: int | None = None) -> tuple[int, dict[str, float]]:
-        """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics."""
+    async def push(
+        self, seed: int, claimed_seed: int | None = None, hurt: Callable[[str, Tensor], Tensor] | None = None
+    ) -> tuple[int, dict[str, float]]:
+        """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics.
+
+        `hurt`: what becomes of a tensor between the trainer and the engine.
+        """
         version = next(self._versions)
         addresses = await self.router.begin_push(version)
         ticket = PushTicket(version, addresses, CANARIES)
-        self.bytes_sent = await asyncio.to_thread(self.sync.push, tensors(seed), ticket)
-        metrics = await self.router.end_push(
-            version, canaries(seed if claimed_seed is None else claimed_seed)
-        )
+        checksums = EngineChecksums(self._hf, self.client.tp)
+        sent = checksums.watch(tensors(seed))
+        if hurt is not None:
+            sent = ((name, hurt(name, tensor)) for name, tensor in sent)
+        self.bytes_sent = await asyncio.to_thread(self.sync.push, sent, ticket)
+        claimed = canaries(seed if claimed_seed is None else claimed_seed)
+        metrics = await self.router.end_push(version, claimed, checksums.digests())
         self.router.resume()
         return version, metrics
 
@@ -113,7 +126,7 @@ class Stack:
 @asynccontextmanager
 async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
     async with make_session() as session:
-        client = EngineClient(url, session)
+        client = EngineClient(url, session, tp=config.engine.tp)
         made = Stack(config, client)
         try:
             yield made
@@ -240,6 +253,7 @@ def test_a_push_is_exact(method: str, engine_config: Config, engine: str, tmp_pa
         assert await s.client.weight_version() == version
         assert metrics["push_canary_mean"] <= 1e-6
         assert metrics["push_canary_p999"] <= 1e-5
+        assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
         after = await s.generate(sample(1), 30)
         assert after.response_ids != before.response_ids
         assert after.versions() == [version] * len(after.response_ids)
@@ -312,6 +326,27 @@ def test_wrong_weights_do_not_serve(engine_config: Config, engine: str) -> None:
         with pytest.raises(RunError, match=r"no engine can serve .* canary log-probs differ .*bound 1e-06"):
             await s.push(1, claimed_seed=0)
         assert s.router.stats()["engines_serving"] == 0
+
+    with_stack(engine_config, engine, body)
+
+
+def test_one_wrong_bit_in_one_tensor_is_found(engine_config: Config, engine: str) -> None:
+    """So small a change passes every canary."""
+
+    def flip(name: str, tensor: Tensor) -> Tensor:
+        if name != "model.layers.1.mlp.experts.5.down_proj.weight":
+            return tensor
+        bits = tensor.clone().view(torch.int32)
+        bits[3, 4] ^= 1
+        return bits.view(torch.float32)
+
+    async def body(s: Stack) -> None:
+        told = r"holds other values in 1 tensor\(s\), first: model.layers.1.mlp.experts.w2_weight"
+        with pytest.raises(RunError, match=told):
+            await s.push(0, hurt=flip)
+        agreement = s.router._dispatcher.pool.engines[0].agreement
+        assert agreement is not None
+        assert agreement.within(Bounds.of(engine_config))
 
     with_stack(engine_config, engine, body)
 

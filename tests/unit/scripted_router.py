@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlsys.router.router import RefusedPrompt
@@ -103,7 +103,9 @@ class ScriptedRouter:
         self._next = version
         return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
 
-    async def end_push(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+    async def end_push(
+        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+    ) -> dict[str, float]:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []

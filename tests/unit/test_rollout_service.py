@@ -58,14 +58,14 @@ def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
             await ticking(r, client.restore, 0)
             ticket = await ticking(r, client.begin_push)
             assert (ticket.weight_version, ticket.engines[0].url) == (1, "http://engine:1")
-            metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])])
+            metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])], [{"norm": "0f"}])
             assert metrics["push_canary_mean"] == 1e-8
             taken = await ticking(r, client.take, 1)
             assert taken is not None
             assert taken.groups == (await r.manager.take(1)).groups  # every bit of mu
             assert isinstance(taken.metrics["tokens"], int)
             assert taken.groups[0].samples[0].mu[1] == -1 / 7
-            await ticking(r, client.end_push, await ticking(r, client.begin_push), [])
+            await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
             assert (await ticking(r, client.evaluate)).prompts == 4
             await ticking(r, client.commit, 1)
             r.router.stale_engines = ["http://engine:2"]

@@ -15,6 +15,7 @@ from scripted_engine import (
     Network,
     ScriptedEngine,
     canary_logprobs,
+    checksums,
     experts,
     logprob,
     run_virtual,
@@ -61,14 +62,17 @@ class Rig:
     def engine(self) -> ScriptedEngine:
         return self.engines[0]
 
-    async def push(self, *, only_stale: bool = False, wrong: tuple[str, ...] = ()) -> dict[str, float]:
+    async def push(
+        self, *, only_stale: bool = False, wrong: tuple[str, ...] = (), sums: dict[str, str] | None = None
+    ) -> dict[str, float]:
+        """`sums`: the checksums that the trainer expects of every engine."""
         self.version += not only_stale
         for address in await self.router.begin_push(self.version, only_stale=only_stale):
             next(e for e in self.engines if e.url == address.url).load(
                 self.version + (50 if address.url in wrong else 0)
             )
         canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, self.version))
-        metrics = await self.router.end_push(self.version, [canary])
+        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [])
         self.router.resume()
         return metrics
 
@@ -488,6 +492,16 @@ def test_an_update_that_was_left_open_is_ended_first() -> None:
         rig.engine.update_open = True
         await rig.push()
         check(await rig.start(sample()), versions={1})
+
+
+def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        metrics = await rig.push(sums=checksums(1) | {"packed": "trainer's"})
+        assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (2, 1)
+        with pytest.raises(RunError, match=r"holds other values in 1 tensor\(s\), first: layers.1.norm"):
+            await rig.push(sums=checksums(2) | {"layers.1.norm": "other"})
+        assert rig.router.engine_states()[A].startswith("quarantined: holds other values")
 
 
 def test_an_engine_with_wrong_weights_is_quarantined() -> None:

@@ -1,0 +1,123 @@
+"""What an engine's own checksums (SGLang's /weights_checker) must be after a push, from the tensors that pass by.
+
+An engine keeps as one tensor what a folder keeps apart: query, key and value; gate and up; all experts of a layer.
+Its tensor-parallel ranks each hold a part. SGLang hashes what each rank holds: SHA-256 on a CPU, a kernel of its own
+on a GPU. Some kernels want their weights in yet another order; which those are shows in the comparison
+(router/attest.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.families import Rule
+from rlsys.convert.table import Entry, entries
+
+_VOCABULARY_STEP = 64
+"""SGLang pads the vocabulary to a multiple of this, with zeros."""
+
+
+class EngineChecksums:
+    """`watch` the tensors of one push, then `digests`. Holds no more than a layer's parts that came out of order."""
+
+    def __init__(self, hf: HFConfig, tp: int) -> None:
+        """`tp`: tensor-parallel ranks of the engines."""
+        self._hf, self._tp = hf, tp
+        self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
+        """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
+        self._joined: dict[str, _Joined] = {}
+        for entry in entries(hf):
+            joined = self._joined.setdefault(held_as(entry), _Joined(tp))
+            for name in entry.hf:
+                self._parts[name] = joined, joined.count, entry.rule
+                joined.count += 1
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name in self._parts:
+                joined, place, rule = self._parts[name]
+                joined.add(place, [self._share(name, tensor, rule, rank) for rank in range(self._tp)])
+            yield name, tensor
+
+    def digests(self) -> list[dict[str, str]]:
+        """Of each rank: the engine's name of a tensor -> its checksum. Only tensors that came whole."""
+        whole = {name: joined.digests() for name, joined in self._joined.items() if joined.whole}
+        return [{name: ranks[rank] for name, ranks in whole.items()} for rank in range(self._tp)]
+
+    def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:
+        """What `rank` holds of it: all, or a piece along the axis of the cut."""
+        if rule.cut is None:
+            return tensor
+        pieces = self._tp
+        if rule.layout == "qkv" and ".q_proj." not in name and self._hf.kv_heads < pieces:
+            pieces, rank = (
+                self._hf.kv_heads,
+                rank // (pieces // self._hf.kv_heads),
+            )  # several ranks share a head
+        if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+        return tensor.tensor_split(pieces, dim=rule.cut)[rank]
+
+
+def held_as(entry: Entry) -> str:
+    """The engine's name of the tensor that holds this parameter."""
+    first = next(iter(entry.hf))
+    if entry.expert is not None:
+        which = "w13" if entry.rule.layout == "gate_up" else "w2"
+        return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
+    if entry.rule.layout == "qkv":
+        return first.replace(".q_proj.", ".qkv_proj.")
+    return first.replace(".gate_proj.", ".gate_up_proj.") if entry.rule.layout == "gate_up" else first
+
+
+class _Joined:
+    """A tensor of the engine: hashed on each rank part by part, in order. A part that comes early waits."""
+
+    def __init__(self, tp: int) -> None:
+        self.count = 0
+        self._hashed = 0
+        self._early: dict[int, list[Tensor]] = {}
+        self._hashes = [_Hash() for _ in range(tp)]
+
+    @property
+    def whole(self) -> bool:
+        return self._hashed == self.count
+
+    def add(self, place: int, shares: list[Tensor]) -> None:
+        self._early[place] = shares
+        while self._hashed in self._early:
+            for state, share in zip(self._hashes, self._early.pop(self._hashed), strict=True):
+                state.update(share.detach())
+            self._hashed += 1
+
+    def digests(self) -> list[str]:
+        return [state.digest() for state in self._hashes]
+
+
+class _Hash:
+    """As SGLang's `tensor_hash` of the parts in a row: 64 bits in hexadecimal."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+        self._on_gpu: list[Tensor] = []
+
+    def update(self, part: Tensor) -> None:
+        if part.is_cuda:
+            self._on_gpu.append(part.flatten())
+        else:
+            self._sha.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def digest(self) -> str:
+        return f"{_hash_on_gpu(torch.cat(self._on_gpu)):016x}" if self._on_gpu else self._sha.hexdigest()[:16]
+
+
+def _hash_on_gpu(tensor: Tensor) -> Any:
+    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+    return gpu_tensor_hash(tensor)

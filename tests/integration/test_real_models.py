@@ -1,0 +1,132 @@
+"""Every family in a real engine, and a real pretrained model from its folder to a trained step. Slow: run by hand.
+
+The pretrained model is SmolLM2-135M-Instruct: RLSYS_SMOLLM2 names its Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.obs.metrics import read_metrics
+from rlsys.router.attest import Checksums
+from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.trainer.trainer import Trainer
+from rlsys.weights.checksums import EngineChecksums
+from tests.integration.servers import ROOT, running_engine
+from tests.integration.test_engine import ENGINE_TENSORS, stack
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+SERVED: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"tie_word_embeddings": True},
+    "LlamaForCausalLM": {},
+    "Qwen3MoeForCausalLM": {},
+    "MixtralForCausalLM": {},
+    "Glm4MoeForCausalLM": {},
+}
+SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
+
+
+def transformers_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> None:
+    """Log-probs within 1e-5 of each other; the engine's tensors have the checksums that we foretell."""
+    folder = cases.write_model(tmp_path / "model", family, **SERVED[family])
+    engine = {"extra_args": ["--skip-tokenizer-init"], "max_running_requests": 8, "max_total_tokens": 4096}
+    config = cases.config_of(folder, tmp_path / "run", engine=engine)
+
+    async def ask(url: str) -> tuple[list[list[float]], list[dict[str, str]]]:
+        async with make_session() as session:
+            client = EngineClient(url, session)
+            return [await client.token_logprobs(ids) for ids in SEQUENCES], await client.checksums()
+
+    with running_engine(config, tmp_path) as url:
+        served, reported = asyncio.run(ask(url))
+    trainer = Trainer(config)
+    try:
+        trained = [canary.logp for canary in trainer.canaries(SEQUENCES)]
+        checksums = EngineChecksums(trainer.hf, 1)
+        for _ in checksums.watch(trainer.named_hf_tensors()):
+            pass
+    finally:
+        trainer.close()
+    for ids, ours, theirs in zip(SEQUENCES, trained, served, strict=True):
+        expected = transformers_logprobs(folder, ids)
+        for found in (torch.tensor(ours), torch.tensor(theirs)):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-5), (found - expected).abs().max()
+    match = Checksums().compare(checksums.digests(), reported)
+    assert match.equal == len(reported[0]), match
+
+
+def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path: Path) -> None:
+    """Each method, to an engine of two tensor-parallel ranks; checksums of both."""
+    two = engine_config.engine.model_copy(update={"tp": 2})
+
+    async def all_methods(url: str) -> None:
+        for seed, method in enumerate(("tensor", "broadcast", "disk", "disk_delta"), start=1):
+            weights = engine_config.weights.model_copy(update={"method": method})
+            run = engine_config.run.model_copy(update={"dir": tmp_path / method})
+            changes = {"engine": two, "weights": weights, "run": run}
+            async with stack(engine_config.model_copy(update=changes), url) as s:
+                _, metrics = await s.push(seed % 2)
+            assert metrics["push_canary_mean"] <= 1e-6
+            equal, unknown = metrics["push_tensors_equal"], metrics["push_tensors_unknown"]
+            assert (equal, unknown) == (2 * ENGINE_TENSORS, 0), method
+
+    with running_engine(engine_config.model_copy(update={"engine": two}), tmp_path) as url:
+        asyncio.run(all_methods(url))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    if not (name := os.environ.get("RLSYS_SMOLLM2")):
+        pytest.skip("RLSYS_SMOLLM2 is not set: the Hugging Face folder of SmolLM2-135M-Instruct")
+    return Path(name)
+
+
+def test_a_pretrained_model_converts_and_returns(smollm2: Path, tmp_path: Path) -> None:
+    def quiet(done: int, total: int) -> None: ...
+
+    done = hf_to_megatron(smollm2, tmp_path / "megatron", {"tp": 3, "pp": 5}, quiet)
+    assert done.elements == 134_515_008
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", quiet)
+    assert verify(smollm2, tmp_path / "hf", quiet).elements == done.elements
+
+
+def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_path: Path) -> None:
+    overrides = {
+        "run.dir": tmp_path / "run", "model.path": smollm2, "data.source": "reasoning_gym",
+        "data.params": "{name: chain_sum}", "rollout.groups_per_step": 4, "rollout.group_size": 4,
+        "rollout.over_provision": 1, "rollout.max_staleness": 0, "rollout.max_response_tokens": 48,
+        "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,
+        "engine.max_running_requests": 16, "engine.max_total_tokens": 8192,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "rlsys.cli", "train", "configs/quickstart.yaml"]
+    command += [f"{key}={value}" for key, value in overrides.items()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    (step,) = read_metrics(tmp_path / "run").steps
+    print({k: step[k] for k in ("tokens", "time_rollout", "time_train", "time_sync", "push_canary_mean")})
+    assert step["tokens"] > 0
+    assert step["mismatch_mean"] < 1e-5
+    assert (step["push_tensors_equal"], step["push_tensors_unknown"]) == (2 + 30 * 6, 0)
