@@ -48,6 +48,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
         attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
+        attested["time_checksums"] += checksums.seconds
         return {"time_sync": time.monotonic() - start, **attested}
 
     def take() -> Taken | None:

@@ -78,7 +78,8 @@ class RolloutClient:
         self, ticket: PushTicket, canaries: list[Canary], checksums: list[dict[str, str]]
     ) -> dict[str, float]:
         """All buckets have been sent. Returns push_canary_mean and push_canary_p999 (nats), and how many tensors of
-        the engines are known to be equal (push_tensors_equal) and how many could not be compared (..._unknown).
+        the engines are known to be equal (push_tensors_equal), how many could not be compared (..._unknown), and the
+        seconds that this took in the slowest engine (time_checksums).
         """
         return self._command("end_push", EndPushRequest(ticket, canaries, checksums), dict[str, float])
 

@@ -66,7 +66,7 @@ class Match:
     """Checksums of an engine against the trainer's. Counts are tensors of all its ranks."""
 
     equal: int
-    unknown: int
+    unknown: tuple[str, ...]
     """Held in a layout that the trainer cannot foretell: nothing is known of them."""
     wrong: tuple[str, ...]
 
@@ -83,16 +83,17 @@ class Checksums:
     def compare(self, expected: Sequence[dict[str, str]], reported: Sequence[dict[str, str]]) -> Match:
         """Both: for each tensor-parallel rank, name -> checksum."""
         if len(expected) != len(reported):
-            return Match(0, sum(map(len, reported)), ())
+            return Match(0, tuple(name for held in reported for name in held), ())
         pairs = [
             (name, mine.get(name) == theirs)
             for mine, held in zip(expected, reported, strict=True)
             for name, theirs in held.items()
         ]
         self._known |= {_kind(name) for name, same in pairs if same}
-        wrong = [name for name, same in pairs if not same and _kind(name) in self._known]
-        equal = sum(same for _, same in pairs)
-        return Match(equal, len(pairs) - equal - len(wrong), tuple(dict.fromkeys(wrong)))
+        differing = [name for name, same in pairs if not same]
+        wrong = tuple(name for name in differing if _kind(name) in self._known)
+        unknown = tuple(name for name in differing if _kind(name) not in self._known)
+        return Match(len(pairs) - len(differing), unknown, tuple(dict.fromkeys(wrong)))
 
 
 def _kind(name: str) -> str:

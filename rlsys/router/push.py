@@ -8,15 +8,17 @@ until it is restarted. Neither serves meanwhile.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from rlsys.errors import RunError
-from rlsys.router.attest import Agreement, Bounds, Checksums
+from rlsys.router.attest import Agreement, Bounds, Checksums, Match
 from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.pool import NEVER, EngineState, Pool
 from rlsys.types import Canary, EngineAddress
 
 PROBE_SECONDS = 1.0
+log = logging.getLogger("rlsys.router")
 
 
 class WeightPush:
@@ -35,6 +37,8 @@ class WeightPush:
         self._patience = patience
         self._pushing: list[EngineState] = []
         self._checksums = Checksums()
+        self._told = False  # that some tensors cannot be compared
+        self._comparing = 0.0  # seconds of this push, in the slowest engine
 
     async def begin(self, version: int, *, only_stale: bool) -> list[EngineAddress]:
         """Get every engine (or only those without the current weights) ready for tensors; nothing may run in them.
@@ -79,6 +83,7 @@ class WeightPush:
         `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared.
         """
         pushing, self._pushing = self._pushing, []
+        self._comparing = 0.0
         finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
         await asyncio.gather(
             *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
@@ -92,7 +97,8 @@ class WeightPush:
             "push_canary_mean": max((a.mean for a in agreements), default=0.0),
             "push_canary_p999": max((a.p999 for a in agreements), default=0.0),
             "push_tensors_equal": min((m.equal for m in matches), default=0),
-            "push_tensors_unknown": max((m.unknown for m in matches), default=0),
+            "push_tensors_unknown": max((len(m.unknown) for m in matches), default=0),
+            "time_checksums": self._comparing,
         }
 
     async def _finish(
@@ -112,7 +118,7 @@ class WeightPush:
         await self._dispatcher.unpause(engine)
         reported = await engine.client.weight_version()
         if checksums:
-            engine.match = self._checksums.compare(checksums, await engine.client.checksums())
+            engine.match = await self._compare(engine, checksums)
         seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
         engine.received += len(canaries)  # each asked for one token more
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
@@ -126,6 +132,20 @@ class WeightPush:
             self._quarantine(engine, f"canary log-probs differ from the trainer's: {gaps}")
         else:
             engine.has(version)
+
+    async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        match = self._checksums.compare(checksums, await engine.client.checksums())
+        self._comparing = max(self._comparing, clock() - start)
+        if match.unknown and not self._told:
+            self._told = True
+            log.warning(
+                "%s holds %d of its %d tensors in a layout that cannot be compared with the trainer's, first: %s; "
+                "only canaries speak for them",
+                engine.url, len(match.unknown), match.equal + len(match.unknown) + len(match.wrong), match.unknown[0],
+            )  # fmt: skip
+        return match
 
     def _quarantine(self, engine: EngineState, reason: str) -> None:
         engine.quarantined = reason

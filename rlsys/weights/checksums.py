@@ -9,6 +9,7 @@ on a GPU. Some kernels want their weights in yet another order; which those are 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ class EngineChecksums:
     def __init__(self, hf: HFConfig, tp: int) -> None:
         """`tp`: tensor-parallel ranks of the engines."""
         self._hf, self._tp = hf, tp
+        self.seconds = 0.0  # spent here
         self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
         """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
         self._joined: dict[str, _Joined] = {}
@@ -41,8 +43,10 @@ class EngineChecksums:
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             if name in self._parts:
+                start = time.monotonic()
                 joined, place, rule = self._parts[name]
                 joined.add(place, [self._share(name, tensor, rule, rank) for rank in range(self._tp)])
+                self.seconds += time.monotonic() - start
             yield name, tensor
 
     def digests(self) -> list[dict[str, str]]:
@@ -56,10 +60,7 @@ class EngineChecksums:
             return tensor
         pieces = self._tp
         if rule.layout == "qkv" and ".q_proj." not in name and self._hf.kv_heads < pieces:
-            pieces, rank = (
-                self._hf.kv_heads,
-                rank // (pieces // self._hf.kv_heads),
-            )  # several ranks share a head
+            pieces, rank = self._hf.kv_heads, rank // (pieces // self._hf.kv_heads)  # ranks share a head
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
         return tensor.tensor_split(pieces, dim=rule.cut)[rank]

@@ -109,7 +109,7 @@ class ScriptedRouter:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []
-        return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7}
+        return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0}
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         n = len(prompt_ids)
