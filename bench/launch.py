@@ -1,8 +1,11 @@
-"""Seconds from the command to the first token and the first optimizer step, and from a role's death to the next new
-step, through each backend: `python bench/launch.py [--json] [--quick] [--backends local slurm ray]`.
+"""Seconds from the command to the first token and the first optimizer step, and from a role's death to the end of the
+first train step that begins after it, through each backend:
+
+    python bench/launch.py [--json] [--quick] [--backends local slurm ray]
 
 Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
-backend local alone, without deaths. Clusters are started before the clock: what is measured is the run.
+backend local alone, without deaths. Clusters are up before the clock starts: what is measured is the run. What one
+backend fails at is told in its place; the others are measured all the same, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,19 +25,24 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # not this folder, where this file would hide the package launch
 
+from bench.measure import machine, say  # noqa: E402
 from rlsys.obs.role import STACKS_VARIABLE  # noqa: E402
 from tests.cluster.ray_cluster import RayCluster  # noqa: E402
-from tests.cluster.runs import RLSYS, TINY, logs_of, steps_done  # noqa: E402
+from tests.cluster.runs import RLSYS, TINY, logs_of  # noqa: E402
 from tests.cluster.slurm_cluster import SlurmCluster, missing  # noqa: E402
 
-PATIENCE = 600.0
+BACKENDS = ("local", "slurm", "ray")
+PATIENCE = 300.0
 LOOK_SECONDS = 0.05
+ALIVE_SECONDS = 2.0
+END_SECONDS = 60.0
 NODES = 2
 VICTIMS = {
     "engine": ("sglang.launch_server",),
@@ -43,106 +52,147 @@ VICTIMS = {
 """Words on the command line of the process that is killed."""
 
 
+class Failed(Exception):
+    """A run that ended, or did not get on within PATIENCE."""
+
+
 @dataclass
 class Timing:
-    """Seconds. `restart`: from the death of a role to the end of the first train step that is not a repeated one."""
+    """Seconds. `restart`: from the death of a role to the end of the first train step that began after it."""
 
-    first_token: float = 0.0
-    first_step: float = 0.0
+    first_token: float | None = None
+    first_step: float | None = None
     restart: dict[str, float] = field(default_factory=dict)
+    failed: str | None = None
 
 
-def wait(true: Callable[[], bool], run: Path, process: subprocess.Popen[bytes] | None) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        ended = process is not None and process.poll() not in (None, 0)
-        if ended or time.monotonic() > deadline:
-            raise SystemExit(f"the run ended or hangs:\n{logs_of(run)}")
-        time.sleep(LOOK_SECONDS)
+@dataclass
+class Run:
+    """A started run. `begin`: when its command was given, seconds since the epoch."""
 
+    folder: Path
+    begin: float
+    alive: Callable[[], bool]
 
-def tokens(run: Path) -> int:
-    """What the rollout process has received so far; 0 before it answers."""
-    log = run / "logs" / "rollout.log"
-    found = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
-    if found is None:
-        return 0
-    try:
-        with urllib.request.urlopen(f"http://{found[1]}/status", timeout=1) as answer:
-            return int(json.loads(answer.read())["received_tokens"])
-    except (urllib.error.URLError, OSError):
-        return 0
+    def wait(self, true: Callable[[], bool]) -> None:
+        deadline, look = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
+        while not true():
+            now = time.monotonic()
+            if now > deadline or (now > look and not self.alive()):
+                why = "does not get on" if now > deadline else "has ended"
+                raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
+            look = now + ALIVE_SECONDS if now > look else look
+            time.sleep(LOOK_SECONDS)
 
+    def steps(self) -> list[dict[str, Any]]:
+        """Entries of the steps, repeated ones too; without a last line that is not whole yet."""
+        path = self.folder / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return [entry for line in lines if (entry := json.loads(line))["kind"] == "step"]
 
-def kill(run: Path, *words: str) -> None:
-    """SIGKILL to the innermost process of the run with these words."""
-    fitting = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            line = process.cmdline()
-            if set(words) <= set(line) and belongs(process, run):
-                fitting.append(process)
-    fitting[-1].kill()
+    def tokens(self) -> int:
+        """What the rollout process has received so far; 0 before it answers."""
+        log = self.folder / "logs" / "rollout.log"
+        found = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
+        if found is None:
+            return 0
+        try:
+            with urllib.request.urlopen(f"http://{found[1]}/status", timeout=1) as answer:
+                return int(json.loads(answer.read())["received_tokens"])
+        except (urllib.error.URLError, OSError):
+            return 0
 
+    def kill(self, *words: str) -> None:
+        """SIGKILL to the innermost process of the run with these words: those that only lead to it are older."""
+        fitting = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if set(words) <= set(process.cmdline()) and self._has(process):
+                    fitting.append(process)
+        max(fitting, key=lambda process: process.create_time()).kill()
 
-def belongs(process: psutil.Process, run: Path) -> bool:
-    """Every role has its place for stacks, in the run's folder, in its environment."""
-    return process.environ().get(STACKS_VARIABLE, "").startswith(str(run))
+    def _has(self, process: psutil.Process) -> bool:
+        """Every role has its place for stacks, in the run's folder, in its environment."""
+        return process.environ().get(STACKS_VARIABLE, "").startswith(str(self.folder))
+
+    def first_step_since(self, moment: float) -> float | None:
+        """When the first new step ended that began after `moment`."""
+        reached = max((s["step"] for s in self.steps() if s["time"] < moment), default=0)
+        began_after = (s for s in self.steps() if s["time"] - s["time_step"] > moment and s["step"] > reached)
+        return next((float(step["time"]) for step in began_after), None)
 
 
 @contextlib.contextmanager
-def started(backend: str, run: Path) -> Iterator[subprocess.Popen[bytes] | None]:
-    """The run, through its backend; None where a scheduler holds it. Ended at the end."""
-    options = [f"run.dir={run}", *TINY, "trainer.steps=1000"]
-    if backend == "slurm":
-        with tempfile.TemporaryDirectory(prefix="slurm") as folder, contextlib.ExitStack() as stack:
-            cluster = SlurmCluster(Path(folder), NODES)
-            stack.callback(cluster.stop)
-            stack.callback(cluster.cancel_all)
-            command = [*RLSYS, "submit", "configs/quickstart.yaml", *options, f"launch.nodes={NODES}"]
-            subprocess.run(command, cwd=ROOT, env=cluster.env, check=True, stdout=subprocess.DEVNULL)
-            yield None
-        return
+def started(backend: str, folder: Path) -> Iterator[Run]:
+    """The run, through its backend, on a cluster that is up. Ended at the end."""
+    options = ["configs/quickstart.yaml", f"run.dir={folder}", *TINY, "trainer.steps=1000"]
     with contextlib.ExitStack() as stack:
+        if backend == "slurm":
+            yield submitted(stack, folder, options)
+            return
         env = dict(os.environ)
         if backend == "ray":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))
-            env["RAY_ADDRESS"] = stack.enter_context(RayCluster(Path(folder), NODES)).address
+            ray = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
+            env["RAY_ADDRESS"] = stack.enter_context(RayCluster(Path(ray), NODES)).address
             options += ["launch.backend=ray", f"launch.nodes={NODES}"]
-        command = [*RLSYS, "train", "configs/quickstart.yaml", *options]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait()
+        begin = time.time()
+        process = subprocess.Popen(
+            [*RLSYS, "train", *options], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        stack.callback(end, process)
+        yield Run(folder, begin, lambda: process.poll() is None)
+
+
+def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> Run:
+    spool = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True))
+    cluster = SlurmCluster(Path(spool), NODES)
+    stack.callback(cluster.stop)
+    stack.callback(cluster.cancel_all)
+    begin = time.time()
+    command = [*RLSYS, "submit", *options, f"launch.nodes={NODES}"]
+    sent = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True)
+    if sent.returncode:
+        raise Failed(sent.stderr)
+    job = sent.stdout.strip()
+    return Run(folder, begin, lambda: cluster.job_state(job) in ("PENDING", "CONFIGURING", "RUNNING"))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A clean stop; who does not listen loses the supervisor, and with it every role."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def measure(backend: str, deaths: bool) -> Timing:
     timing = Timing()
-    with tempfile.TemporaryDirectory(prefix="run") as folder:
-        run = Path(folder) / "run"
-        with started(backend, run) as process:
-            begin = begin_of(run, process)
-            wait(lambda: tokens(run) > 0, run, process)
-            timing.first_token = round(time.time() - begin, 2)
-            wait(lambda: steps_done(run) > 0, run, process)
-            timing.first_step = round(time.time() - begin, 2)
-            for role, words in VICTIMS.items() if deaths else ():
-                before = steps_done(run)
-                wait(lambda: steps_done(run) > before, run, process)  # noqa: B023
-                reached, died = steps_done(run), time.time()
-                kill(run, *words)
-                wait(lambda: steps_done(run) > reached + 1, run, process)  # noqa: B023
-                timing.restart[role] = round(time.time() - died, 2)
+    with tempfile.TemporaryDirectory(prefix="run", ignore_cleanup_errors=True) as folder:
+        try:
+            with started(backend, Path(folder) / "run") as run:
+                follow(run, timing, deaths)
+        except Failed as e:
+            timing.failed = str(e)
     return timing
 
 
-def begin_of(run: Path, process: subprocess.Popen[bytes] | None) -> float:
-    """When the command was given: the process's start, or that its script was written, just before sbatch."""
-    if process is not None:
-        return psutil.Process(process.pid).create_time()
-    return (run / "logs" / "submit.sbatch").stat().st_mtime
+def follow(run: Run, timing: Timing, deaths: bool) -> None:
+    """Fill `timing` in."""
+    run.wait(lambda: run.tokens() > 0)
+    timing.first_token = round(time.time() - run.begin, 2)
+    run.wait(lambda: bool(run.steps()))
+    timing.first_step = round(time.time() - run.begin, 2)
+    for role, words in VICTIMS.items() if deaths else ():
+        say(f"{timing}; now the {role} dies")
+        quiet = time.time()
+        run.wait(lambda: run.first_step_since(quiet) is not None)  # noqa: B023
+        died = time.time()
+        run.kill(*words)
+        run.wait(lambda: run.first_step_since(died) is not None)  # noqa: B023
+        timing.restart[role] = round((run.first_step_since(died) or 0) - died, 2)
 
 
 def main() -> None:
@@ -151,18 +201,23 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--quick", action="store_true", help="local alone, without deaths")
-    parser.add_argument("--backends", nargs="+", default=["local", "slurm", "ray"])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     args = parser.parse_args()
-    results: dict[str, dict[str, object]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+    results: dict[str, dict[str, Any]] = {}
+    told = {"machine": machine(), "seconds": results}
     for backend in ["local"] if args.quick else args.backends:
         if backend == "slurm" and (reason := missing()):
             results[backend] = {"skipped": reason}
             continue
-        results[backend] = asdict(measure(backend, deaths=not args.quick))
-        if not args.json:
-            print(f"{backend:6} {results[backend]}", flush=True)
+        timing = measure(backend, deaths=not args.quick)
+        results[backend] = {k: v for k, v in asdict(timing).items() if v is not None}
+        say(f"{backend}: {results[backend]}")
     if args.json:
-        print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()[0], "seconds": results}, indent=2))
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(f"{backend:6} {found}" for backend, found in results.items()))
+    sys.exit(any("failed" in found for found in results.values()))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 
 PREEMPTION_GRACE = 20
+GPUS = 8
+"""Of each node, for the scheduler alone: jobs may ask for them, none is there. Memory likewise."""
 PATIENCE = 400.0
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -54,8 +56,9 @@ SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 SlurmdParameters=config_overrides
+GresTypes=gpu
 NodeName=node[1-{nodes}] NodeAddr=127.0.0.1 NodeHostname={host} Port=[{first}-{last}] CPUs=8 Sockets=1 \
-CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN
+CoresPerSocket=8 ThreadsPerCore=1 RealMemory=65536 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -74,9 +77,12 @@ class SlurmCluster:
         (folder / "state").mkdir(parents=True)
         conf = CONF.format(
             folder=folder, nodes=nodes, port=port, first=port + 1, last=port + nodes, grace=PREEMPTION_GRACE,
-            host=socket.gethostname().split(".")[0], user=getpass.getuser(),
+            host=socket.gethostname().split(".")[0], user=getpass.getuser(), gpus=GPUS,
         )  # fmt: skip
         (folder / "slurm.conf").write_text(conf)
+        for i in range(GPUS):
+            (folder / f"gpu{i}").symlink_to("/dev/null")
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
         self.env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}

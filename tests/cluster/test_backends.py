@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +18,7 @@ import pytest
 from launch.backends import END, END_NOW, Backend, Handle, open_backend
 from launch.plan import Role
 from rlsys.config import Config
+from tests.cluster.runs import ROOT
 from tests.cluster.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.cluster
@@ -166,3 +169,34 @@ def test_components_of_a_heterogeneous_job_are_one_cluster(
             assert stage.end_of(stage.start("import os; print(os.environ['SLURMD_NODENAME'])", index)) == 0
             assert stage.log().splitlines()[-1] == node.name
         assert len({node.name for node in backend.nodes}) == 2
+
+
+OWN_RAY = """
+import sys
+from contextlib import closing
+from pathlib import Path
+import psutil
+from launch.backends import open_backend
+from tests.cluster.test_backends import Stage, settings
+config = settings(Path(sys.argv[1]), "ray")
+config = config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": 1})})
+with closing(open_backend(config, lock_fd=2)) as backend:
+    stage = Stage(backend, Path(sys.argv[1]))
+    assert stage.end_of(stage.start("raise SystemExit(7)")) == 7
+    assert any(p.name() == "raylet" for p in psutil.Process().children())
+gone, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=60)
+assert not alive, alive
+"""
+
+
+def test_without_an_address_ray_is_its_own_and_ends_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'rlsys[ray]')")
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        env |= {"HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / ".ray" / "auth_token").exists(), (
+        "every later `ray start` of this user would ask for it"
+    )
