@@ -6,6 +6,9 @@ export TORCH_COMPILE_DISABLE := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
+# Unit tests do not know of one another; a worker is some 600 MB.
+UNIT   := $(VENV)/python -m pytest -q -m "not slow" -n logical --maxprocesses 4 --dist worksteal tests/unit
+
 .PHONY: help setup setup-dev quickstart check test test-slow
 
 help:
@@ -25,12 +28,13 @@ quickstart: setup
 check: setup-dev
 	$(VENV)/ruff check .
 	$(VENV)/mypy
-	$(VENV)/python -m pytest -q tests/unit
+	$(UNIT)
 
 test: setup-dev
 	$(VENV)/ruff check .
 	$(VENV)/mypy
-	$(VENV)/python -m pytest -m "not slow"
+	$(UNIT)
+	$(VENV)/python -m pytest -m "not slow" tests/integration tests/gpu tests/cluster
 
 test-slow: setup-dev
 	$(VENV)/python -m pytest -m slow

@@ -106,6 +106,8 @@ class RayBackend:
             # A token of its own: by itself Ray writes one into the home folder, and from then on every `ray start`
             # of this user begins a cluster that its other nodes cannot join.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            # And its workers would run at nice 15, behind everything else on the machine, the supervisor too.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(address=joined or "local", include_dashboard=False if joined is None else None,
                  logging_level="ERROR", log_to_driver=False)  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,18 @@ ASYNCHRONOUS = (
 )
 
 
-def start(cluster: RayCluster, run: Path, *overrides: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(cluster: RayCluster, run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Whatever a test finds: nothing of its run is left."""
     command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, "launch.backend=ray", "launch.nodes=2"], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "RAY_ADDRESS": cluster.address},
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()  # its actors end with it
 
 
 def end(process: subprocess.Popen[str], run: Path) -> str:
@@ -82,7 +90,8 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     ray_cluster: RayCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
     run = tmp_path / "run"
-    end(start(ray_cluster, run, *SYNCHRONOUS), run)
+    with started(ray_cluster, run, *SYNCHRONOUS) as process:
+        end(process, run)
     assert same_curve(curve(run), local_curve), (curve(run), local_curve)
     assert (run / "logs" / "trainer-1.log").exists()
     checked_ledger(run)
@@ -90,13 +99,13 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
 
 def test_an_engine_whose_actor_is_killed_comes_back(ray_cluster: RayCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS)
-    wait_for_step(process, run, 2)
-    told = diagnosis(run)
-    for name in ("engine-0", "rollout", "trainer-rank1"):
-        assert f"stack of {name}" in told, told
-    actor_of("sglang.launch_server", "127.0.0.3").kill()
-    output = end(process, run)
+    with started(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS) as process:
+        wait_for_step(process, run, 2)
+        told = diagnosis(run)
+        for name in ("engine-0", "rollout", "trainer-rank1"):
+            assert f"stack of {name}" in told, told
+        actor_of("sglang.launch_server", "127.0.0.3").kill()
+        output = end(process, run)
     assert "engine-0 died (exit code 255); restart 1" in output
     assert steps_done(run) == 6
     checked_ledger(run)
@@ -105,11 +114,11 @@ def test_an_engine_whose_actor_is_killed_comes_back(ray_cluster: RayCluster, tmp
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_node_that_is_gone(ray_cluster: RayCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS)
-    wait_for_step(process, run, 2)
-    ray_cluster.kill(1)
-    ray_cluster.add()
-    output = end(process, run)
+    with started(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS) as process:
+        wait_for_step(process, run, 2)
+        ray_cluster.kill(1)
+        ray_cluster.add()
+        output = end(process, run)
     assert "node 127.0.0.3 is gone; waiting for another" in output
     assert "engine-0 ready" in output.split("waiting for another")[1]
     assert [step["step"] for step in read_metrics(run).steps] == list(range(1, 7))
