@@ -171,7 +171,7 @@ def optimise(
         skipped += result.skipped
         objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
         figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "skipped_updates": skipped}
-        stats = {**figures, **result.routing}
+        stats = {**figures, "padding_share": result.padding_share, **result.routing}
         for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
     return stats

@@ -96,37 +96,51 @@ class MicroBatch(Batch):
 
 
 def pack(
-    samples: Sequence[TrainSample], token_budget: int, dp_rank: int = 0, dp_size: int = 1, multiple: int = 1
+    samples: Sequence[TrainSample],
+    token_budget: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    multiple: int = 1,
+    crossover: float = math.inf,
 ) -> list[MicroBatch]:
     """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
 
-    Longest first into the bin with the fewest tokens; the number of bins is the smallest that fits and gives each
-    of `dp_size` ranks a multiple of `multiple` (interleaved pipelines need one). A sample longer than
-    `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one. Depends
-    on the samples and on numbers alike on all ranks, so ranks agree.
+    Longest first into the bin that costs least and has room; a sequence of n tokens costs n + n^2 / `crossover`
+    (rlsys.convert.flops). The number of bins is the smallest that fits and gives each of `dp_size` ranks a multiple
+    of `multiple` (interleaved pipelines need one). The ranks' bins of one place cost about the same. A sample longer
+    than `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one.
+    Depends on the samples and on numbers alike on all ranks, so ranks agree.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
+    costs = [len(s) + len(s) ** 2 / crossover for s in samples]
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
     total = sum(len(s) for s in samples)
     round_size = dp_size * multiple
     bins = max(1, -(-total // (token_budget * round_size))) * round_size
-    while (filled := _fill(samples, order, bins, token_budget)) is None:
+    while (filled := _fill(samples, costs, order, bins, token_budget)) is None:
         bins += round_size
+    filled.sort(key=lambda members: -sum(costs[i] for i in members))
+    places = [filled[i : i + dp_size] for i in range(0, bins, dp_size)]
+    mine = [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
     shortest = samples[order[-1]]
-    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in filled[dp_rank::dp_size]]
+    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in mine]
 
 
-def _fill(samples: Sequence[TrainSample], order: list[int], bins: int, budget: int) -> list[list[int]] | None:
+def _fill(
+    samples: Sequence[TrainSample], costs: list[float], order: list[int], bins: int, budget: int
+) -> list[list[int]] | None:
     """Indices per bin, or None when a bin of several samples would exceed the budget."""
     out: list[list[int]] = [[] for _ in range(bins)]
-    load = [0] * bins
+    tokens, cost = [0] * bins, [0.0] * bins
     for i in order:
-        b = min(range(bins), key=lambda j: load[j])
-        if out[b] and load[b] + len(samples[i]) > budget:
+        room = [b for b in range(bins) if not out[b] or tokens[b] + len(samples[i]) <= budget]
+        if not room:
             return None
+        b = min(room, key=lambda j: cost[j])
         out[b].append(i)
-        load[b] += len(samples[i])
+        tokens[b] += len(samples[i])
+        cost[b] += costs[i]
     return out
 
 

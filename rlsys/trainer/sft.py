@@ -45,7 +45,7 @@ def sft(config: Config) -> None:
         seconds, tokens = time.monotonic() - start, sum(len(r.response_ids) for r in rows)
         write(
             "step", step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=tokens,
-            tokens_per_s=tokens / seconds, time_train=seconds, time_step=seconds,
+            padding_share=result.padding_share, tokens_per_s=tokens / seconds, time_train=seconds, time_step=seconds,
         )  # fmt: skip
         if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
             trainer.finish_checkpoint()

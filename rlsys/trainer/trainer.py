@@ -29,6 +29,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
 from rlsys.trainer import setup
@@ -50,14 +51,16 @@ LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class StepResult:
     """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
 
-    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `skipped`: the
-    gradient was not finite, and the weights are as they were.
+    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `padding_share`:
+    of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the weights are as
+    they were.
     """
 
     loss: float
     grad_norm: float
     sums: dict[str, Tensor]
     routing: dict[str, float]
+    padding_share: float
     skipped: bool = False
 
 
@@ -90,6 +93,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._skipped_in_a_row = 0
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
+        self._crossover = crossover_length(self.hf)
 
     def _data_parallel(self) -> list[DistributedDataParallel]:
         """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next
@@ -189,7 +193,8 @@ class Trainer:
             self._optimizer.step()
         sums = self._reduce(stored)
         mean = float(sums.pop("loss_sum")) / denominator
-        return StepResult(mean, grad_norm, sums, self._routing.metrics(self._device), skipped)
+        routing = self._routing.metrics(self._device)
+        return StepResult(mean, grad_norm, sums, routing, self._padding_share(batch), skipped)
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -204,7 +209,17 @@ class Trainer:
 
     def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
         """This rank's micro-batches of `samples`, which every rank gives alike."""
-        return pack(samples, self.config.trainer.token_budget, self.dp_rank, self.dp_size, self._round)
+        budget = self.config.trainer.token_budget
+        return pack(samples, budget, self.dp_rank, self.dp_size, self._round, self._crossover)
+
+    def _padding_share(self, batch: list[MicroBatch]) -> float:
+        """Of the tokens that all ranks compute: padding, and copies that fill a round."""
+        p = self.config.parallel
+        length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
+        real = sum(len(m.tokens) for m in batch if m.mask.any())
+        computed = sum(sum(padded_lengths(_lengths(m), p.tp, p.cp, length)) for m in batch)
+        real, computed = self.sum_over_dp(torch.tensor([real, computed])).tolist()
+        return 1 - real / computed
 
     def _schedule(
         self,
@@ -253,9 +268,8 @@ class Trainer:
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """The length that the longest of all ranks' micro-batches has once it can be cut."""
         p = self.config.parallel
-        sizes = [(m.cu_seqlens[1:] - m.cu_seqlens[:-1]).tolist() for m in batch]
         longest = torch.tensor(
-            max(sum(padded_lengths(lengths, p.tp, p.cp)) for lengths in sizes), device=self._device
+            max(sum(padded_lengths(_lengths(m), p.tp, p.cp)) for m in batch), device=self._device
         )
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return int(longest)
@@ -366,6 +380,10 @@ class Trainer:
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
         return self._checkpoints.load(self._chunks, self._optimizer, objective)
+
+
+def _lengths(micro: MicroBatch) -> list[int]:
+    return [int(n) for n in micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]]
 
 
 def _finalize(

@@ -46,6 +46,7 @@ LAYOUTS = {
         "dp=2,padded",
         "pp=2,uneven",
         "pp=2,vpp=2,save",
+        "tp=2,resume",
     ),
     4: (
         "tp=2,ep=2,dp=2",
@@ -60,6 +61,7 @@ LAYOUTS = {
         "tp=2,ep=2,dp=2,dispatcher=allgather,padded",
         "cp=2,ep=2,tp=2,etp=1,replay",
         "tp=2,ep=2,etp=1,dp=2,save",
+        "pp=2,dp=2,resume",
     ),
 }
 
@@ -99,7 +101,7 @@ def test_every_layout_trains_as_one_rank_does(
     ranks: int, workplace: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     """Log-probs, three optimizer steps (loss, gradient norm, metric), log-probs, weights, a fourth step from a
-    checkpoint of one rank; and one rank goes on from a checkpoint of several."""
+    checkpoint of one rank or of another layout; and one rank goes on from a checkpoint of several."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     (workplace / "seen.jsonl").unlink(missing_ok=True)

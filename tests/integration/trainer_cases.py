@@ -195,12 +195,13 @@ def three_steps(trainer: Trainer) -> dict[str, Any]:
 def main(workplace: Path, layouts: list[str]) -> None:
     """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
 
-    The checkpoint is the one that one rank saved in workplace/run-KIND; a layout with
-    "save" leaves its own in workplace/LAYOUT.
+    The checkpoint is the one that one rank saved in workplace/run-KIND; a layout with "save" leaves its own in
+    workplace/LAYOUT, and one with "resume" behind it loads that.
     """
+    saved = next((layout for layout in layouts if "save" in layout), "")
     for layout in layouts:
         start = time.monotonic()
-        run = workplace / (layout if "save" in layout else f"run-{kind(layout)}")
+        run = workplace / (saved if "save" in layout or "resume" in layout else f"run-{kind(layout)}")
         trainer = Trainer(config_of(workplace / model_of(layout), run, **sections(layout)))
         seen = three_steps(trainer)
         if "save" in layout:

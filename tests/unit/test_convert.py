@@ -16,6 +16,7 @@ from torch import Tensor
 from rlsys.convert import hf as hf_module
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import FAMILIES
+from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.table import check_names, entries
@@ -389,3 +390,15 @@ def test_written_tensors_are_copies(folder: Path, tmp_path: Path) -> None:
     back = load_file(tmp_path / "out/model.safetensors")
     assert back["first"].sum() == 0
     assert back["second"].sum() == 16
+
+
+def test_attention_costs_as_much_as_all_matrices_at_the_crossover() -> None:
+    """Counted by hand. A forward pass: 2 FLOPs a parameter visited; queries times keys and scores times values, half
+    of them masked."""
+    hf = HFConfig.of(raw_config(num_hidden_layers=1), "config.json")
+    attention = 16 * 6 * (4 + 2 + 2) + 4 * 6 * 16
+    router, chosen, norms, head = 16 * 3, 2 * 3 * 16 * 10, 3 * 16 + 2 * 6, 24 * 16
+    n = crossover_length(hf)
+    assert 2 * (attention + router + chosen + norms + head) * n == pytest.approx(4 * (6 + 6) * n * n)
+    tied = HFConfig.of(raw_config(num_hidden_layers=1, tie_word_embeddings=True), "config.json")
+    assert crossover_length(tied) == pytest.approx(n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,11 +54,26 @@ def test_budget_holds_save_for_a_sample_that_exceeds_it_alone(
             assert len(micro.tokens) <= budget or len(micro.cu_seqlens) == 2
 
 
-@given(st.lists(st.integers(2, 60), min_size=8, max_size=64))
-def test_ranks_carry_almost_equal_loads(sizes: list[int]) -> None:
+@given(st.lists(st.integers(2, 60), min_size=8, max_size=64), st.sampled_from([math.inf, 10.0]))
+def test_ranks_carry_almost_equal_loads(sizes: list[int], crossover: float) -> None:
+    """In tokens where attention costs nothing, else in FLOPs."""
+
+    def cost(tokens: int) -> float:
+        return tokens + tokens**2 / crossover
+
     samples = [sample(1, n, i) for i, n in enumerate(sizes)]
-    loads = [sum(len(m.tokens) for m in pack(samples, 10_000, rank, 2)) for rank in range(2)]
-    assert abs(loads[0] - loads[1]) <= max(sizes) + 1
+    ranks = [pack(samples, 10_000, rank, 2, crossover=crossover) for rank in range(2)]
+    loads = [sum(cost(len(s)) for s in sequences(batches)) for batches in ranks]
+    assert abs(loads[0] - loads[1]) <= cost(max(sizes) + 1)
+
+
+@pytest.mark.parametrize(("crossover", "expected"), [(math.inf, [9, 4]), (10.0, [1, 12])])
+def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens(
+    crossover: float, expected: list[int]
+) -> None:
+    samples = [sample(1, n, i) for i, n in enumerate([60, *[10] * 12])]
+    ranks = [pack(samples, 10_000, rank, 2, crossover=crossover) for rank in range(2)]
+    assert [len(sequences(batches)) for batches in ranks] == expected
 
 
 def test_fields_are_aligned_to_their_tokens() -> None:

@@ -1,0 +1,24 @@
+"""What a sequence costs to compute, from config.json alone. Pure."""
+
+from __future__ import annotations
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.table import entries
+
+
+def crossover_length(hf: HFConfig) -> float:
+    """The length n0 at which attention costs as much as all matrices: a sequence of n tokens costs n + n^2 / n0.
+
+    A forward pass takes 2 FLOPs a token and parameter that the token visits (of the experts, the chosen ones), and
+    n^2 FLOPs a head and number of its query and its value, since half of the scores are masked. The backward pass
+    takes twice both.
+    """
+    chosen = hf.experts_per_token / hf.experts if hf.experts else 1.0
+    first, *rest = entries(hf)  # the embedding is looked up; a tied one is the head as well
+    visited = sum(e.elements * (chosen if e.expert is not None else 1.0) for e in rest)
+    visited += first.elements if hf.tied else 0
+    if (latent := hf.latent) is not None:
+        head = latent.plain + latent.rotary + latent.value
+    else:
+        head = 2 * hf.head_dim
+    return 2 * visited / (hf.layers * hf.heads * head)
