@@ -35,6 +35,7 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
         "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": have_transformer_engine(),
     }
     if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]

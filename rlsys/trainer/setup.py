@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 
 import torch
@@ -12,6 +14,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rlsys.config import Config
 from rlsys.errors import UserError
+
+log = logging.getLogger("rlsys.trainer")
 
 # What torchrun sets; these stand for one process started by hand.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -46,6 +50,16 @@ def init_distributed(config: Config) -> torch.device:
     model_parallel_cuda_manual_seed(config.run.seed)
     torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
     return device
+
+
+def say_what_is_missing() -> None:
+    """On a GPU, what would make it faster and is not installed; on a CPU none of it could run."""
+    for module, name, instead in (
+        ("transformer_engine", "Transformer Engine", "megatron-core's local layers, experts one by one"),
+        ("amp_C", "Apex", "torch's AdamW and gradient norm"),
+    ):
+        if torch.cuda.is_available() and importlib.util.find_spec(module) is None:
+            log.warning("%s is not installed: %s take its place", name, instead)
 
 
 def leave_layout() -> None:

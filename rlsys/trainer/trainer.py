@@ -80,6 +80,8 @@ class Trainer:
         self._device = setup.init_distributed(config)
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
+        if self.is_main:
+            setup.say_what_is_missing()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._chunks = build_model(config, self.hf, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,17 @@ _TE_NAMES = {
 }
 
 
+_EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")
+
+
+def te_name(plain: str) -> str:
+    """What the Transformer Engine spec calls a parameter: a norm fused into the layer behind it, experts grouped."""
+    for end, fused in _TE_NAMES.items():
+        if plain.endswith(end):
+            return plain.removesuffix(end) + fused
+    return _EXPERT.sub(r"\2.weight\1", plain)
+
+
 class LocalWeights:
     """The weights of one rank, found by the entries of the name table, and who else holds which. Collective."""
 
@@ -53,11 +65,8 @@ class LocalWeights:
     def place(self, entry: Entry) -> tuple[int, str, torch.dtype]:
         """Its pipeline stage, its name on the rank that owns it, its dtype. Raises UserError when it has none."""
         plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
-        fused = next(
-            (plain.removesuffix(end) + te for end, te in _TE_NAMES.items() if plain.endswith(end)), plain
-        )
         for stage, dtypes in enumerate(self._stages):
-            for name in (plain, fused):
+            for name in (plain, te_name(plain)):
                 if name in dtypes:
                     return stage, name, dtypes[name]
         raise UserError(f"the model has no parameter {plain} for {', '.join(entry.hf)}")
