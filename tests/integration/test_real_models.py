@@ -28,12 +28,13 @@ from tests.integration.test_engine import ENGINE_TENSORS, stack
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
+# SGLang takes hidden_size / heads as the size of a head in some families, whatever config.json says.
 SERVED: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": {},
+    "Qwen2ForCausalLM": {"head_dim": 16},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "LlamaForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
-    "MixtralForCausalLM": {},
+    "MixtralForCausalLM": {"head_dim": 16},
     "Glm4MoeForCausalLM": {},
 }
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
@@ -70,11 +71,14 @@ def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> N
             pass
     finally:
         trainer.close()
-    for ids, ours, theirs in zip(SEQUENCES, trained, served, strict=True):
-        expected = transformers_logprobs(folder, ids)
-        for found in (torch.tensor(ours), torch.tensor(theirs)):
-            assert torch.allclose(found, expected, rtol=0, atol=1e-5), (found - expected).abs().max()
+    expected = torch.cat([transformers_logprobs(folder, ids) for ids in SEQUENCES])
+    gaps = [
+        float((torch.tensor([x for logps in found for x in logps]) - expected).abs().max())
+        for found in (trained, served)
+    ]
     match = Checksums().compare(checksums.digests(), reported)
+    print(f"{family}: trainer {gaps[0]:.1e}, engine {gaps[1]:.1e}, {match.equal} tensors equal")
+    assert max(gaps) <= 1e-5
     assert match.equal == len(reported[0]), match
 
 
