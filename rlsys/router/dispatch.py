@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from rlsys.engine.client import DeadEngine, EngineError
@@ -21,8 +21,10 @@ from rlsys.types import Sample
 ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
 """Until the first repetition of an abort; twice as long from one to the next. A sample starts whenever one ends, so
 most interrupts overtake some request, and then this is what they wait for."""
+ABORT_ANSWER_SECONDS = 10.0
+"""An abort without an answer is repeated after so long: the engine may have come to itself since."""
 INTERRUPT_SECONDS = 60.0
-"""An engine that has not given its requests back after so many aborts counts as dead."""
+"""An engine that has not given its requests back after so long counts as dead."""
 
 Interruption = Literal["abort", "retract", "in_place"]
 """What an engine does with its requests while weights change: gives them back, keeps them without their KV cache, or
@@ -42,7 +44,6 @@ class Dispatcher:
         self._strategy = strategy
         self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
-        self._landed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self.open = False
         self.interrupted = True
@@ -80,7 +81,7 @@ class Dispatcher:
         finally:
             del engine.flights[flight.rid]
             engine.tokens -= flight.tokens
-            self._landed.set()
+            engine.landed.set()
             if self._waiting and engine.breaker.failures:  # on trial: the next one may try
                 self.wake()
 
@@ -107,34 +108,25 @@ class Dispatcher:
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
+        await asyncio.gather(*(self._empty(e, keep) for e in self.pool.engines))
+
+    async def _empty(self, engine: EngineState, keep: Callable[[Sample], bool] | None) -> None:
         deadline, patience = asyncio.get_running_loop().time() + INTERRUPT_SECONDS, ABORT_AGAIN_SECONDS
-        while leaving := self._leaving(keep):
-            self._landed.clear()
-            await asyncio.gather(*(self.attempt(e, self._abort(e, rids)) for e, rids in leaving))
-            if asyncio.get_running_loop().time() > deadline:
-                for engine, _ in leaving:
-                    log.warning("%s: gives nothing back in %g s", engine.url, INTERRUPT_SECONDS)
-                    engine.died()
-            if not self._leaving(keep):
-                break
+        while leaving := _leaving(engine, keep):
+            engine.landed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_ANSWER_SECONDS):
+                    await self.attempt(engine, self._abort(engine, None if keep is None else leaving))
             try:
                 async with asyncio.timeout(patience):
-                    while self._leaving(keep):
-                        await self._landed.wait()
-                        self._landed.clear()
+                    while _leaving(engine, keep):
+                        await engine.landed.wait()
+                        engine.landed.clear()
             except TimeoutError:
                 patience = min(2 * patience, ABORT_AGAIN_AT_MOST)
-
-    def _leaving(self, keep: Callable[[Sample], bool] | None) -> list[tuple[EngineState, list[str] | None]]:
-        """Engines with flights that must end; None for all of an engine's."""
-        if keep is None:
-            return [(e, None) for e in self.pool.engines if e.flights]
-        out: list[tuple[EngineState, list[str] | None]] = []
-        for e in self.pool.engines:
-            rids = [rid for rid, f in e.flights.items() if f.sample is not None and not keep(f.sample)]
-            if rids:
-                out.append((e, rids))
-        return out
+                if asyncio.get_running_loop().time() > deadline:
+                    log.warning("%s: gives nothing back in %g s", engine.url, INTERRUPT_SECONDS)
+                    engine.died()
 
     async def _abort(self, engine: EngineState, rids: list[str] | None) -> None:
         if rids is None:
@@ -184,3 +176,10 @@ class Dispatcher:
             engine.died()
             return False
         return True
+
+
+def _leaving(engine: EngineState, keep: Callable[[Sample], bool] | None) -> list[str]:
+    """Ids of its flights that must end."""
+    if keep is None:
+        return list(engine.flights)
+    return [rid for rid, f in engine.flights.items() if f.sample is not None and not keep(f.sample)]

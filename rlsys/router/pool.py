@@ -42,7 +42,7 @@ class Flight:
 @dataclass
 class EngineState:
     """One engine, and its tokens: `received` counts what came from this server process, whatever it was for,
-    `generated` is the process's own count, read when nothing runs. The difference got lost on the way.
+    `generated` is the process's own count, read when nothing runs. The difference, `lost_now`, got lost on the way.
 
     `trusted`: no trainer attests its weights, so what it reports is what it has (a router that stands alone).
     """
@@ -62,12 +62,15 @@ class EngineState:
     pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
     breaker: Breaker = field(default_factory=Breaker)
     flights: dict[str, Flight] = field(default_factory=dict)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)  # one of them has just ended
     tokens: int = 0  # of all flights
     attested: asyncio.Event = field(default_factory=asyncio.Event)  # held requests wait for it after a push
     received: int = 0
     generated: int = 0
     generated_before: int = 0  # by the processes before, and for the rollout processes before
+    lost_now: int = 0
     lost_before: int = 0
+    counting: bool = False
     deaths: int = 0
     _counter_start: int = 0
 
@@ -80,7 +83,11 @@ class EngineState:
         return len(self.flights)
 
     def died(self) -> None:
-        """A request to it failed. Every other one is cut off too: what was not streamed yet is made again."""
+        """A request to it failed. Every other one is cut off too: what was not streamed yet is made again.
+
+        Its process may live on and count those tokens: the count starts anew with the next push.
+        """
+        self.counting = False
         if self.alive:
             self.alive = False
             self.deaths += 1
@@ -93,6 +100,7 @@ class EngineState:
 
     def lost_weights(self) -> None:
         """It does not have the weights that were pushed to it: another process took its place."""
+        self.counting = False
         self.version = NEVER
         self.pushed.clear()
         self.paused = False
@@ -149,9 +157,10 @@ class EngineState:
         await self.client.flush()
         self.pushed.clear()
         start = await self.client.generated_tokens()
-        self.generated_before += self.generated
-        self.lost_before += self._lost_now
-        self._counter_start, self.generated, self.received = start, 0, 0
+        self.generated_before += max(self.generated, self.received)  # what arrived was made, counted or not
+        self.lost_before += self.lost_now
+        self._counter_start, self.generated, self.received, self.lost_now = start, 0, 0, 0
+        self.counting = True
 
     async def rest(self) -> None:
         """Give weights and cache away, with their memory, while nothing runs in it; the next push wakes it."""
@@ -178,21 +187,19 @@ class EngineState:
 
         Not before `start_counting`: until then the counter holds what others asked for.
         """
-        if self.version == NEVER or self.trusted:
+        if not self.counting:
             return
         try:
             self.generated = await self.client.generated_tokens() - self._counter_start
         except (*DeadEngine, EngineError):
             self.died()
+        else:
+            self.lost_now = max(0, self.generated - self.received)
 
     @property
     def lost(self) -> int:
         """Tokens that it made, as of the last count, and nobody received."""
-        return self.lost_before + self._lost_now
-
-    @property
-    def _lost_now(self) -> int:
-        return max(0, self.generated - self.received)
+        return self.lost_before + self.lost_now
 
     @property
     def state(self) -> str:

@@ -18,6 +18,8 @@ from rlsys.router.pool import NEVER, EngineState, Pool
 from rlsys.types import Canary, EngineAddress
 
 PROBE_SECONDS = 1.0
+TRIES = 5
+"""To get an engine ready, at the least, before `begin` runs out of patience."""
 log = logging.getLogger("rlsys.router")
 
 
@@ -68,12 +70,15 @@ class WeightPush:
         return [EngineAddress(e.url, e.client.tp, held[e.url]) for e in self._pushing]
 
     async def _prepare(self, engine: EngineState) -> None:
-        if engine.version == NEVER and not engine.paused:
-            await engine.wake_weights()
-            await engine.start_counting()
-        engine.version = NEVER  # until it is attested again
-        engine.attested.clear()
-        await engine.client.begin_weight_update()
+        """A hung engine may come to itself, or another one come back: so it is not waited for to the end."""
+        async with asyncio.timeout(self._patience / TRIES):
+            if engine.version == NEVER:
+                await engine.wake_weights()
+            if not engine.counting and not engine.paused:
+                await engine.start_counting()
+            engine.version = NEVER  # until it is attested again
+            engine.attested.clear()
+            await engine.client.begin_weight_update()
 
     async def end(
         self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()

@@ -152,6 +152,12 @@ class ScriptedEngine:
         self._boot()
         self.dead = self.hung = False
 
+    def wake(self) -> None:
+        """It hung. Control requests of that time stay without an answer; streams go on."""
+        self.hung = False
+        for request in self.requests.values():
+            request.changed.set()
+
     def preempt(self) -> None:
         """Every running request goes back to the queue for want of memory, and stays there."""
         for request in self.requests.values():

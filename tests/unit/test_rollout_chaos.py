@@ -127,7 +127,7 @@ class World:
 
     async def sabotage(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / 1.2))
+            await asyncio.sleep(self.rng.expovariate(1 / 0.8))
             engine = self.rng.choice(self.engines)
             deed = self.rng.choice(["die", "restart", "abort", "abort", "preempt", "hang", "hang"])
             if engine.dead or engine.hung:
@@ -146,9 +146,7 @@ class World:
             else:
                 engine.hung = True
                 await asyncio.sleep(self.rng.random() * 20)
-                engine.hung = False  # what it answers now comes late
-                for request in engine.requests.values():
-                    request.changed.set()
+                engine.wake()  # what it answers now comes late
 
     async def reward(self, prompt: Prompt, text: str) -> float:
         fate = self.rng.random()
@@ -192,7 +190,8 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_a_thousand_steps_of_chaos(folder: Path) -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     config = make_config(
         folder,
         rollout={
@@ -201,7 +200,7 @@ def test_a_thousand_steps_of_chaos(folder: Path) -> None:
         },
         trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
     )  # fmt: skip
-    world = World(config, seed=0)
+    world = World(config, seed)
     run_virtual(world.run())
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
@@ -221,4 +220,4 @@ def test_a_thousand_steps_of_chaos(folder: Path) -> None:
     deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
     rewards = ("reward raised", "reward NaN", "reward hung")
     assert world.happened["engines brought back"] > 0
-    assert all(world.happened[deed] >= 10 for deed in (*deeds, *rewards)), world.happened
+    assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened

@@ -713,8 +713,59 @@ def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
             check(await task, versions={1})
 
 
+def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
+    """The abort that it never answered is repeated; it is as alive as before, and costs no push."""
+
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        rig.engines[0].hung = True
+        asyncio.get_running_loop().call_later(15, rig.engines[0].wake)
+        await rig.router.interrupt()
+        assert rig.router.engine_states() == {A: "version 1", B: "version 1"}
+        assert not any(s.status is Status.IN_FLIGHT for s in samples)
+        assert rig.router.stats()["lost"] == 0
+        rig.router.resume()
+        for task in tasks:
+            check(await task, versions={1})
+
+
+def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
+    @scenario(ScriptedEngine(A), ScriptedEngine(B), patience=100)
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        rig.engines[0].hung = True
+        rig.engines[1].die()
+        asyncio.get_running_loop().call_later(25, rig.engines[1].restart)
+        await rig.push()
+        assert rig.router.engine_states() == {A: "dead", B: "version 2"}
+        rig.engines[0].wake()
+        await asyncio.sleep(5)
+        assert rig.router.stale_engines == [A]
+
+
 def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
-    """A connection that breaks while the engine lives: its own count tells."""
+    """Its own count tells, and no later death makes it forgotten."""
+
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        task = rig.start(sample())
+        await asyncio.sleep(0.1)
+        rig.engine.generated += 5
+        assert (await rig.settle())["lost"] == 5
+        rig.engine.restart()
+        await asyncio.sleep(3)
+        await rig.push()
+        check(await task, versions={1, 2})
+        assert (await rig.settle())["lost"] == 5
+
+
+def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
+    """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
     @scenario(ScriptedEngine(A, chunk=4))
     async def _(rig: Rig) -> None:
@@ -722,13 +773,17 @@ def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
         s = sample()
         task = rig.start(s)
         await asyncio.sleep(0.1)
-        state = rig.router._pool.engines[0]
-        state.died()  # as after a failed request of somebody else
+        rig.router._pool.engines[0].died()  # as after a failed request of somebody else
         await asyncio.sleep(3)
         check(await task, versions={1})
         assert s.resumes == 1
-        lost = (await rig.settle())["lost"]
-        assert 0 < lost < 4
+        assert 0 < rig.engine.generated - len(s.response_ids) < 4
+        assert (await rig.settle())["lost"] == 0
+        await rig.push()
+        check(await rig.start(sample(1)), versions={2})
+        figures = await rig.settle()
+        assert figures["lost"] == 0
+        assert figures["engine_tokens"] == figures["received_tokens"] + 2  # canaries
 
 
 @pytest.mark.parametrize("seed", range(5))
