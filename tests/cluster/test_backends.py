@@ -171,6 +171,17 @@ def test_components_of_a_heterogeneous_job_are_one_cluster(
         assert len({node.name for node in backend.nodes}) == 2
 
 
+def test_a_job_near_its_time_limit_requeues_itself(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_job(slurm, monkeypatch)
+    show = ("scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
+    with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
+        assert "Restarts=0" in slurm.run(*show)
+        backend.requeue()
+        slurm.wait(lambda: "Restarts=1" in slurm.run(*show))
+
+
 OWN_RAY = """
 import sys
 from contextlib import closing
