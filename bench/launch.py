@@ -40,7 +40,7 @@ from tests.cluster.slurm_cluster import SlurmCluster, missing  # noqa: E402
 
 BACKENDS = ("local", "slurm", "ray")
 PATIENCE = 300.0
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.1
 ALIVE_SECONDS = 2.0
 END_SECONDS = 60.0
 NODES = 2
