@@ -3,6 +3,9 @@ heterogeneous job and an array come to what they promise."""
 
 from __future__ import annotations
 
+import socket
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,14 @@ pytestmark = pytest.mark.cluster
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
 
 
-def outputs(slurm: SlurmCluster, script: str, folder: Path, *options: str) -> list[list[str]]:
-    """What each task of the script's job ran `rlsys` with, in the order of their logs' names."""
-    for name, body in (("rlsys", 'echo "$SLURM_JOB_ID" "$@"'), ("ray", "true")):
+SHOW = 'echo "$SLURM_JOB_ID" "$@"'
+
+
+def outputs(
+    slurm: SlurmCluster, script: str, folder: Path, *options: str, rlsys: str = SHOW, ray: str = "true"
+) -> list[list[str]]:
+    """The words that `rlsys` wrote in each task of the script's job, in the order of their logs' names."""
+    for name, body in (("rlsys", rlsys), ("ray", ray)):
         stand_in = folder / ".venv" / "bin" / name
         stand_in.parent.mkdir(parents=True, exist_ok=True)
         stand_in.write_text(f"#!/bin/sh\n{body}\n")
@@ -41,3 +49,35 @@ def test_an_array_is_a_job_for_each_seed(slurm: SlurmCluster, tmp_path: Path) ->
     seeds = [next(w for w in words if w.startswith("run.seed=")) for words in found]
     assert seeds == ["run.seed=0", "run.seed=1", "run.seed=2"]
     assert len({next(w for w in words if w.startswith("run.dir=")) for words in found}) == 3
+
+
+JOIN = """
+import os, time, ray
+ray.init(log_to_driver=False, logging_level="ERROR")
+deadline = time.monotonic() + 60  # as the backend ray waits
+while len(ray.nodes()) < 2 and time.monotonic() < deadline:
+    time.sleep(0.2)
+print(len(ray.nodes()), os.environ["SLURM_JOB_NUM_NODES"])
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_inside_a_job_has_a_key_of_its_own_and_ends_with_it(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Both nodes are this machine, so each gets what it would share on two: the folder of a Ray."""
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'rlsys[ray]')")
+    (tmp_path / "join.py").write_text(JOIN)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short, socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+        s.close()
+        ray = Path(sys.executable).with_name("ray")
+        found = outputs(
+            slurm, "ray.sbatch", tmp_path, f"--export=ALL,HOME={tmp_path},RAY_PORT={port}",
+            rlsys=f"exec {sys.executable} {tmp_path}/join.py",
+            ray=f'export RAY_TMPDIR={short}/"$SLURMD_NODENAME"; mkdir -p "$RAY_TMPDIR"; exec {ray} "$@"',
+        )  # fmt: skip
+    assert found == [["2", "2"]], [log.read_text() for log in tmp_path.glob("*.log")]
+    assert not slurm.job_processes()
+    assert not (tmp_path / ".ray" / "auth_token").exists()
