@@ -152,6 +152,8 @@ def explain(args: argparse.Namespace) -> int:
     print(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
     if not first:
         print("(port 0: a free one is chosen at the start)")
+    if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
+        print("(no GPU: launch.release_memory frees nothing)")
     if config.launch.gpus_per_node and not have_cuda():
         print(
             "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
