@@ -30,11 +30,18 @@ ROUNDED = 90
 LAYERS, TOPK = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
 
 
+def rounded() -> Any:
+    """A random model whose weights are the same in bfloat16 and in float32."""
+    made = tiny_moe_model(0)
+    for weight in made.parameters():  # not its buffers: the frequencies of positions
+        weight.data = weight.data.bfloat16().float()
+    return made
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose weights are the same in bfloat16 and in float32."""
     folder = tmp_path_factory.mktemp("models") / "rounded"
-    tiny_moe_model(0).bfloat16().float().save_pretrained(folder)
+    rounded().save_pretrained(folder)
     return folder
 
 
@@ -74,7 +81,7 @@ def exact_samples(engine_config: Config, engine: str) -> list[TrainSample]:
 
     async def body() -> list[Sample]:
         async with stack(engine_config, engine) as s:
-            keep_model(ROUNDED, tiny_moe_model(0).bfloat16().float())
+            keep_model(ROUNDED, rounded())
             await s.push(ROUNDED)
             return await generated(engine, SAMPLES)
 
