@@ -127,7 +127,7 @@ def test_a_pretrained_model_converts_and_returns(smollm2: Path, tmp_path: Path) 
 def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_path: Path) -> None:
     overrides = {
         "run.dir": tmp_path / "run", "model.path": smollm2, "data.source": "reasoning_gym",
-        "data.params": "{name: chain_sum}", "rollout.groups_per_step": 4, "rollout.group_size": 4,
+        "data.params": "{task: chain_sum}", "rollout.groups_per_step": 4, "rollout.group_size": 4,
         "rollout.over_provision": 1, "rollout.max_staleness": 0, "rollout.max_response_tokens": 48,
         "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,
         "engine.max_running_requests": 16, "engine.max_total_tokens": 8192,
