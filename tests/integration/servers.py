@@ -34,13 +34,13 @@ TINY_MOE = {
 }  # fmt: skip
 
 
-def tiny_moe_model(seed: int) -> Any:
+def tiny_moe_model(seed: int, **changes: Any) -> Any:
     """A transformers model, float32."""
     declare_torchvision_ops()
     import transformers
 
     torch.manual_seed(seed)
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY_MOE)).float()
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**TINY_MOE, **changes})).float()
 
 
 def write_tiny_moe(folder: Path, seed: int) -> Path:

@@ -23,8 +23,8 @@ from rlsys.router.attest import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from tests.integration.servers import ROOT, running_engine
-from tests.integration.test_engine import ENGINE_TENSORS, stack
+from tests.integration.servers import ROOT, running_engine, tiny_moe_model
+from tests.integration.test_engine import ENGINE_TENSORS, keep_model, model, stack
 
 pytestmark = pytest.mark.integration
 
@@ -39,6 +39,8 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 QUICK = "Glm4MoeForCausalLM"
 """It differs most from the other tests' model: sigmoid router with a bias, shared experts, a dense layer."""
+WIDE = (80, 81)
+"""Of models that tests push: two with wider experts."""
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
 
 
@@ -88,22 +90,33 @@ def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path: Path) -> None:
-    """Each method, to an engine of two tensor-parallel ranks; checksums of both."""
-    two = engine_config.engine.model_copy(update={"tp": 2})
+    """Each method, to an engine of two tensor-parallel ranks; checksums of both. On a CPU a rank pads its part of an
+    expert to 32 units, so the experts are wide enough."""
+    for seed in WIDE:
+        keep_model(seed, tiny_moe_model(seed, moe_intermediate_size=64))
+    model(WIDE[0]).save_pretrained(tmp_path / "model")
+    changed = {
+        "model": {"path": tmp_path / "model"},
+        "engine": {"tp": 2, "extra_args": ["--skip-tokenizer-init"]},
+    }
+    config = merged(engine_config, changed)
 
     async def all_methods(url: str) -> None:
-        for seed, method in enumerate(("tensor", "broadcast", "disk", "disk_delta"), start=1):
-            weights = engine_config.weights.model_copy(update={"method": method})
-            run = engine_config.run.model_copy(update={"dir": tmp_path / method})
-            changes = {"engine": two, "weights": weights, "run": run}
-            async with stack(engine_config.model_copy(update=changes), url) as s:
-                _, metrics = await s.push(seed % 2)
+        for i, method in enumerate(("tensor", "broadcast", "disk", "disk_delta")):
+            of_method = {"weights": {"method": method}, "run": {"dir": tmp_path / method}}
+            async with stack(merged(config, of_method), url) as s:
+                _, metrics = await s.push(WIDE[i % 2])
             assert metrics["push_canary_mean"] <= 1e-6
             equal, unknown = metrics["push_tensors_equal"], metrics["push_tensors_unknown"]
             assert (equal, unknown) == (2 * ENGINE_TENSORS, 0), method
 
-    with running_engine(engine_config.model_copy(update={"engine": two}), tmp_path) as url:
+    with running_engine(config, tmp_path) as url:
         asyncio.run(all_methods(url))
+
+
+def merged(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)
 
 
 @pytest.fixture(scope="module")
