@@ -25,6 +25,8 @@ from tests.integration.test_engine import keep_model, stack
 pytestmark = pytest.mark.integration
 
 SAMPLES = 64
+FEW = 16
+"""As many as `policy_loss` knows the advantages of."""
 ROUNDED = 90
 """Of models that tests push: the one whose weights bfloat16 holds exactly."""
 LAYERS, TOPK = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
@@ -172,7 +174,7 @@ def test_the_router_learns_under_replay_and_tokens_without_routes_are_counted(
     samples: list[TrainSample], start: Callable[[str], Trainer]
 ) -> None:
     trainer = start("engine")
-    half = [dataclasses.replace(s, routes=()) if i % 2 else s for i, s in enumerate(samples)]
+    half = [dataclasses.replace(s, routes=()) if i % 2 else s for i, s in enumerate(samples[:FEW])]
     before = {n: t.clone() for n, t in trainer.named_hf_tensors() if "mlp.gate.weight" in n}
     result = trainer.train_step(trainer.pack(half), cases.policy_loss, 1e-3)
     missing = sum(len(s) - 1 for s in half if not s.routes)
@@ -189,7 +191,7 @@ def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
 ) -> None:
     """R2: after an update the routers would choose otherwise, and do not."""
     trainer = start("trainer")
-    batch = trainer.pack(samples)
+    batch = trainer.pack(samples[:FEW])
     seen = chosen_experts(trainer)
     trainer.score(batch)
     first = list(seen)
