@@ -53,8 +53,8 @@ class Agreement:
     def against(self, bounds: Bounds) -> str:
         """For people."""
         return (
-            f"mean {self.mean:.1e} (bound {bounds.mean:.0e}), "
-            f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e})"
+            f"mean {self.mean:.1e} (bound {bounds.mean:.0e}: weights.canary_mean), "
+            f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e}: weights.canary_p999)"
         )
 
     def within(self, bounds: Bounds) -> bool:

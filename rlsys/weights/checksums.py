@@ -9,6 +9,7 @@ on a GPU. Some kernels want their weights in yet another order; which those are 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,8 +35,9 @@ class EngineChecksums:
         self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
         """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
         self._joined: dict[str, _Joined] = {}
+        compressed = hf.latent is not None and hf.latent.q_rank is not None
         for entry in entries(hf):
-            joined = self._joined.setdefault(held_as(entry), _Joined(tp))
+            joined = self._joined.setdefault(held_as(entry, compressed), _Joined(tp))
             for name in entry.hf:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
@@ -66,12 +68,14 @@ class EngineChecksums:
         return tensor.tensor_split(pieces, dim=rule.cut)[rank]
 
 
-def held_as(entry: Entry) -> str:
-    """The engine's name of the tensor that holds this parameter."""
+def held_as(entry: Entry, queries_compressed: bool) -> str:
+    """The engine's name of the tensor that holds this parameter. `queries_compressed`: latent attention's, too."""
     first = next(iter(entry.hf))
     if entry.expert is not None:
         which = "w13" if entry.rule.layout == "gate_up" else "w2"
         return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
+    if ".q_a_proj." in first or (queries_compressed and ".kv_a_proj_with_mqa." in first):
+        return re.sub(r"\.(q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.", first)
     if entry.rule.layout == "qkv":
         return first.replace(".q_proj.", ".qkv_proj.")
     return first.replace(".gate_proj.", ".gate_up_proj.") if entry.rule.layout == "gate_up" else first
