@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,37 @@ def running_engine(config: Config, folder: Path, start_seconds: float = 300.0) -
     """URL of a real SGLang server that answers; ended, with all that it started, at the end."""
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
-    url, path = f"http://{config.engine.host}:{port}", folder / "engine.log"
+    url = f"http://{config.engine.host}:{port}"
+    with running(argv, folder / "engine.log", lambda: _answers(url), {**THREADS, **env}, start_seconds):
+        yield url
+
+
+@contextlib.contextmanager
+def running(
+    argv: Sequence[str],
+    log: Path,
+    answers: Callable[[], bool],
+    env: dict[str, str] | None = None,
+    start_seconds: float = 60.0,
+) -> Iterator[int]:
+    """Process id of a keeper whose command answers; the command ends, with all that it started, at the end."""
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", *argv]
-    with path.open("wb") as log:
+    with log.open("wb") as out:
         process = subprocess.Popen(
             keeper,
             cwd=ROOT,
-            env={**os.environ, **THREADS, **env},
+            env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=out,
+            stderr=out,
         )
         try:
             deadline = time.monotonic() + start_seconds
-            while not _answers(url):
+            while not answers():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"the engine did not start:\n{path.read_text(errors='replace')[-4000:]}")
+                    sys.exit(f"did not start: {' '.join(argv)}\n{log.read_text(errors='replace')[-4000:]}")
                 time.sleep(0.2)
-            yield url
+            yield process.pid
         finally:
             process.terminate()
             process.wait()

@@ -1,0 +1,268 @@
+"""What the router costs, beside no router and beside sglang-router, on the same engine in the same run.
+
+    python bench/router.py --json [--quick] [--repeats 5] [--sglang-router FOLDER]
+
+    throughput   tokens/s of CONCURRENT /generate requests at a real SGLang server: direct, through `rlsys router`,
+                 through sglang-router; whole answers and streams; repeats interleaved
+    latency      single short requests, the targets taking turns: the p50 that a router adds
+    capacity     the same before a server that answers at once: requests/s; and `rlsys.router` alone with many
+                 samples in flight, then parked: seconds and memory
+
+FOLDER: where a wheel of sglang-router is unpacked, if it is not installed; without either it is left out. Client,
+routers and engine share this machine's cores: before a CPU engine a router takes time away from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from measure import machine, running, running_engine, say, spread, write_random_moe
+from router_stage import PROMPT, VOCAB
+
+from launch.ports import free_ports
+from rlsys.config import Config
+from rlsys.engine.client import make_session
+
+CONCURRENT = 64
+LATENCY_TOKENS = 4
+STAGE = Path(__file__).with_name("router_stage.py")
+
+
+# Processes
+
+
+@contextlib.contextmanager
+def serving(
+    argv: list[str], log: Path, env: dict[str, str] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """URL of a server, and its keeper, once it answers /generate."""
+    port = free_ports("127.0.0.1", 1)[0]
+    url = f"http://127.0.0.1:{port}"
+    with running([sys.executable, *argv, "--port", str(port)], log, lambda: generates(url), env) as keeper:
+        yield url, psutil.Process(keeper)
+
+
+def generates(url: str) -> bool:
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(request_body(0, 1)).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def routers_before(
+    engine: str, folder: Path, unpacked: Path | None, stack: contextlib.ExitStack
+) -> dict[str, tuple[str, psutil.Process]]:
+    """Every router that can be had, started before this engine."""
+    folder.mkdir()
+    ours = ["-m", "rlsys.cli", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
+    out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
+    if unpacked or importlib.util.find_spec("sglang_router"):
+        theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
+        env = {"PYTHONPATH": str(unpacked)} if unpacked else None
+        out["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
+    return out
+
+
+def cpu_seconds(keeper: psutil.Process) -> float:
+    """That what a keeper keeps has used."""
+    return sum(sum(p.cpu_times()[:2]) for p in keeper.children(recursive=True))
+
+
+def resident_mib(keeper: psutil.Process) -> float:
+    """Of what a keeper keeps."""
+    return sum(p.memory_info().rss for p in keeper.children(recursive=True)) / 2**20
+
+
+# Load
+
+
+def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]:
+    """Request `i`: a prompt of its own, so that no prefix is shared."""
+    ids = [3 + (i * 37 + j * (1 + i // 120)) % (VOCAB - 8) for j in range(PROMPT)]
+    sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1}
+    return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
+
+
+async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
+    """Tokens of a request's answer."""
+    async with session.post(f"{url}/generate", json=body) as answer:
+        raw = await answer.read()
+        assert answer.status == 200, raw
+    if body["stream"]:
+        raw = [e for e in raw.split(b"\n\n") if e.startswith(b"data: {")][-1].removeprefix(b"data: ")
+    return int(json.loads(raw)["meta_info"]["completion_tokens"])
+
+
+async def many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
+    """Seconds and tokens of so many requests, CONCURRENT of them at once."""
+    made, todo = 0, iter(range(requests))
+
+    async def worker(session: aiohttp.ClientSession) -> None:
+        nonlocal made
+        for i in todo:
+            tokens_made = await one(session, url, request_body(i, tokens, stream=stream))
+            made += tokens_made  # not in one line: others add while this one waits
+
+    async with make_session() as session:
+        start = time.monotonic()
+        await asyncio.gather(*(worker(session) for _ in range(CONCURRENT)))
+        return time.monotonic() - start, made
+
+
+async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
+    """Milliseconds of single requests; the targets take turns, so that all see the same machine."""
+    out: dict[str, list[float]] = {name: [] for name in urls}
+    async with make_session() as session:
+        for i in range(requests + 5):
+            for name, url in urls.items():
+                start = time.monotonic()
+                await one(session, url, request_body(i, LATENCY_TOKENS))
+                if i >= 5:  # the first ones warm up
+                    out[name].append((time.monotonic() - start) * 1000)
+    return out
+
+
+# The bench
+
+
+def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
+    """Of whole answers and of streams, after a round that warms up."""
+    requests, tokens, repeats = (64, 8, 1) if args.quick else (256, 128, args.repeats)
+    out = {}
+    for kind in ("whole", "streamed"):
+        rates: dict[str, list[float]] = {name: [] for name in urls}
+        for repeat in range(-1, repeats):
+            for name, url in urls.items():
+                seconds, made = asyncio.run(many(url, requests, tokens, stream=kind == "streamed"))
+                assert made == requests * tokens, (name, made)
+                say(f"{kind}, {name}: {made / seconds:.0f} tokens/s")
+                if repeat >= 0:
+                    rates[name].append(made / seconds)
+        out[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
+    return out
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of every target to `direct` in the same repeat."""
+    return {
+        name: [a / b for a, b in zip(values, rates["direct"], strict=True)] for name, values in rates.items()
+    }
+
+
+def spreads(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {name: spread(v) for name, v in values.items()}
+
+
+def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Before a real engine."""
+    model = write_random_moe(folder / "model", vocab_size=VOCAB)
+    engine = {
+        "max_running_requests": CONCURRENT,
+        "max_total_tokens": 32768,
+        "deterministic": False,
+        "extra_args": ["--disable-radix-cache"],  # every target sends the same prompts
+    }
+    config = Config.model_validate({"model": {"path": model}, "engine": engine})
+    with contextlib.ExitStack() as stack:
+        say("starting an engine and the routers")
+        url = stack.enter_context(running_engine(config, folder, start_seconds=600))
+        found = routers_before(url, folder / "real", args.sglang_router, stack)
+        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        latency = asyncio.run(alone(urls, 10 if args.quick else 200))
+        return {
+            "throughput": throughput(urls, args),
+            "p50_ms": {name: statistics.median(values) for name, values in latency.items()},
+            "p90_ms": {name: statistics.quantiles(values, n=10)[8] for name, values in latency.items()},
+        }
+
+
+def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Before engines that take no time."""
+    requests, repeats = (500, 1) if args.quick else (5000, args.repeats)
+    with contextlib.ExitStack() as stack:
+        url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
+        found = routers_before(url, folder / "instant", args.sglang_router, stack)
+        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        rates: dict[str, list[float]] = {name: [] for name in urls}
+        cpu: dict[str, list[float]] = {name: [] for name in found}
+        for _ in range(repeats):
+            for name, target in urls.items():
+                before = {name: cpu_seconds(keeper) for name, (_, keeper) in found.items()}
+                seconds, _ = asyncio.run(many(target, requests, 1))
+                rates[name].append(requests / seconds)
+                say(f"{name}: {requests / seconds:.0f} requests/s")
+                if name in found:
+                    cpu[name].append((cpu_seconds(found[name][1]) - before[name]) / requests * 1000)
+        resident = {name: resident_mib(keeper) for name, (_, keeper) in found.items()}
+    samples = 1000 if args.quick else 10_000
+    held = [held_samples(samples) for _ in range(repeats)]
+    return {
+        "requests_per_s": spreads(rates),
+        "cpu_ms_per_request": spreads(cpu),
+        "process_mib": resident,
+        "held": spreads({key: [h[key] for h in held] for key in held[0]}),
+    }
+
+
+def held_samples(samples: int) -> dict[str, float]:
+    """In a process of its own: memory that an earlier round has freed would hide what this one takes."""
+    say(f"{samples} samples in flight and parked")
+    done = subprocess.run(
+        [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
+    )
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
+    """What issue and changelog quote."""
+    p50 = real["p50_ms"]
+    theirs = p50.get("sglang_router")
+    return {
+        "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
+        "added_p50_ms": p50["rlsys"] - p50["direct"],
+        "sglang_router_added_p50_ms": None if theirs is None else theirs - p50["direct"],
+        "requests_per_second": capacity["requests_per_s"]["rlsys"]["median"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--repeats", type=int, default=5, help="of every target, interleaved")
+    parser.add_argument("--quick", action="store_true", help="shows that it runs, not how fast")
+    parser.add_argument("--sglang-router", type=Path, metavar="FOLDER", help="an unpacked wheel of it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        result: dict[str, Any] = {
+            "machine": machine(), "capacity": capacity(args, folder), "real": real(args, folder)
+        }  # fmt: skip
+    result["summary"] = summary(result["real"], result["capacity"])
+    print(json.dumps(result if args.json else result["summary"], indent=2))
+
+
+if __name__ == "__main__":
+    main()
