@@ -1,12 +1,15 @@
 """What the router costs, beside no router and beside sglang-router, on the same engine in the same run.
 
-    python bench/router.py --json [--quick] [--repeats 5] [--sglang-router FOLDER]
+    python bench/router.py --json [--quick] [--repeats 9] [--sglang-router FOLDER]
 
     throughput   tokens/s of CONCURRENT /generate requests at a real SGLang server: direct, through `rlsys router`,
-                 through sglang-router; whole answers and streams; repeats interleaved
-    latency      single short requests, the targets taking turns: the p50 that a router adds
+                 through sglang-router, in short rounds; whole answers and streams
+    latency      single short requests, one to each target in turn: the p50 of what a router adds
     capacity     the same before a server that answers at once: requests/s; and `rlsys.router` alone with many
                  samples in flight, then parked: seconds and memory
+
+The machine drifts: every figure of a router is compared with that of `direct` in the same round, the order within a
+round rotates, and medians are over rounds.
 
 FOLDER: where a wheel of sglang-router is unpacked, if it is not installed; without either it is left out. Client,
 routers and engine share this machine's cores: before a CPU engine a router takes time away from it.
@@ -41,6 +44,8 @@ from rlsys.engine.client import make_session
 
 CONCURRENT = 64
 LATENCY_TOKENS = 4
+WARM_UP = 5
+HELD_REPEATS = 3
 STAGE = Path(__file__).with_name("router_stage.py")
 
 
@@ -99,7 +104,7 @@ def resident_mib(keeper: psutil.Process) -> float:
 def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]:
     """Request `i`: a prompt of its own, so that no prefix is shared."""
     ids = [3 + (i * 37 + j * (1 + i // 120)) % (VOCAB - 8) for j in range(PROMPT)]
-    sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1}
+    sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
 
 
@@ -130,16 +135,24 @@ async def many(url: str, requests: int, tokens: int, *, stream: bool = False) ->
 
 
 async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
-    """Milliseconds of single requests; the targets take turns, so that all see the same machine."""
+    """Milliseconds of single requests, as many to each target, in rounds."""
     out: dict[str, list[float]] = {name: [] for name in urls}
     async with make_session() as session:
-        for i in range(requests + 5):
-            for name, url in urls.items():
+        for i in range(-WARM_UP, requests):
+            for name in turns(urls, i):
                 start = time.monotonic()
-                await one(session, url, request_body(i, LATENCY_TOKENS))
-                if i >= 5:  # the first ones warm up
+                await one(session, urls[name], request_body(i % requests, LATENCY_TOKENS))
+                if i >= 0:
                     out[name].append((time.monotonic() - start) * 1000)
     return out
+
+
+def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
+    """Who comes when in a round: nobody always follows the same one, or comes first."""
+    names = list(urls)
+    first = rounds_before % len(names)
+    rotated = names[first:] + names[:first]
+    return rotated if rounds_before // len(names) % 2 == 0 else rotated[::-1]
 
 
 # The bench
@@ -147,19 +160,24 @@ async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
 
 def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """Of whole answers and of streams, after a round that warms up."""
-    requests, tokens, repeats = (64, 8, 1) if args.quick else (256, 128, args.repeats)
+    requests, tokens, repeats = (64, 8, 1) if args.quick else (128, 64, args.repeats)
     out = {}
     for kind in ("whole", "streamed"):
         rates: dict[str, list[float]] = {name: [] for name in urls}
         for repeat in range(-1, repeats):
-            for name, url in urls.items():
-                seconds, made = asyncio.run(many(url, requests, tokens, stream=kind == "streamed"))
+            for name in turns(urls, repeat):
+                seconds, made = asyncio.run(many(urls[name], requests, tokens, stream=kind == "streamed"))
                 assert made == requests * tokens, (name, made)
                 say(f"{kind}, {name}: {made / seconds:.0f} tokens/s")
                 if repeat >= 0:
                     rates[name].append(made / seconds)
         out[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
     return out
+
+
+def added(latency: dict[str, list[float]], name: str) -> list[float]:
+    """Milliseconds more than `direct`, round by round."""
+    return [a - b for a, b in zip(latency[name], latency["direct"], strict=True)]
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -193,28 +211,29 @@ def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "throughput": throughput(urls, args),
             "p50_ms": {name: statistics.median(values) for name, values in latency.items()},
             "p90_ms": {name: statistics.quantiles(values, n=10)[8] for name, values in latency.items()},
+            "added_p50_ms": {name: statistics.median(added(latency, name)) for name in found},
         }
 
 
 def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Before engines that take no time."""
-    requests, repeats = (500, 1) if args.quick else (5000, args.repeats)
+    requests, repeats = (500, 1) if args.quick else (2000, args.repeats)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
         found = routers_before(url, folder / "instant", args.sglang_router, stack)
         urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
         rates: dict[str, list[float]] = {name: [] for name in urls}
         cpu: dict[str, list[float]] = {name: [] for name in found}
-        for _ in range(repeats):
-            for name, target in urls.items():
-                before = {name: cpu_seconds(keeper) for name, (_, keeper) in found.items()}
-                seconds, _ = asyncio.run(many(target, requests, 1))
+        for repeat in range(repeats):
+            for name in turns(urls, repeat):
+                before = cpu_seconds(found[name][1]) if name in found else 0.0
+                seconds, _ = asyncio.run(many(urls[name], requests, 1))
                 rates[name].append(requests / seconds)
                 say(f"{name}: {requests / seconds:.0f} requests/s")
                 if name in found:
-                    cpu[name].append((cpu_seconds(found[name][1]) - before[name]) / requests * 1000)
+                    cpu[name].append((cpu_seconds(found[name][1]) - before) / requests * 1000)
         resident = {name: resident_mib(keeper) for name, (_, keeper) in found.items()}
-    samples = 1000 if args.quick else 10_000
+    samples, repeats = (1000, 1) if args.quick else (10_000, HELD_REPEATS)
     held = [held_samples(samples) for _ in range(repeats)]
     return {
         "requests_per_s": spreads(rates),
@@ -236,12 +255,10 @@ def held_samples(samples: int) -> dict[str, float]:
 
 def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
     """What issue and changelog quote."""
-    p50 = real["p50_ms"]
-    theirs = p50.get("sglang_router")
     return {
         "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
-        "added_p50_ms": p50["rlsys"] - p50["direct"],
-        "sglang_router_added_p50_ms": None if theirs is None else theirs - p50["direct"],
+        "added_p50_ms": real["added_p50_ms"]["rlsys"],
+        "sglang_router_added_p50_ms": real["added_p50_ms"].get("sglang_router"),
         "requests_per_second": capacity["requests_per_s"]["rlsys"]["median"],
     }
 
@@ -251,7 +268,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--repeats", type=int, default=5, help="of every target, interleaved")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds, each target once in each")
     parser.add_argument("--quick", action="store_true", help="shows that it runs, not how fast")
     parser.add_argument("--sglang-router", type=Path, metavar="FOLDER", help="an unpacked wheel of it")
     args = parser.parse_args()

@@ -43,7 +43,10 @@ def make_session() -> aiohttp.ClientSession:
     """One session for all engines of a process; without a limit of its own on connections."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     return aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=2**20,
     )
 
 
