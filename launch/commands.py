@@ -13,6 +13,7 @@ from rich.table import Table
 
 from launch.diagnosis import ask
 from launch.layout import lay_out
+from launch.plan import Node, Ports, build_plan
 from launch.preflight import check_model
 from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
@@ -59,11 +60,19 @@ def submit_run(check_algo: Check, args: argparse.Namespace) -> int:
     config = load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"])
     check_model(config)
     check_algo(config)
-    lay_out(config)
+    must_reach(config)
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
     script = job_script(config, args.config, args.overrides, options)
     print(script if args.dry_run else submit(config, script), end="" if args.dry_run else "\n")
     return 0
+
+
+def must_reach(config: Config) -> None:
+    """Raises UserError for a layout that the nodes do not hold, or an engine that the weights cannot reach."""
+    count = config.engine.count
+    nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]  # named by Slurm, later
+    ports = Ports([0] * count, 0, 0, (0,) * count)
+    build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # their commands do not matter
 
 
 def show_status(args: argparse.Namespace) -> int:

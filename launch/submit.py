@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from rlsys.errors import UserError
 
 SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
 """In the run folder: what was sent, and the id that Slurm gave it."""
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
+_PARTITION = re.compile(r"[^\s,]+(,[^\s,]+)*")
 _MARGIN = 10
 """Seconds that Slurm may be late with a signal."""
 
@@ -27,6 +30,18 @@ class JobOptions:
     partition: str | None = None
     extra: tuple[str, ...] = ()
     """Further options of sbatch, as `--qos=high`."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what sbatch would refuse, or take for another thing."""
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise UserError(f"--time {self.time!r}: expected minutes, M:S, H:M:S or D-H[:M[:S]], as 8:00:00")
+        if self.partition is not None and not _PARTITION.fullmatch(self.partition):
+            raise UserError(
+                f"--partition {self.partition!r}: expected a name, or several with commas between"
+            )
+        for option in self.extra:
+            if not option.startswith("-"):
+                raise UserError(f"--sbatch {option!r}: expected an option of sbatch, as --sbatch=--qos=high")
 
 
 def job_script(config: Config, config_file: Path, overrides: list[str], options: JobOptions) -> str:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -127,12 +128,16 @@ def show_report(run_dir: Path) -> None:
 def check_algo(config: Config) -> None:
     """Raises UserError for an algorithm that does not exist or cannot run here."""
     from rlsys.algo.preflight import check  # imports torch
+    from rlsys.rollout.preflight import check_names
 
+    check_names(config)
     check(config)
 
 
 def explain(args: argparse.Namespace) -> int:
     """Show what a config comes to; starts nothing, and needs no weights."""
+    if not 0 < args.gpu_memory < math.inf:
+        raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     config = load_config(args.config, args.overrides)
     check_algo(config)
     first = config.engine.port
@@ -206,7 +211,7 @@ def algo(args: argparse.Namespace) -> int:
     """List the algorithms that a config can name, or show one."""
     from rlsys.algo.catalogue import render_list, render_show
 
-    print(render_show(args.name) if args.name else render_list())
+    print(render_show(args.name) if args.name is not None else render_list())
     return 0
 
 

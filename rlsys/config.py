@@ -178,7 +178,10 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         known = re.findall("'([^']*)'", first["ctx"]["expected"])
         if near := difflib.get_close_matches(first["input"], known, n=1, cutoff=0.5):
             return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(known)})"
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    others = error.errors()[1:]
+    if alternatives := [e["msg"] for e in others if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]]:
+        message = ", or: ".join([message, *alternatives])  # of a union: what each would have taken
+    more = f" (and {len(others) - len(alternatives)} more)" if len(others) > len(alternatives) else ""
     return f"{loc} = {value}: {message}{more}"
 
 

@@ -5,6 +5,7 @@ Every field has a type, a bound where one exists and one sentence. What can be d
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +19,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 class RunConfig(Section):
     dir: Path = Path("runs/default")
     """Folder of the run: resolved config, metrics, rollouts, checkpoints, logs and report."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompts, samples and initialisation; the same seed and config give the same run."""
 
 
@@ -170,10 +171,8 @@ class ParallelConfig(Section):
     def data_parallel(self) -> int:
         if self.dp is not None:
             return self.dp
-        dp = 1
-        while (self.tp * self.cp * dp) % (self.ep * self.expert_tp):
-            dp += 1
-        return dp
+        need = self.ep * self.expert_tp
+        return need // math.gcd(need, self.tp * self.cp)
 
     @property
     def why_dp(self) -> str:
@@ -224,6 +223,13 @@ class EngineConfig(Section):
     """Seconds an engine may take to start."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
+
+    @model_validator(mode="after")
+    def _ports(self) -> Self:
+        if self.port + self.count > 65536:
+            last = self.port + self.count - 1
+            raise ValueError(f"port = {self.port}: {self.count} engines reach port {last} > 65535")
+        return self
 
 
 class RouterConfig(Section):

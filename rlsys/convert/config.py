@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,7 +96,9 @@ class HFConfig:
         file = folder / "config.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except OSError as e:
+            raise UserError(f"{file}: cannot be read: {e.strerror}") from None
+        except (ValueError, RecursionError) as e:
             raise UserError(f"{file}: not readable as JSON: {e}") from None
         if not isinstance(raw, dict):
             raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
@@ -104,8 +107,12 @@ class HFConfig:
     @classmethod
     def of(cls, raw: dict[str, Any], where: str) -> HFConfig:
         """`raw` is config.json as read from `where`."""
-        family = family_of((raw.get("architectures") or ["?"])[0])
+        named = raw.get("architectures") or ["?"]
+        if not isinstance(named, list) or not isinstance(named[0], str):
+            raise UserError(f"{where}: architectures = {named!r:.80}: expected a list with one name")
+        family = family_of(named[0])
         raw = _in_our_words(raw, family)
+        _check_numbers(raw, family, where)
         _check_supported(raw, family, where)
         try:
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
@@ -138,6 +145,8 @@ class HFConfig:
             )
         except KeyError as e:
             raise UserError(f"{where}: field {e} is missing") from None
+        except (TypeError, AttributeError) as e:
+            raise UserError(f"{where}: a field has a value of the wrong type: {e}") from None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -191,6 +200,34 @@ def _in_our_words(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if "num_local_experts" in merged:
         merged.setdefault("num_experts", merged["num_local_experts"])
     return merged
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
+    """Python's JSON takes NaN, and a size that is no whole number would show far from here, or never."""
+    for field in (*_SIZES, *(_EXPERT_SIZES if family.moe else ())):
+        value = raw.get(field)  # one that is needed and missing is told when it is read
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{where}: {field} = {value!r:.80}: expected a whole number above 0")
+    rope = {k: v for name in ("rope_scaling", "rope_parameters") for k, v in (raw.get(name) or {}).items()}
+    for field, value in {**raw, **rope}.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{where}: {field} = {value!r}: expected a finite number")
+    for field in ("rms_norm_eps", "rope_theta"):
+        value = rope.get(field, raw.get(field, 1))
+        if type(value) not in (int, float) or value <= 0:
+            raise UserError(f"{where}: {field} = {value!r:.80}: expected a number above 0")
+    if family.moe and raw.get("num_experts_per_tok", 0) > raw.get("num_experts", 0):
+        raise UserError(
+            f"{where}: num_experts_per_tok = {raw['num_experts_per_tok']}: expected at most num_experts = "
+            f"{raw.get('num_experts')}"
+        )
 
 
 def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:

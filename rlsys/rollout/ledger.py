@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.rollout.store import FILE_NAME, open_readonly
 from rlsys.types import GroupState, Status
 
@@ -110,9 +110,18 @@ def check(ledger: Ledger) -> None:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """The ledger of a run folder. Raises UserError when it has none."""
+    """The ledger of a run folder. Raises UserError when it has none, or its file is damaged."""
     db = open_readonly(run_dir / FILE_NAME)
     try:
         return count(db)
+    except (
+        sqlite3.Error,
+        KeyError,
+        ValueError,
+        TypeError,
+    ) as e:  # a page, a counter or a row that is not ours
+        raise UserError(
+            f"{run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
+        ) from None
     finally:
         db.close()

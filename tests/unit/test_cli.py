@@ -30,6 +30,20 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.y
         (["status", "/"], "/: not a run folder: no config.yaml in it"),
         (["doctor", "/"], "/: not a run folder: no config.yaml in it"),
         (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),
+        (["submit", QUICKSTART, "--dry-run", "--time", "8h"], "--time '8h': expected minutes"),
+        (["submit", QUICKSTART, "--dry-run", "--partition", ""], "--partition '': expected a name"),
+        (
+            ["submit", QUICKSTART, "--dry-run", "--sbatch", "qos=high"],
+            "--sbatch 'qos=high': expected an option",
+        ),
+        (
+            ["submit", QUICKSTART, "--dry-run", "--nodes", "2", "launch.placement=disaggregated"],
+            "weights.method = tensor passes through one machine's memory",
+        ),
+        (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
+        (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
+        (["train", QUICKSTART, "rollout.generator=nope"], "rollout.generator = 'nope': unknown name"),
+        (["algo", "show", ""], "no algorithm ''"),
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

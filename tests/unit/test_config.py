@@ -53,6 +53,12 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "override 'data.params={a: 1, a: 2}': value is not valid YAML: the key a",
         ),
         ("parallel.ep=1000", "rollout.groups_per_step * group_size = 128 samples do not divide"),
+        ("run.seed=2147483648", "run.seed = 2147483648: Input should be less than"),
+        (
+            "rollout.over_provision=manual",
+            "rollout.over_provision = 'manual': Input should be a valid number, unable to parse string as a number, "
+            "or: Input should be 'auto'",
+        ),
         ("trainer.steps=[1", "override 'trainer.steps=[1': value is not valid YAML"),
     ],
 )
@@ -72,6 +78,8 @@ def test_a_mistaken_value_is_named(override: str, told: str) -> None:
         (["engine.max_total_tokens=100"], ["max_total_tokens = 100", "max_response_tokens = 256"]),
         (["parallel.dp=3"], ["128 samples", "3 * 1"]),
         (["parallel.ep=4", "parallel.dp=2"], ["tp*cp*dp = 2", "ep*etp = 4", "multiple of 4"]),
+        (["engine.port=65535", "engine.count=4"], ["port = 65535", "4 engines", "65538"]),
+        (["parallel.ep=1000000007", "parallel.tp=7"], ["128 samples", "dp = 1000000007"]),
         (["rollout.group_size=1"], ["rollout.group_size = 1", "group_size >= 2"]),
     ],
 )

@@ -242,6 +242,21 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             },
             "rope attention_factor = 2.0 is not supported with 'yarn'",
         ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: expected a finite number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06: expected a number above 0"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta = inf: expected a finite number"),
+        ({"num_hidden_layers": [3]}, "num_hidden_layers = [3]: expected a whole number above 0"),
+        ({"num_attention_heads": True}, "num_attention_heads = True: expected a whole number"),
+        ({"vocab_size": 32.5}, "vocab_size = 32.5: expected a whole number"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures = 'Qwen3ForCausalLM': expected a list"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 99},
+            "num_experts_per_tok = 99: expected at most num_experts = 3",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "mlp_only_layers": 5},
+            "a field has a value of the wrong type",
+        ),
     ],
 )
 def test_configs_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -257,6 +272,11 @@ def test_a_missing_config_field_is_named() -> None:
 
 
 def test_an_unreadable_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):
+        HFConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json: not readable as JSON"):
+        HFConfig.read(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not readable as JSON"):
         HFConfig.read(tmp_path)

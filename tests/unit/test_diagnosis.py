@@ -162,12 +162,12 @@ def test_spaces_stay_in_one_option_and_line_breaks_are_refused(tmp_path: Path) -
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\n")
     config = load_config(file, ["run.dir=/r/a b"])
-    script = job_script(config, file, [], JobOptions("1:00 --foo"))
+    script = job_script(config, file, [], JobOptions("1:00", "a;b"))
     assert "#SBATCH '--job-name=rlsys-a b'" in script
     assert "#SBATCH '--output=/r/a b/logs/slurm-%j.log'" in script
-    assert "#SBATCH '--time=1:00 --foo'" in script
+    assert "#SBATCH '--partition=a;b'" in script
     with pytest.raises(UserError, match="line breaks"):
-        job_script(config, file, [], JobOptions(partition="x\nrm -r y"))
+        job_script(config, file, [], JobOptions(extra=("--qos=x\nrm -r y",)))
 
 
 def test_a_run_folder_that_is_a_file_is_told(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_memory_is_not_shared_between_machines() -> None:
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
-    with pytest.raises(UserError, match=r"engine\.port = 65534: 4 engines reach port 65537"):
+    with pytest.raises(UserError, match=r"port = 65534: 4 engines reach port 65537"):
         chosen("engine.port=65534", "engine.count=4")
 
 

@@ -77,6 +77,23 @@ def test_what_does_not_add_up_is_named(run_dir: Path, damage: str, message: str)
         check(read_ledger(run_dir))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM meta WHERE key = 'issued'",
+        "DROP TABLE takes",
+        "UPDATE takes SET group_ids = '[1,'",
+    ],
+)
+def test_a_file_with_a_piece_missing_is_told_in_one_line(run_dir: Path, damage: str) -> None:
+    db = sqlite3.connect(run_dir / FILE_NAME)
+    with db:
+        db.execute(damage)
+    db.close()
+    with pytest.raises(UserError, match="not a usable rollout file"):
+        check(read_ledger(run_dir))
+
+
 def test_a_folder_without_rollouts_has_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file: not a run"):
         read_ledger(tmp_path)
