@@ -79,10 +79,17 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
         time.sleep(0.1)
 
 
-def diagnosis(run: Path) -> str:
-    done = subprocess.run([*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def diagnosis(run: Path, *until: str) -> str:
+    """What the doctor says as soon as it says one of `until`."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        done = subprocess.run(
+            [*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        if any(words in done.stdout for words in until):
+            return done.stdout
+        assert time.monotonic() < deadline, done.stdout
 
 
 @pytest.mark.slow
@@ -97,14 +104,23 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     checked_ledger(run)
 
 
-def test_an_engine_whose_actor_is_killed_comes_back(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     with started(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS) as process:
         wait_for_step(process, run, 2)
-        told = diagnosis(run)
+        actor = actor_of("sglang.launch_server", "127.0.0.3")
+        scheduler = next(p for p in actor.children(recursive=True) if "scheduler" in p.name())
+        scheduler.suspend()
+        waits = "trainer-rank0    waits for the rollout process: "
+        told = diagnosis(
+            run, waits + "to interrupt the engines before a push", waits + "groups of the next step"
+        )
+        assert "trainer-rank1    waits for the other ranks" in told, told
         for name in ("engine-0", "rollout", "trainer-rank1"):
             assert f"stack of {name}" in told, told
-        actor_of("sglang.launch_server", "127.0.0.3").kill()
+        actor.kill()
         output = end(process, run)
     assert "engine-0 died (exit code 255); restart 1" in output
     assert steps_done(run) == 6
