@@ -513,7 +513,8 @@ def test_an_engine_with_wrong_weights_is_quarantined() -> None:
         await asyncio.gather(*(rig.start(sample(i)) for i in range(4)))
         assert not rig.engines[1].started
         with pytest.raises(
-            RunError, match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06: weights.canary_mean\)"
+            RunError,
+            match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
         ):
             await rig.push(wrong=(A,))
 
