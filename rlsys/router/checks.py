@@ -64,6 +64,8 @@ class Limits:
             if not isinstance(params, Mapping):
                 raise RefusedPrompt(f"sampling_params = {str(params)[:80]!r}: expected an object")
             check_sampling(params)
+            _check_texts("stop", params.get("stop"))
+            _check_texts("stop_regex", params.get("stop_regex"))
             for name in ("stop_token_ids", "token_ids_logprob"):
                 self.check_ids(_whole_numbers(name, params.get(name)))
             self.check_ids(_biased_ids(params.get("logit_bias")))
@@ -119,6 +121,13 @@ def _whole_numbers(name: str, value: Any) -> list[int]:
     return flat
 
 
+def _check_texts(name: str, value: Any) -> None:
+    """Text, or a list of texts."""
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise RefusedPrompt(f"{name} = {short(value)}: expected text, or a list of texts")
+
+
 def _biased_ids(bias: Any) -> list[int]:
     if bias is None:
         return []
@@ -137,6 +146,8 @@ def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
     """Every prompt that is given as token ids, in each place where an API takes one."""
     for name in ("input_ids", "prompt"):
         value = body.get(name)
+        if name == "input_ids" and value is not None and not isinstance(value, list):
+            raise RefusedPrompt(f"input_ids = {short(value)}: expected whole numbers")
         if not isinstance(value, list) or not value:
             if value == []:
                 yield []

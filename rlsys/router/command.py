@@ -38,7 +38,7 @@ def router(args: argparse.Namespace) -> int:
             interruption=args.interruption,
             vocab_size=args.vocab_size,
             queue_seconds=args.queue_seconds,
-            limits=FrontLimits(int(args.max_body_mb * 2**20), args.concurrency, args.queue),
+            limits=FrontLimits(math.ceil(args.max_body_mb * 2**20), args.concurrency, args.queue),
         )
     )
     return 0

@@ -33,6 +33,8 @@ def is_engine_url(text: str) -> bool:
     try:
         url = URL(text)
         host = (url.host or "").encode("idna")  # no part of a name empty or too long
+        if not text.isprintable() or " " in text:
+            return False
     except ValueError:
         return False
     return bool(url.scheme in ("http", "https") and host and url.port and not url.query and not url.fragment)

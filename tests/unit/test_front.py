@@ -289,6 +289,11 @@ def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere()
         (b'{"text": "a", "sampling_params": {"temperature": ' + b"9" * 400 + b"}}", "expected a finite number"),
         (b'{"input_ids": [[1], 2]}', "input_ids: expected lists of whole numbers"),
         (b'{"input_ids": [[1], null]}', "input_ids: expected lists of whole numbers"),
+        (b'{"input_ids": {"a": 1}}', "input_ids = {'a': 1}: expected whole numbers"),
+        (b'{"input_ids": "abc"}', "input_ids = 'abc': expected whole numbers"),
+        (b'{"text": "a", "sampling_params": {"stop": 5}}', "stop = 5: expected text, or a list of texts"),
+        (b'{"prompt": "a", "stop": ["a", null]}', "stop = ['a', None]: expected text, or a list of texts"),
+        (b'{"text": "a", "sampling_params": {"stop_regex": [1]}}', "stop_regex = [1]: expected text"),
         (b'{"messages": [], "stop_token_ids": 5}', "stop_token_ids = 5: expected whole numbers"),
         (b'{"messages": [], "stop_token_ids": ["a"]}', "stop_token_ids = ['a']: expected whole numbers"),
         (b'{"text": ["a"], "token_ids_logprob": [[400]]}', "token id 400 is outside"),
@@ -345,7 +350,7 @@ def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> Non
 @pytest.mark.parametrize(
     "url",
     ["localhost:30000", "http://", "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[bad", "ftp://a:1",
-     f"http://{'a' * 70}.org:1", "http://a..b:1", "http://a:1?x=1", ""],
+     f"http://{'a' * 70}.org:1", "http://a..b:1", "http://a:1?x=1", "http://a b:80", "http://\0:1", ""],
 )  # fmt: skip
 def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
     """One in the pool would end the watch over all of them."""
