@@ -36,6 +36,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},
     "MixtralForCausalLM": {"head_dim": 16},
     "Glm4MoeForCausalLM": {},
+    # What transformers leaves out of config.json and SGLang asks for.
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 QUICK = "Glm4MoeForCausalLM"
 """It differs most from the other tests' model: sigmoid router with a bias, shared experts, a dense layer."""
