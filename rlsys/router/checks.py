@@ -7,6 +7,7 @@ only after the request has waited in its queue.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,9 @@ class Limits:
         """
         for ids in _prompts_of_ids(body):
             self.check_prompt(ids)
+        for value in (body.get("text"), body.get("prompt")):
+            if value == "" or (isinstance(value, list) and (not value or "" in value)):
+                raise RefusedPrompt("the prompt is empty")  # a text without a token kills SGLang's scheduler
         sampling = body.get("sampling_params")
         for params in (body, *(sampling if isinstance(sampling, list) else [sampling or {}])):
             if not isinstance(params, Mapping):
@@ -66,6 +70,7 @@ class Limits:
             check_sampling(params)
             _check_texts("stop", params.get("stop"))
             _check_texts("stop_regex", params.get("stop_regex"))
+            _check_patterns(params.get("stop_regex"))
             for name in ("stop_token_ids", "token_ids_logprob"):
                 self.check_ids(_whole_numbers(name, params.get(name)))
             self.check_ids(_biased_ids(params.get("logit_bias")))
@@ -126,6 +131,15 @@ def _check_texts(name: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(text, str) for text in texts):
         raise RefusedPrompt(f"{name} = {short(value)}: expected text, or a list of texts")
+
+
+def _check_patterns(value: str | list[str] | None) -> None:
+    """An engine answers a pattern that does not parse with a fault of its own, which would count against it."""
+    for pattern in value if isinstance(value, list) else [value or ""]:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as e:
+            raise RefusedPrompt(f"stop_regex = {short(pattern)}: no regular expression: {e}") from None
 
 
 def _biased_ids(bias: Any) -> list[int]:
