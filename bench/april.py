@@ -13,9 +13,9 @@ Compared: rollout modes that train batches of the same N samples:
     saturated      2 N in flight always, no steps, no pushes: the bound of april-2
 
 Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
-with flush and attestation, resume with re-prefill. Training itself takes no time here: this is a rollout bench, not
-an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the more it decodes;
-`gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode has it.
+with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is a
+rollout bench, not an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the more it
+decodes; `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode has it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ from measure import machine, running_engine, say, spread, write_random_moe
 from safetensors.torch import load_file
 
 from rlsys.config import Config, identity
+from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Canary, Prompt, Sample, SampleGroup, Taken
+from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
@@ -86,6 +88,7 @@ class Loop:
         self._manager = manager
         self._stage = stage
         self._sync = WeightSync(config, is_main=True)
+        self._hf = HFConfig.read(config.model.path)
         self.step = 0
         self.seconds = dict.fromkeys(("take", "begin", "send", "end"), 0.0)
 
@@ -101,9 +104,10 @@ class Loop:
         with self._phase("begin"):
             ticket = await self._manager.begin_push()
         with self._phase("send"):
-            await asyncio.to_thread(self._sync.push, iter(self._stage.tensors.items()), ticket)
+            checksums = EngineChecksums(self._hf, tp=1)
+            await asyncio.to_thread(self._sync.push, checksums.watch(self._stage.tensors.items()), ticket)
         with self._phase("end"):
-            await self._manager.end_push(ticket, self._stage.canaries)
+            await self._manager.end_push(ticket, self._stage.canaries, checksums.digests())
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
