@@ -13,9 +13,10 @@ Compared: rollout modes that train batches of the same N samples:
     saturated      2 N in flight always, no steps, no pushes: the bound of april-2
 
 Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
-with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is a
-rollout bench, not an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the more it
-decodes; `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode has it.
+with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is
+a rollout bench, not an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the
+more it decodes; `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode
+has it.
 """
 
 from __future__ import annotations
