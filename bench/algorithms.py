@@ -81,12 +81,13 @@ def run(config: Config, engine: str) -> dict[str, Any]:
     (folder / "config.yaml").write_text(dump_config(config))
     port = free_ports("127.0.0.1", 1)[0]
     start, path = time.monotonic(), str(folder / "config.yaml")
-    rollout = ("--config", path, "--port", str(port), "--engine", engine)
+    rollout = ["--config", path, "--port", str(port), "--engine", engine]
     trainer = ("--config", path, "--rollout", f"http://127.0.0.1:{port}")
-    with (
-        role("rlsys.rollout.service", *rollout, log=folder / "rollout.log"),
-        role("rlsys.train", *trainer, log=folder / "trainer.log") as training,
-    ):
+    with contextlib.ExitStack() as stack:
+        if config.engine.reference == "own":
+            rollout += ["--reference", stack.enter_context(running_engine(config, folder))]
+        stack.enter_context(role("rlsys.rollout.service", *rollout, log=folder / "rollout.log"))
+        training = stack.enter_context(role("rlsys.train", *trainer, log=folder / "trainer.log"))
         code = training.wait(ROLE_SECONDS)
     if code:
         tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]

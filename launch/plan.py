@@ -70,13 +70,14 @@ class Role:
 class Ports:
     """The engines' ports in order, the rollout process's, and where the nodes of one unit meet.
 
-    `trainer_meeting` and `engine_meetings` are used by units on several nodes only.
+    `trainer_meeting` and `engine_meetings` are used by units on several nodes only, `reference` by its server.
     """
 
     engines: list[int]
     rollout: int
     trainer_meeting: int = 0
     engine_meetings: tuple[int, ...] = ()
+    reference: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ def build_plan(
     rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
+    if (reference := config.engine.reference) == "own":
+        roles.append(own := _reference(config, layout, ports.reference, engine_command))
+        reference = (own.ready_url or "").removesuffix("/health")
+    rollout += ["--reference", reference] if reference else []
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
@@ -196,6 +201,19 @@ def _engine(
             )
         )  # fmt: skip
     return roles
+
+
+def _reference(config: Config, layout: Layout, port: int, engine_command: EngineCommand) -> Role:
+    """One more engine, beside the rollout process, which keeps the weights that it starts with."""
+    if layout.engines[0][0].gpus:
+        raise UserError(
+            "engine.reference = own: no GPU is planned for it; start a server of the reference weights yourself and "
+            "give its URL"
+        )
+    engine = config.engine.model_copy(update={"host": LOOPBACK, "tp": 1})
+    argv, env = engine_command(config.model_copy(update={"engine": engine}), config.engine.count, port)
+    url = f"http://{LOOPBACK}:{port}/health"
+    return Role("reference", "engine", argv, env, ready_url=url, start_timeout=engine.start_timeout)
 
 
 def _trainer(

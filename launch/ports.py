@@ -31,7 +31,7 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
     """Raises UserError when a configured port is taken. A free one may be lost before its role binds it."""
     homes = [shares[0].node for shares in layout.engines]  # each needs a port to serve, and one to meet
     need = Counter(homes) + Counter(homes)
-    need[0] += 2  # the rollout process's, and where the trainer's nodes meet
+    need[0] += 3  # the rollout process's, where the trainer's nodes meet, and a reference's
     # Nodes may be one machine in disguise: what one got is not taken for another.
     taken: set[int] = set()
     stock: dict[int, list[int]] = defaultdict(list)
@@ -41,8 +41,10 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
             stock[node] += new
             taken.update(new)
     meetings = tuple(stock[node].pop() for node in homes)
-    rollout, trainer = stock[0].pop(), stock[0].pop()
-    return Ports(_engine_ports(config) or [stock[n].pop() for n in homes], rollout, trainer, meetings)
+    rollout, trainer, reference = stock[0].pop(), stock[0].pop(), stock[0].pop()
+    return Ports(
+        _engine_ports(config) or [stock[n].pop() for n in homes], rollout, trainer, meetings, reference
+    )
 
 
 def _engine_ports(config: Config) -> list[int]:

@@ -221,6 +221,9 @@ class EngineConfig(Section):
     """Hand over the experts that each token was routed to, for router replay in the trainer."""
     start_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Seconds an engine may take to start."""
+    reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
+    """Server of the weights that a planner holds prompts against (lens): its URL; own starts one more engine, which
+    keeps the weights of model.path."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
 

@@ -180,8 +180,7 @@ def optimise(
 def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch, and sums for the metrics."""
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
-    # Only tokens of the current version can agree exactly; older ones differ because the weights did.
-    gap = (scores.logp.detach() - micro.mu).abs()[micro.keep & (micro.versions == micro.version)]
+    gap = (scores.logp.detach() - micro.mu).abs()[micro.comparable]
     sums["mismatch"] = gap.sum()
     sums["mismatch_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
     return loss, sums

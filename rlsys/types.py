@@ -121,6 +121,8 @@ class Sample:
     masked: list[TokenSpan] = field(
         default_factory=list
     )  # sampled, but too old to be trained on: set at take
+    trained_prompt: list[int] | None = None
+    """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
     behaviour: list[float] = field(default_factory=list)
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
 

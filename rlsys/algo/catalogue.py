@@ -154,11 +154,12 @@ the samples that are not done; the rollout process keeps that beside their token
 `time_score` in metrics.jsonl is what it costs). `answers`: the text of the last `<answer>`. `verdicts`: `data.judge`,
 the run's own engines or a rule. Several named rewards: `data.reward` gives an object, `gdpo` sees each.
 `tool_errors`: a tool's answer counts as an error when one of its lines begins with `error`, as the calculator's do.
+`prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
+done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
+group's; it is left out of mismatch_mean, and has no routes to replay.
 
-Not served, so refused before the start: `prompt_scores` and `transferred`. Both are LENS's: its planner needs the
-reference model's log-probs of prompts in the rollout process, which has none. Its formulas are there and tested; its
-recipe does not run. Nor does the loop go backward early on finished groups: `Objective.early_backward` says which
-objectives would allow it, and a test adds finished groups up to the whole step, but the loop takes whole steps.
+The loop does not go backward early on finished groups: `Objective.early_backward` says which objectives would allow
+it, and a test adds finished groups up to the whole step, but the loop takes whole steps.
 """
 
 

@@ -57,6 +57,13 @@ class Planner(Plugin):
     def forget(self, group_id: int) -> None:
         """The group was dropped before it could be decided."""
 
+    def wants_scores(self, group: SampleGroup) -> bool:
+        """Whether it is to hear of the group's prompt before it decides."""
+        return False
+
+    def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
+        """How far policy and reference disagree on each prompt token of a group; which ones must stay."""
+
     def decide(self, group: SampleGroup) -> Decision:
         """What happens to a group whose samples are all done."""
         return Accept()
@@ -312,8 +319,8 @@ class Lens(Planner):
     """Hard prompts get further samples from a cleaned prompt, without the tokens that disturb the policy most.
 
     For a group below `below` successes: score each prompt token by |log policy - log reference|, delete the top
-    `share`, sample as many again. The correction `lens` then trains them on the original prompt. Scores come from
-    `scores_of`, set by the rollout manager that has a reference engine; special tokens are protected.
+    `share`, sample as many again. The correction `lens` then trains them on the original prompt. The reference is
+    the server that engine.reference names; special tokens are protected.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
@@ -337,8 +344,10 @@ class Lens(Planner):
         self._scores.pop(group_id, None)
         self._cleaned.discard(group_id)
 
+    def wants_scores(self, group: SampleGroup) -> bool:
+        return group.group_id not in self._cleaned and success_rate(group, self.correct) < self.below
+
     def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
-        """Disagreement of policy and reference on each prompt token of a group, told before `decide`."""
         self._scores[group_id] = (list(scores), list(protect))
 
     def decide(self, group: SampleGroup) -> Decision:

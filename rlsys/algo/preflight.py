@@ -8,12 +8,6 @@ from rlsys.algo.registry import make_all
 from rlsys.config import Config
 from rlsys.errors import UserError
 
-UNSERVED = {
-    "transferred": "nothing samples a prompt's successes from its rewritten form",
-    "prompt_scores": "the rollout process has no reference model to hold a prompt's tokens against",
-}
-"""Need -> why nothing serves it."""
-
 
 def check(config: Config) -> None:
     """Raises UserError, one line: an unknown name or parameter, or a need that this run cannot serve."""
@@ -40,4 +34,6 @@ def _why_not(need: str, config: Config) -> str:
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"
-    return UNSERVED.get(need, "")
+    if need == "prompt_scores" and config.engine.reference is None:
+        return "engine.reference names no server of the weights to hold them against; own starts one"
+    return ""

@@ -49,6 +49,8 @@ class Tokenizer:
                 f"{self.path}/tokenizer_config.json: eos_token = {self.eos_token!r} is not in tokenizer.json"
             )
         self.eos_id: int = eos
+        self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+        """Ids that mark something, as a turn or an end, and are no text."""
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
         self._template: jinja2.Template | None = None

@@ -39,6 +39,10 @@ class EngineError(Exception):
         self.status = status
 
 
+class Aborted(Exception):
+    """The request came back unfinished because somebody asked for it."""
+
+
 def make_session() -> aiohttp.ClientSession:
     """One session for all engines of a process; without a limit of its own on connections."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
@@ -227,12 +231,17 @@ class EngineClient:
         lines = (await self._get("/metrics")).splitlines()
         return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
 
-    async def token_logprobs(self, ids: list[int]) -> list[float]:
-        """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token."""
+    async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
+        """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token.
+
+        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made.
+        """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
-        answer = await self._post("/generate", body)
-        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+        meta = (await self._post("/generate", body if rid is None else {**body, "rid": rid}))["meta_info"]
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            raise Aborted(f"{self.url}/generate: {rid} was aborted")
+        return [entry[0] for entry in meta["input_token_logprobs"][1:]]
 
     async def _get(self, path: str) -> str:
         async with self._session.get(self.url + path, timeout=_control()) as answer:

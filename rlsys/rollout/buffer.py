@@ -114,9 +114,18 @@ class RolloutBuffer:
         self.counts[group.state] += 1
         return group
 
-    def grow(self, group: SampleGroup, seeds: Sequence[int]) -> list[Sample]:
-        """Further samples of an ACTIVE group, one a seed; what it has is written with them."""
-        samples = self._new_samples(group, group.samples[0].prompt_ids, seeds)
+    def grow(
+        self, group: SampleGroup, seeds: Sequence[int], drawn_from: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """Further samples of an ACTIVE group, one a seed; what it has is written with them.
+
+        `drawn_from`: their prompt, where it is not the group's; they are trained on the group's.
+        """
+        own = group.samples[0].prompt_ids
+        samples = self._new_samples(group, own if drawn_from is None else list(drawn_from), seeds)
+        if drawn_from is not None:
+            for sample in samples:
+                sample.trained_prompt = own
         size = len(group.samples) + len(samples)
         with self._file.writing():
             for sample in (*group.samples, *samples):

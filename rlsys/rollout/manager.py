@@ -157,6 +157,8 @@ class RolloutManager:
 
     def _first_unscored(self, sample: Sample, policy_step: int) -> int | None:
         """First response token without a score of the run of tokens that these weights sampled last."""
+        if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
+            return None
         if not sample.spans or self._buffer.policy_step(sample.spans[-1].version) != policy_step:
             return None
         same = takewhile(lambda x: self._buffer.policy_step(x.version) == policy_step, reversed(sample.spans))

@@ -9,6 +9,7 @@ was decided, so a restart neither forgets nor repeats a decision.
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Judge, Response
@@ -20,21 +21,30 @@ from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.types import Prompt, SampleGroup
 
+PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
+"""Prompt ids -> how far policy and reference disagree on each, and which tokens must stay."""
 FIELDS = ("prompt", "planners", "group_reward")
 """Of the config section `algo`: the plug-ins that act here."""
 
 
 class Planning:
-    """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask."""
+    """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask, `prompt_scores`
+    what a planner hears of prompts."""
 
     def __init__(
-        self, config: Config, source: PromptSource, tokenizer: Tokenizer | None, judge: Judge | None = None
+        self,
+        config: Config,
+        source: PromptSource,
+        tokenizer: Tokenizer | None,
+        judge: Judge | None = None,
+        prompt_scores: PromptScores | None = None,
     ) -> None:
         made = make_all(config.algo, FIELDS)
         self._chooser: PromptChooser = made["prompt"][0]
         self._planners: list[Planner] = made["planners"]
         self._reward: GroupReward | None = next(iter(made["group_reward"]), None)
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
+        self._prompt_scores = prompt_scores
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
         """Samples that a group starts with."""
@@ -77,6 +87,14 @@ class Planning:
         for sample, before, reward in zip(group.samples, plain, rewards, strict=True):
             sample.plain_reward, sample.reward, sample.named_rewards = before, reward, None
         return None
+
+    async def score_prompt(self, group: SampleGroup) -> None:
+        """Tell the planners that want it how far policy and reference disagree on the group's prompt."""
+        if curious := [p for p in self._planners if p.wants_scores(group)]:
+            assert self._prompt_scores is not None, "preflight lets no such planner in without a reference"
+            scores, protect = await self._prompt_scores(group.samples[0].prompt_ids)
+            for planner in curious:
+                planner.hear_scores(group.group_id, scores, protect)
 
     def decide(self, group: SampleGroup) -> Decision:
         """What becomes of a group whose samples all have their rewards."""

@@ -283,6 +283,7 @@ class SampleRunner:
             reason = await self._planning.reward(self._prompts[group.group_id], group)
         state = GroupState.CENSORED
         if reason is None:
+            await self._planning.score_prompt(group)
             decision = self._planning.decide(group)
             if isinstance(decision, More):
                 self._grow(group, decision)
@@ -300,7 +301,7 @@ class SampleRunner:
     def _grow(self, group: SampleGroup, more: More) -> None:
         """The group gets further samples, ahead of all that wait: its siblings are done and grow old."""
         places = range(len(group.samples), len(group.samples) + more.samples)
-        samples = self._buffer.grow(group, self._seeds(group.group_id, places))
+        samples = self._buffer.grow(group, self._seeds(group.group_id, places), more.prompt_ids)
         self._save_planning()
         self._flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))

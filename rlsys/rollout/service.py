@@ -30,6 +30,7 @@ from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.prompt_scores import ReferenceScores
 from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRequest, encode, encode_error
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.router import Router
@@ -109,8 +110,12 @@ class EngineWatch:
         await self._router.watch()
 
 
-async def serve(config: Config, port: int, urls: list[str]) -> None:
-    """Until SIGTERM or SIGINT. Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
+async def serve(config: Config, port: int, urls: list[str], reference: str | None) -> None:
+    """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one.
+
+    Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
+    if config.engine.reference is not None and reference is None:
+        raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -123,14 +128,21 @@ async def serve(config: Config, port: int, urls: list[str]) -> None:
         ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
         return tokenizer.decode((await router.greedy(ids, config.rollout.max_response_tokens)).ids)
 
-    planning = Planning(config, source, tokenizer, build_judge(config, ask))
+    async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
+        return await reference_scores(ids)
+
+    planning = Planning(config, source, tokenizer, build_judge(config, ask), prompt_scores)
     buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
     try:
         async with make_session() as session:
             engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
             router = build_router(config, engines, tokenizer)
+            references = [] if reference is None else [EngineClient(reference, session)]
+            if references:
+                patience = config.engine.start_timeout
+                reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
             manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
-            watch = EngineWatch(engines, router)
+            watch = EngineWatch([*engines, *references], router)
             await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
             log.info("stopping: parking what is in flight")
             try:
@@ -174,9 +186,10 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
     parser.add_argument("--port", type=int, required=True, help="port of the commands, on loopback")
     parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
+    parser.add_argument("--reference", metavar="URL", help="an SGLang server with the reference weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_role(lambda: asyncio.run(serve(load_config(args.config), args.port, args.engine)))
+    run_role(lambda: asyncio.run(serve(load_config(args.config), args.port, args.engine, args.reference)))
 
 
 if __name__ == "__main__":

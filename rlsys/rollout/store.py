@@ -2,7 +2,8 @@
 
     meta     counters that only grow: issued groups, weight_version, tokens lost; and the planners' state
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
-    samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap
+    samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
+             prompt that it was drawn from, where that is not its group's
     arrays   pieces of samples in the order in which they came: response ids (int32), mu (float64), little-endian,
              and routes (msgpack of RouteSpans); dropped when no checkpoint can want them
     scores   the trainer's log-probs (float32) of tokens that its weights sampled, from token `start` on
@@ -36,7 +37,7 @@ from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Stat
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 5
+_SCHEMA_VERSION = 6
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -49,7 +50,7 @@ CREATE TABLE samples (
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
     reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
-    observed TEXT NOT NULL
+    observed TEXT NOT NULL, drawn_from BLOB
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE arrays (
@@ -232,6 +233,7 @@ def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stor
         sample.cached_tokens, sample.prefilled_tokens, sample.engine,
         None if sample.named_rewards is None else json.dumps(sample.named_rewards),
         sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
+        None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids),
     )  # fmt: skip
     db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
     now = Stored.of(sample)
@@ -307,6 +309,7 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         plain_reward,
         answer,
         observed,
+        drawn_from,
     ) = rest
     if not len(arrays.ids) == len(arrays.mu) == tokens:
         raise RunError(
@@ -314,10 +317,12 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
             f"{len(arrays.mu)} log-probs are kept"
         )
     return Sample(
-        sample_id, group_id, place, prompt_ids, seed, arrays.ids, arrays.mu,
+        sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
+        arrays.ids, arrays.mu,
         [VersionSpan(*s) for s in json.loads(spans)], Status(status),
         reward=reward, censor_reason=censor_reason, resumes=resumes, cached_tokens=cached,
         prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         routes=arrays.routes, behaviour=arrays.behaviour, observed=[TokenSpan(*s) for s in json.loads(observed)],
+        trained_prompt=None if drawn_from is None else prompt_ids,
     )  # fmt: skip

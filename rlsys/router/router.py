@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 
-from rlsys.engine.client import DeadEngine, EngineClient, EngineError
+from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
 from rlsys.router.checks import Limits, RefusedPrompt
@@ -119,6 +119,32 @@ class Router:
         await self.generate(probe, max_response_tokens=max_new_tokens, temperature=0.0)
         finish = "stop" if probe.status is Status.FINISHED else "length"
         return Segment(probe.response_ids, probe.mu, probe.spans, finish)
+
+    async def prompt_logprobs(self, ids: list[int]) -> list[float]:
+        """Log-probs of `ids[1:]` under the weights that serve, outside the ledger. After an interrupt: once more.
+
+        Raises RefusedPrompt, and RunError for what the engine refuses.
+        """
+        self.check(ids)
+        while True:
+            engine = await self._dispatcher.admit(lambda: (), lambda: Wish(None, None, 0))
+            flight = Flight(f"{self._run_id}-{next(self._order)}.", None, asyncio.timeout(None))
+            try:
+                with self._dispatcher.flying(engine, flight, len(ids)):
+                    async with flight.scope:
+                        found = await engine.client.token_logprobs(ids, flight.rid)
+                        engine.received += 1
+                        return found
+            except Aborted:
+                continue
+            except DeadEngine:
+                if not flight.scope.expired():
+                    engine.died()
+            except EngineError as e:
+                if e.status < _SERVER_FAULT:
+                    raise RunError(f"log-probs of a prompt: {e}") from None
+                self._counts["engine_faults"] += 1
+                engine.failed()
 
     def _wish(self, sample: Sample) -> Wish:
         """A prefix lives in an engine's cache for as long as the weights do."""

@@ -22,7 +22,7 @@ class TrainSample:
     """One sample; mu, versions, `trained` and `behaviour` have one entry per response token.
 
     `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
-    in the sample table.
+    in the sample table. `transferred`: mu is of the same response to another prompt.
     """
 
     prompt_ids: list[int]
@@ -33,6 +33,7 @@ class TrainSample:
     trained: list[bool] | None = None
     behaviour: list[float] = field(default_factory=list)
     routes: tuple[RouteSpan, ...] = ()
+    transferred: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -49,9 +50,10 @@ class TrainSample:
         trained = sample.trained() if sample.observed or sample.masked else None
         missing = [math.nan] * (len(sample.response_ids) - len(sample.behaviour))
         behaviour = [*sample.behaviour, *missing]
+        transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
         return cls(
-            sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row, trained, behaviour,
-            tuple(sample.routes),
+            sample.trained_prompt or sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row,
+            trained, behaviour, () if transferred else tuple(sample.routes), transferred,
         )  # fmt: skip
 
     @property
@@ -67,12 +69,13 @@ class TrainSample:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """`mask` is 1 on response tokens that are trained.
+    """`mask` is 1 on response tokens that are trained, `transferred` on those whose mu is of another prompt.
 
     `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, kept by the first scoring
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
+    transferred: Tensor | None = None  # [T] bool
     routes: list[RouteSpan] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
 
@@ -88,6 +91,12 @@ class MicroBatch(Batch):
             mask=zeros,
             versions=torch.full((n,), -1),
         )
+
+    @property
+    def comparable(self) -> Tensor:
+        """Trained tokens `[T]` whose mu must agree with the trainer: of these weights, and of this prompt."""
+        same = self.keep & (self.versions == self.version)
+        return same if self.transferred is None else same & ~self.transferred
 
     @property
     def response_tokens(self) -> int:
@@ -163,6 +172,9 @@ def _build(samples: list[TrainSample]) -> MicroBatch:
         versions=per_token(-1, [s.versions for s in samples], torch.int64),
         behaviour=per_token(math.nan, [s.behaviour for s in samples], torch.float32)
         if all(s.behaviour for s in samples)
+        else None,
+        transferred=per_token(0, [[s.transferred] * len(s.response_ids) for s in samples], torch.bool)
+        if any(s.transferred for s in samples)
         else None,
         routes=[
             RouteSpan(start + span.start, start + span.end, span.experts)

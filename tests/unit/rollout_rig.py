@@ -14,7 +14,7 @@ from rlsys.config import Config, identity
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
+from rlsys.rollout.planning import Planning, PromptScores
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, Sample, SampleGroup, Taken
@@ -50,9 +50,15 @@ def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
 class Rig:
     """A manager with everything around it, and the trainer's side of a step."""
 
-    def __init__(self, config: Config, length: Callable[[Sample], int], reward: Reward) -> None:
+    def __init__(
+        self,
+        config: Config,
+        length: Callable[[Sample], int],
+        reward: Reward,
+        prompt_scores: PromptScores | None = None,
+    ) -> None:
         self.router = ScriptedRouter(length)
-        planning = Planning(config, Numbers(), None)
+        planning = Planning(config, Numbers(), None, prompt_scores=prompt_scores)
         self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         self.scorer = Scorer(
             lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
@@ -91,10 +97,13 @@ async def settle() -> None:
 
 @asynccontextmanager
 async def rig(
-    config: Config, length: Callable[[Sample], int] = lambda s: 3, reward: Reward = length_reward
+    config: Config,
+    length: Callable[[Sample], int] = lambda s: 3,
+    reward: Reward = length_reward,
+    prompt_scores: PromptScores | None = None,
 ) -> AsyncIterator[Rig]:
     """At the end: the ledger adds up, and every token that the router received is in it."""
-    made = Rig(config, length, reward)
+    made = Rig(config, length, reward, prompt_scores)
     before = sum(made.buffer.ledger().tokens.values())
     try:
         yield made

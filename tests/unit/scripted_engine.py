@@ -126,6 +126,7 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self.started: list[list[int]] = []
         self.dead = self.hung = False
+        self.aborting = 0  # so many of the requests that do not stream
         self.requests: dict[str, Request] = {}
         self._boot()
 
@@ -242,8 +243,11 @@ class ScriptedEngine:
         return 200, json.dumps({"success": True, "ranks": [{"checksums": checksums(self.weights)}]})
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, str]:
-        """Not streamed: a canary."""
+        """Not streamed: a canary, or a prompt to be scored."""
         assert not self.released, "a request without memory"
+        if self.aborting:
+            self.aborting -= 1
+            return 200, json.dumps({"meta_info": {"finish_reason": {"type": "abort"}}})
         self.generated += 1
         entries = [[None, body["input_ids"][0], None]]
         entries += [[x, 0, None] for x in canary_logprobs(body["input_ids"], self.weights)]

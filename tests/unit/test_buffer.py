@@ -93,6 +93,19 @@ def test_a_parked_sample_comes_back_bit_for_bit(buffer: RolloutBuffer, reopen: O
     assert back.weight_version == 2
 
 
+def test_a_sample_keeps_the_prompt_that_it_was_drawn_from(tmp_path: Path) -> None:
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
+    group = buffer.issue(make_prompt(0), [11, 12])
+    (added,) = buffer.grow(group, [13], drawn_from=(1, 0))
+    assert (added.prompt_ids, added.trained_prompt) == ([1, 0], [1, 2, 0])
+    grow(group, buffer.new_version(0))
+    buffer.save(group.samples)
+    buffer.close()
+    back = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
+    assert back.groups == {0: group}
+    back.close()
+
+
 def test_ready_groups_keep_their_order_of_completion(buffer: RolloutBuffer, reopen: Opener) -> None:
     version = buffer.new_version(0)
     groups = [issue(buffer) for _ in range(3)]

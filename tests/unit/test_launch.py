@@ -37,7 +37,7 @@ def planned(*overrides: str) -> Plan:
     c = config(*overrides)
     layout, n = lay_out(c), c.launch.nodes
     nodes = [Node(f"n{i}", f"10.0.0.{i}") for i in range(n)] if n > 1 else [Node("localhost")]
-    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)))
+    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)), 6200)
     return build_plan(c, layout, nodes, ports, engine_command)
 
 
@@ -60,6 +60,19 @@ def test_the_plan_names_every_process_in_order() -> None:
     expected = {"HOME": "/h", "SOME": "1 2", "OMP_NUM_THREADS": "1"}
     assert plan.environment(engine, {"HOME": "/h"}).items() >= expected.items()
     assert "engine-1    SOME='1 2' python -m engine 1 5001" in describe_plan(plan)
+
+
+def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -> None:
+    plan = planned("engine.reference=own", "engine.count=2")
+    assert [r.name for r in plan.roles] == ["engine-0", "engine-1", "reference", "rollout", "trainer"]
+    reference, rollout = plan.roles[2], plan.roles[3]
+    assert reference.argv[-2:] == ["2", "6200"]
+    assert rollout.argv[-2:] == ["--reference", "http://127.0.0.1:6200"]
+    plan = planned("engine.reference=http://judge:30000")
+    assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
+    assert plan.roles[1].argv[-2:] == ["--reference", "http://judge:30000"]
+    with pytest.raises(UserError, match=r"engine.reference = own: no GPU is planned"):
+        planned("engine.reference=own", "launch.gpus_per_node=1")
 
 
 def test_fine_tuning_needs_the_trainer_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
-from rlsys.types import Sample, Segment, VersionSpan
+from rlsys.types import RouteSpan, Sample, Segment, VersionSpan
 
 
 def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:
@@ -127,6 +128,19 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
     row = TrainSample.of(made, row=7)
     assert (row.response_ids, row.mu, row.versions) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
     assert (row.row, len(row)) == (7, 5)
+
+
+def test_a_transferred_sample_is_trained_on_its_groups_prompt_and_compared_with_nothing() -> None:
+    made = Sample(1, 7, 0, [1, 2], 0, [3, 4], [-1.0, -2.0], [VersionSpan(5, 0, 2)])
+    made.routes = [RouteSpan(0, 3, bytes(3))]
+    other = replace(made, prompt_ids=[1], trained_prompt=[1, 2], routes=[RouteSpan(0, 2, bytes(2))])
+    (batch,) = pack([TrainSample.of(made, 0), TrainSample.of(other, 1)], 100)
+    batch.version = 5
+    assert batch.tokens.tolist() == [1, 2, 3, 4] * 2
+    own = int(batch.rows[0] == 1) * 4  # where the sequence of row 0 begins
+    assert [(s.start, s.end) for s in batch.routes] == [(own, own + 3)]
+    assert batch.keep.sum() == 4
+    assert batch.comparable.nonzero().flatten().tolist() == [own + 2, own + 3]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,31 @@ def test_a_restart_neither_repeats_nor_forgets_that_a_group_grew(tmp_path: Path)
     run(test())
 
 
+def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as_it_was(tmp_path: Path) -> None:
+    async def test() -> None:
+        scored: list[list[int]] = []
+
+        async def scores(prompt: list[int]) -> tuple[list[float], list[bool]]:
+            scored.append(prompt)
+            return [0.0, 2.0, 1.0], [True, False, False]
+
+        def wrong_in_group_zero(sample: Sample) -> int:
+            return 4 if sample.group_id == 0 else 3
+
+        config = config_of(tmp_path, planners=["lens"])
+        async with rig(config, wrong_in_group_zero, prompt_scores=scores) as r:
+            await r.start()
+            hard, easy = (await r.take(1)).groups
+            assert scored == [hard.samples[0].prompt_ids] == [[5, 6, 0]]
+            assert [(s.prompt_ids, s.trained_prompt) for s in hard.samples] == [
+                *[([5, 6, 0], None)] * 2,
+                *[([5, 0], [5, 6, 0])] * 2,
+            ]
+            assert {s.trained_prompt for s in easy.samples} == {None}
+
+    run(test())
+
+
 class Lengths:
     """A tokenizer of text that is as long as its ids; it answers with the length."""
 

@@ -340,6 +340,27 @@ def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> Non
         await asyncio.gather(*tasks)
 
 
+def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is_lost() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        waiting = asyncio.create_task(rig.router.prompt_logprobs(PROMPT))
+        await asyncio.sleep(1)
+        assert not waiting.done()  # nothing was attested yet
+        await rig.push()
+        assert await waiting == canary_logprobs(PROMPT, 1)
+        rig.engine.aborting = 1  # by an interrupt
+        assert await rig.router.prompt_logprobs(PROMPT) == canary_logprobs(PROMPT, 1)
+        rig.engine.die()
+        asyncio.get_running_loop().call_later(5, rig.engine.restart)
+        waiting = asyncio.create_task(rig.router.prompt_logprobs(PROMPT))
+        await asyncio.sleep(20)
+        await rig.push(only_stale=True)
+        assert await waiting == canary_logprobs(PROMPT, 1)
+        assert (await rig.settle())["lost"] == 0
+        with pytest.raises(RefusedPrompt):
+            await rig.router.prompt_logprobs([1, 10**6])
+
+
 # Pushes
 
 
