@@ -141,10 +141,12 @@ def test_a_pretrained_model_converts_and_returns(smollm2: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 135M parameters, and all of their optimizer's state in the checkpoint
 def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_path: Path) -> None:
     overrides = {
         "run.dir": tmp_path / "run", "model.path": smollm2, "data.source": "reasoning_gym",
-        "data.params": "{task: chain_sum}", "rollout.groups_per_step": 4, "rollout.group_size": 4,
+        "data.params": "{task: chain_sum}", "data.reward": "tests.integration.length_reward:shorter",
+        "rollout.groups_per_step": 4, "rollout.group_size": 4,
         "rollout.over_provision": 1, "rollout.max_staleness": 0, "rollout.max_response_tokens": 48,
         "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,
         "engine.max_running_requests": 16, "engine.max_total_tokens": 8192,
@@ -152,10 +154,17 @@ def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_
     }  # fmt: skip
     command = [sys.executable, "-m", "rlsys.cli", "train", "configs/quickstart.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (step,) = read_metrics(tmp_path / "run").steps
-    print({k: step[k] for k in ("tokens", "time_rollout", "time_train", "time_sync", "push_canary_mean")})
-    assert step["tokens"] > 0
-    assert step["mismatch_mean"] < 1e-5
+    print(
+        {
+            name: value
+            for name, value in step.items()
+            if name.startswith(("time_", "push_")) or name == "tokens"
+        }
+    )
+    assert step["effective_groups"] > 0
+    assert step["grad_norm"] > 0
+    assert step["mismatch_mean"] < 2e-5
     assert (step["push_tensors_equal"], step["push_tensors_unknown"]) == (2 + 30 * 6, 0)
