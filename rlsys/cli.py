@@ -220,6 +220,11 @@ class Parser(argparse.ArgumentParser):
 
     _mixing = False
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            **settings, allow_abbrev=False
+        )  # --token would be --token-file, and its value be told
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """By itself argparse gives the first row of words to all positionals, and calls later overrides unknown."""
         if self._mixing or not any(action.dest == "overrides" for action in self._actions):

@@ -65,7 +65,9 @@ class Dispatcher:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, next(self._order), waiter))
             await waiter
-        chosen = self._strategy(candidates, wish())
+        wished = wish()
+        others = [c for c in candidates if c.url not in wished.avoid]
+        chosen = self._strategy(others or candidates, wished)
         return next(e for e in self.pool.engines if e.url == chosen.url)
 
     def _may_pass(self, evaluation: bool) -> bool:
@@ -88,6 +90,12 @@ class Dispatcher:
     def grow(self, engine: EngineState, flight: Flight, tokens: int) -> None:
         flight.tokens += tokens
         engine.tokens += tokens
+
+    def works(self, engine: EngineState) -> None:
+        """It has just answered a request: no longer on trial, so that others may go to it as well."""
+        if engine.breaker.failures:
+            engine.breaker.succeeded()
+            self.wake()
 
     @property
     def waiting(self) -> int:

@@ -63,6 +63,9 @@ class Job:
     made: dict[str, Any] | None = None
     prompt: list[int] = field(default_factory=list)
     failures: int = 0
+    suspects: list[EngineState] = field(
+        default_factory=list
+    )  # they answered 500 and above; or it is the request
 
     @classmethod
     def of(cls, path: str, body: dict[str, Any], raw: bytes) -> Job:
@@ -153,10 +156,11 @@ class Proxy:
             with self._dispatcher.flying(engine, flight, len(job.raw) // 4):
                 async with scope, engine.client.open(job.path, self._body(job)) as answer:
                     if answer.status >= SERVER_FAULT and job.failures < MOST_FAILURES:
-                        engine.failed()
+                        job.suspects.append(engine)
                         job.failures += 1
                         return None
-                    engine.breaker.succeeded()
+                    if answer.status < SERVER_FAULT:
+                        self._blame(job, engine)
                     if job.stream and answer.status == OK:
                         return await self._relay(job, reply, answer, before)
                     whole = await self._whole(job, answer)
@@ -170,6 +174,15 @@ class Proxy:
             if job.failures > MOST_FAILURES:
                 raise Unavailable(f"{job.failures} engines in a row died of the request or with it") from None
         return None
+
+    def _blame(self, job: Job, engine: EngineState) -> None:
+        """This engine can answer the request, so those that could not are at fault; a request that none can answer
+        costs no engine its place."""
+        for suspect in job.suspects:
+            if suspect is not engine:
+                suspect.failed()
+        job.suspects.clear()
+        engine.breaker.succeeded()
 
     async def _relay(self, job: Job, reply: Reply, answer: Any, before: int) -> web.StreamResponse | None:
         """A stream to the client. None when it was cut short."""
@@ -202,7 +215,11 @@ class Proxy:
                 place = next(self._order)
                 engine = await self._dispatcher.admit(
                     lambda: (place,),
-                    lambda: Wish(self._engine_of.get(job.key), key=zlib.crc32(job.key.encode())),
+                    lambda: Wish(
+                        self._engine_of.get(job.key),
+                        key=zlib.crc32(job.key.encode()),
+                        avoid=frozenset(e.url for e in job.suspects),
+                    ),
                 )
         except TimeoutError:
             raise Unavailable(f"no engine could take the request within {self._queue_seconds:g} s") from None

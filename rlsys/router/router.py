@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +26,8 @@ from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
 __all__ = ["RefusedPrompt", "Router"]
+
+log = logging.getLogger("rlsys.router")
 
 EVALUATION = -1
 """Id of samples and groups outside the ledger."""
@@ -134,6 +137,7 @@ class Router:
                     async with flight.scope:
                         found = await engine.client.token_logprobs(ids, flight.rid)
                         engine.received += 1
+                        self._dispatcher.works(engine)
                         return found
             except Aborted:
                 continue
@@ -184,8 +188,9 @@ class Router:
                             finish = await self._receive(engine, flight, segment)
                             if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
                                 engine.received -= len(sample.response_ids) - start
-        except DeadEngine:
+        except DeadEngine as e:
             if not scope.expired():
+                log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                 engine.died()
         except EngineError as e:
             if e.status < _SERVER_FAULT:
@@ -239,6 +244,7 @@ class Router:
             self._counts["discarded_tokens"] -= tokens
         sample.append(segment)
         engine.received += tokens
+        self._dispatcher.works(engine)
         self._dispatcher.grow(engine, flight, tokens)
         self._counts["received_tokens"] += tokens
         if sample.sample_id == EVALUATION:

@@ -30,12 +30,14 @@ class Candidate:
 @dataclass(frozen=True)
 class Wish:
     """What a request would like. `prefer`: the engine that holds its prefix; `version`: the weights that made its
-    last token, None for a fresh one; `key`: any number that stays the same over its life.
+    last token, None for a fresh one; `key`: any number that stays the same over its life; `avoid`: engines that
+    failed it, to be left out as long as there are others.
     """
 
     prefer: str | None = None
     version: int | None = None
     key: int = 0
+    avoid: frozenset[str] = frozenset()
 
 
 Strategy = Callable[[Sequence[Candidate], Wish], Candidate]

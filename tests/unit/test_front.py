@@ -258,9 +258,18 @@ def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere()
         for i in range(4):
             status, answer = await rig.post("/generate", generate(session_id=str(i)))
             assert (status, answer["output_ids"]) == (200, made(8))
-        rig.engines[1].fail_with = 500
+        assert rig.fleet.pool.engines[0].breaker.failures
+        assert not rig.fleet.pool.engines[1].breaker.failures
+
+
+def test_a_request_that_no_engine_can_answer_is_told_and_costs_no_engine_its_place() -> None:
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        for engine in rig.engines:
+            engine.fail_with = 500
         status, answer = await rig.post("/generate", generate())
         assert (status, answer) == (500, {"error": {"message": "broken"}})
+        assert not any(e.breaker.failures for e in rig.fleet.pool.engines)
 
 
 # Limits

@@ -786,6 +786,19 @@ def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
         assert (await rig.settle())["lost"] == 5
 
 
+def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -> None:
+    @scenario(ScriptedEngine(A, ends_at=lambda s: 180))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        tasks = [rig.start(sample(i), budget=175) for i in range(8)]
+        await asyncio.sleep(0.1)
+        rig.router._pool.engines[0].died()  # a connection broke
+        await asyncio.sleep(1.4)
+        assert rig.router.stats()["in_flight"] == 8
+        for task in tasks:
+            check(await task, versions={1}, ends_at=180, budget=175)
+
+
 def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
     """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
