@@ -75,11 +75,17 @@ class Dispatcher:
 
     @contextmanager
     def flying(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
-        """The request of `flight`, with so many tokens of prompt, is in the engine for as long as this lasts."""
+        """The request of `flight`, with so many tokens of prompt, is in the engine for as long as this lasts.
+
+        Who asked may go away (a trainer that dies in an evaluation): the engine then counts tokens that nobody takes.
+        """
         engine.flights[flight.rid] = flight
         self.grow(engine, flight, tokens)
         try:
             yield flight
+        except asyncio.CancelledError:
+            engine.counting = False
+            raise
         finally:
             del engine.flights[flight.rid]
             engine.tokens -= flight.tokens

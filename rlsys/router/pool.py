@@ -70,7 +70,7 @@ class EngineState:
     generated_before: int = 0  # by the processes before, and for the rollout processes before
     lost_now: int = 0
     lost_before: int = 0
-    counting: bool = False
+    counting: bool = False  # else the count starts anew with the next push
     deaths: int = 0
     _counter_start: int = 0
 

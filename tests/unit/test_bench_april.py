@@ -120,7 +120,10 @@ def test_a_mode_on_a_scripted_engine(
     monkeypatch.setattr(april.asyncio, "to_thread", here)
     lengths = april.trace(quick=True)
     config = Config.model_validate(
-        {"model": {"path": tmp_path}, "rollout": {"max_response_tokens": max(lengths)}}
+        {
+            "model": {"path": april.write_random_moe(tmp_path / "model")},
+            "rollout": {"max_response_tokens": max(lengths)},
+        }
     )
     canaries = [Canary(ids, canary_logprobs(ids, 0)) for ids in april.canary_ids()]
     stage = april.Stage(EngineClient(engine.url, Network(engine)), config, {}, canaries, lengths, tmp_path)  # type: ignore[arg-type]

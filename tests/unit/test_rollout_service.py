@@ -215,4 +215,4 @@ def test_a_taken_port_is_the_users_mistake(run_config: Path) -> None:
     with healthy_engine() as engine:
         port = int(engine.rsplit(":", 1)[1])
         with pytest.raises(UserError, match=f"--port {port}: in use on 127"):
-            asyncio.run(serve(load_config(run_config), port, [engine]))
+            asyncio.run(serve(load_config(run_config), port, [engine], None))

@@ -799,6 +799,43 @@ def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -> None
             check(await task, versions={1}, ends_at=180, budget=175)
 
 
+def test_a_trainer_that_dies_in_an_evaluation_or_a_push_loses_no_token() -> None:
+    @scenario(ScriptedEngine(A, chunk=4))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        asking = asyncio.create_task(rig.router.greedy(PROMPT, 30))
+        await asyncio.sleep(0.1)
+        await stopped(asking)
+        rig.version += 1
+        await rig.router.begin_push(rig.version)
+        rig.engine.load(rig.version)
+        ending = asyncio.create_task(
+            rig.router.end_push(
+                rig.version, [Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, rig.version))] * 3
+            )
+        )
+        answer = rig.engine._generate
+
+        def one_and_no_more(body: dict[str, Any]) -> tuple[int, str]:
+            rig.engine.hung = True
+            return answer(body)
+
+        rig.engine._generate = one_and_no_more  # type: ignore[method-assign]
+        await asyncio.sleep(1)
+        await stopped(ending)
+        rig.engine._generate = answer  # type: ignore[method-assign]
+        rig.engine.wake()
+        await rig.push()
+        check(await rig.start(sample()), versions={3})
+        assert (await rig.settle())["lost"] == 0
+
+
+async def stopped(task: asyncio.Task[Any]) -> None:
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
     """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
