@@ -124,10 +124,8 @@ class WeightPush:
         reported = await engine.client.weight_version()
         if checksums:
             engine.match = await self._compare(engine, checksums)
-        counting, engine.counting = (
-            engine.counting,
-            False,
-        )  # a push that ends in here leaves tokens that nobody takes
+        counting = engine.counting
+        engine.counting = False  # a push that ends in here leaves tokens that nobody takes
         seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
         engine.received += len(canaries)  # each asked for one token more
         engine.counting = counting
