@@ -98,3 +98,5 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
     slurm.wait(lambda: slurm.job_state(job) == "CANCELLED")
     slurm.wait(lambda: not slurm.job_processes(), "processes are left")
     checked_ledger(run)
+    steps = read_metrics(run).steps
+    assert [s["step"] for s in steps] == list(range(1, len(steps) + 1)), "the curve has no gap"
