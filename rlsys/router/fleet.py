@@ -107,7 +107,7 @@ class Fleet:
         if size is None:
             try:
                 size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-            except (OSError, ValueError, KeyError) as e:
+            except (OSError, ValueError, KeyError, TypeError) as e:
                 raise UserError(
                     f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
                 ) from None
