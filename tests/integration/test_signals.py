@@ -196,6 +196,7 @@ def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_
         for layout in layouts
         for recipe, got in seen[layout].items()
         for name, value in outcomes[recipe].items()
-        if got[name] != pytest.approx(value, rel=2e-4, abs=2e-5)
+        if name != "padding_share"  # that depends on how sequences are cut
+        and got[name] != pytest.approx(value, rel=2e-4, abs=2e-5)
     ]
     assert not wrong
