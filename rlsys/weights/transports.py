@@ -183,13 +183,19 @@ def address_towards(url: str) -> str:
 
 
 def _join(backend: str, host: str, port: int, world: int, name: str) -> dist.ProcessGroup:
-    """Rank 0's side. Raises RuntimeError (also torch's errors) or TimeoutError when somebody is missing."""
+    """Rank 0's side. Raises RuntimeError (also torch's errors) or TimeoutError when somebody is missing.
+
+    The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait for
+    a server that nobody starts.
+    """
     _prepare_sglang()
     from sglang.srt.utils import init_custom_process_group
 
+    timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT)
+    store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
     group: dist.ProcessGroup = init_custom_process_group(
-        backend=backend, init_method=f"tcp://{host}:{port}", world_size=world, rank=0, group_name=name,
-        timeout=datetime.timedelta(seconds=_GROUP_TIMEOUT),
+        backend=backend, store=dist.PrefixStore(name, store), world_size=world, rank=0, group_name=name,
+        timeout=timeout,
     )  # fmt: skip
     return group
 

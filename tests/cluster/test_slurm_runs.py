@@ -65,7 +65,7 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
     run = tmp_path / "run"
     job = submit(
         slurm, run, "trainer.steps=1000", "launch.nodes=3", "launch.placement=disaggregated",
-        "rollout.over_provision=2", "rollout.max_staleness=4",
+        "weights.method=broadcast", "rollout.over_provision=2", "rollout.max_staleness=4",
         f"launch.preemption_seconds={PREEMPTION_GRACE - 2}",
     )  # fmt: skip
     wait_for_step(slurm, job, run, 2)
