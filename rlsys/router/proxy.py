@@ -63,9 +63,8 @@ class Job:
     made: dict[str, Any] | None = None
     prompt: list[int] = field(default_factory=list)
     failures: int = 0
-    suspects: list[EngineState] = field(
-        default_factory=list
-    )  # they answered 500 and above; or it is the request
+    suspects: list[EngineState] = field(default_factory=list)
+    """Engines that answered 500 and above: they are at fault, or the request is."""
 
     @classmethod
     def of(cls, path: str, body: dict[str, Any], raw: bytes) -> Job:

@@ -141,8 +141,9 @@ class Router:
                         return found
             except Aborted:
                 continue
-            except DeadEngine:
+            except DeadEngine as e:
                 if not flight.scope.expired():
+                    log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                     engine.died()
             except EngineError as e:
                 if e.status < _SERVER_FAULT:
