@@ -17,8 +17,8 @@ T = TypeVar("T")
 class StoreWriter:
     """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
 
-    What `writing` blocks wrote is on disk after `flush`. A block that fails leaves memory ahead of the file: nothing
-    is written after it.
+    What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the file:
+    nothing is written after it, and the file stays as it was committed last.
     """
 
     def __init__(self, path: Path, identity: str, largest_group: int) -> None:
@@ -44,10 +44,13 @@ class StoreWriter:
                 yield
                 self.db.execute("RELEASE method")
         except BaseException as e:
-            self._broken = f"{self.path}: closed to writes after: {e}"
+            self._close_to_writes(e)
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK TO method")
             raise
+
+    def _close_to_writes(self, error: BaseException) -> None:
+        self._broken = f"{self.path}: closed to writes after: {error}"
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """What a query finds in the file, what is not flushed included."""
@@ -64,10 +67,17 @@ class StoreWriter:
         self.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
 
     def flush(self) -> None:
-        """Commit: on disk when this returns."""
+        """Commit: on disk when this returns. A commit that fails is not tried again: SQLite may have undone it."""
+        if not self.db.in_transaction:
+            return
         with sqlite_errors(self.path):
-            if self.db.in_transaction:
+            try:
                 self.db.execute("COMMIT")
+            except BaseException as e:
+                self._close_to_writes(e)
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+                raise
 
     def close(self) -> None:
         try:

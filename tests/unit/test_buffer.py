@@ -238,6 +238,47 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
     assert [g.group_id for g in back.ready()] == [0]
 
 
+class FailsToCommit:
+    """A connection before a disk that is full at the commit; SQLite has undone the transaction by then, or not."""
+
+    def __init__(self, db: sqlite3.Connection, undone: bool) -> None:
+        self._db, self._undone = db, undone
+
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        if statement != "COMMIT":
+            return self._db.execute(statement, *values)
+        if self._undone:
+            self._db.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._db, name)
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_after_a_commit_that_failed_nothing_is_written(
+    buffer: RolloutBuffer, reopen: Opener, undone: bool
+) -> None:
+    """Else the next pieces of a sample would be committed without those before them, and no start could read it."""
+    version, group = buffer.new_version(0), issue(buffer)
+    grow(group, version)
+    buffer.save(group.samples)
+    buffer.flush()
+    grow(group, version)
+    buffer.save(group.samples)
+    writer = buffer._file
+    disk, writer.db = writer.db, FailsToCommit(writer.db, undone)  # type: ignore[assignment]
+    with pytest.raises(RunError, match=r"rollouts.sqlite: cannot go on writing: database or disk is full"):
+        buffer.flush()
+    writer.db = disk  # there is room again: too late
+    grow(group, version)
+    with pytest.raises(RunError, match="closed to writes after: database or disk is full"):
+        buffer.save(group.samples)
+    back = reopen()
+    assert [len(s.response_ids) for s in back.groups[0].samples] == [3, 3]
+    check(back.ledger())
+
+
 # Files that are not ours to write
 
 
