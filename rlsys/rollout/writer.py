@@ -17,8 +17,8 @@ T = TypeVar("T")
 class StoreWriter:
     """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
 
-    What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the file:
-    nothing is written after it, and the file stays as it was committed last.
+    What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the
+    file: nothing is written after it, and the file stays as it was committed last.
     """
 
     def __init__(self, path: Path, identity: str, largest_group: int) -> None:

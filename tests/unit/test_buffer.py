@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -244,7 +245,7 @@ class FailsToCommit:
     def __init__(self, db: sqlite3.Connection, undone: bool) -> None:
         self._db, self._undone = db, undone
 
-    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         if statement != "COMMIT":
             return self._db.execute(statement, *values)
         if self._undone:
