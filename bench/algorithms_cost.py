@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from measure import ROOT
 
-from rlsys import train
 from rlsys.algo.objective import Objective
 from rlsys.config import load_config
+from rlsys.trainer import update as train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Taken
 
@@ -77,25 +77,25 @@ def measure_cost(
     )
     trainer = Trainer(quick, ("entropy", "values", "ref"))
     passes = [0.0]
-    plain_score = train.score
+    plain_score = train_step.score
 
     def timed_score(*args: Any) -> None:
         start = time.perf_counter()
         plain_score(*args)
         passes[0] += time.perf_counter() - start
 
-    train.score = timed_score
+    train_step.score = timed_score
     shares: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
     for _ in range(repeats):
         for name in names:
             section = load_config(ROOT / "configs" / "algorithms" / f"{name}.yaml").algo
             objective, taken = Clocked(section), full_step(name == "mc_grpo", name == "gdpo")
             start, passes[0] = time.perf_counter(), 0.0
-            train.update(trainer, objective, taken)
+            train_step.update(trainer, objective, taken)
             total = time.perf_counter() - start
             shares[name]["algorithm_share"].append(objective.seconds / total)
             shares[name]["passes_share"].append(passes[0] / total)
             shares[name]["seconds"].append(total)
-    train.score = plain_score
+    train_step.score = plain_score
     trainer.close()
     yield from shares.items()

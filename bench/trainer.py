@@ -33,11 +33,11 @@ from launch.memory import model_size
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.train import micro_loss
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
 from rlsys.trainer.signals import pack_rows, sample_table, score
 from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import micro_loss
 from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048

@@ -221,9 +221,8 @@ class Parser(argparse.ArgumentParser):
     _mixing = False
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(
-            **settings, allow_abbrev=False
-        )  # --token would be --token-file, and its value be told
+        # --token would be taken for --token-file, and a secret be told as a file that is not there.
+        super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """By itself argparse gives the first row of words to all positionals, and calls later overrides unknown."""

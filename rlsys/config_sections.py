@@ -131,6 +131,9 @@ class TrainerConfig(Section):
     """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, no auxiliary loss)."""
     token_budget: Positive = 8192
     """Most tokens in one packed micro-batch."""
+    early_backward: bool = False
+    """Finished groups go backward as soon as they fill a micro-batch of every rank, while the step's others are being
+    made (FlexMARL's micro-batch pipeline); needs launch.placement = disaggregated."""
     equal_lengths: bool = False
     """Pad a step's micro-batches to one length: pipeline stages then need not tell each other shapes."""
     replay: Literal["off", "engine", "trainer"] = "off"

@@ -1,6 +1,7 @@
 """THE LOOP. Runs on every trainer rank: `torchrun ... -m rlsys.train --config RUN/config.yaml --rollout URL`.
 
     take      the first groups_per_step groups that finished; what is still in flight is interrupted and parked
+              (with trainer.early_backward, groups that are done go backward while the others are made)
     train     plan -> packed micro-batches -> log-prob passes -> advantages -> loss -> optimizer (megatron-core)
     push      the new weights to every engine, attested; generation goes on, interrupted samples first
 
@@ -11,23 +12,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from rlsys.algo.objective import Objective, Plan
+from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
-from rlsys.obs.metrics import MISMATCH_EDGES, MetricsWriter, mismatch_summary
+from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
-from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.schedule import learning_rate
-from rlsys.trainer.signals import pack_rows, rescore, sample_table, score, score_parked, shuffled
+from rlsys.trainer.signals import score_parked
 from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Taken
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
@@ -51,13 +45,16 @@ def train(config: Config, rollout: RolloutClient) -> None:
         attested["time_checksums"] += checksums.seconds
         return {"time_sync": time.monotonic() - start, **attested}
 
-    def take() -> Taken | None:
+    def take(early: Early | None) -> Taken | None:
         """The groups of this step; an engine that came back without weights gets them first. None: leave."""
-        while (taken := on_main(lambda: rollout.take(step))) is None:
+        while True:
+            while early is not None and (part := on_main(lambda: rollout.early(step))) is not None:
+                go_backward(trainer, objective, part, early)
+            if (taken := on_main(lambda: rollout.take(step))) is not None:
+                return taken
             if on_main(rollout.leaving) is not None:
                 return None
             push()
-        return taken
 
     def score_interrupted() -> float:
         """What the weights sampled that are about to change, kept for the step that trains it. Seconds."""
@@ -95,8 +92,8 @@ def train(config: Config, rollout: RolloutClient) -> None:
     saved = step
     while step < config.trainer.steps:
         step += 1
-        start = time.monotonic()
-        if (taken := take()) is None:
+        start, early = time.monotonic(), Early() if config.trainer.early_backward else None
+        if (taken := take(early)) is None:
             step -= 1
             settle(wait=True)
             if step > saved and (on_main(rollout.leaving) or 0.0) > trainer.save_seconds:
@@ -106,7 +103,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
             return
         rollout_done = time.monotonic()
         extra = {"time_score": score_interrupted()} if "behaviour" in objective.needs else {}
-        stats = update(trainer, objective, taken)
+        stats = update(trainer, objective, taken, early)
         train_done = time.monotonic()
         pushed = push()
         end = time.monotonic()
@@ -127,63 +124,6 @@ def train(config: Config, rollout: RolloutClient) -> None:
             saved = step
     settle(wait=True)
     write("run", event="end")
-
-
-def update(trainer: Trainer, objective: Objective, taken: Taken) -> dict[str, object]:
-    """One train step on the groups taken. Returns its metrics."""
-    step, groups = taken.train_step, taken.groups
-    plan = objective.plan(sample_table(groups, step, objective.needs))
-    stats: dict[str, object] = {"effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})}
-    sums: dict[str, Tensor] = {}
-    if plan.rows:  # else every group's rewards are equal: nothing to learn
-        stats |= optimise(trainer, objective, plan, taken, trainer.config.algo.minibatches, sums)
-    if later := objective.put_off(
-        plan, groups, step
-    ):  # a selector's rest of earlier steps, in an extra update
-        again, advantages = replace(taken, groups=[g for g, _ in later]), torch.tensor([a for _, a in later])
-        plan = objective.plan_again(sample_table(again.groups, step, objective.needs), advantages)
-        stats |= {"replayed": len(later), **optimise(trainer, objective, plan, again, 1, sums)}
-    if not sums:
-        return stats
-    stats |= objective.metrics(sums)
-    return stats | mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"]))
-
-
-def optimise(
-    trainer: Trainer, objective: Objective, plan: Plan, taken: Taken, parts: int, sums: dict[str, Tensor]
-) -> dict[str, object]:
-    """`parts` optimizer updates on the planned rows. Adds to `sums`; returns the last update's figures."""
-    config = trainer.config
-    stats: dict[str, object] = {}
-    updates = shuffled(plan.rows, parts, (config.run.seed, taken.train_step))
-    batches = [pack_rows(taken, rows, trainer) for rows in updates]
-    score(batches, objective, trainer)
-    objective.finish(plan, [micro for batch in batches for micro in batch], trainer.sum_over_dp)
-    t, skipped = config.trainer, 0
-    lr = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
-    for i, (rows, batch) in enumerate(zip(updates, batches, strict=True)):
-        if i:
-            rescore(batch, objective, trainer)
-        objective.prepare(batch, trainer.sum_over_dp)
-        rate = lr * objective.lr_factor(plan, rows)
-        share = plan.denominator / len(updates)
-        result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
-        skipped += result.skipped
-        objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
-        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "skipped_updates": skipped}
-        stats = {**figures, "padding_share": result.padding_share, **result.routing}
-        for name, value in result.sums.items():
-            sums[name] = sums[name] + value if name in sums else value
-    return stats
-
-
-def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss sum of one packed micro-batch, and sums for the metrics."""
-    loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
-    gap = (scores.logp.detach() - micro.mu).abs()[micro.comparable]
-    sums["mismatch"] = gap.sum()
-    sums["mismatch_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
-    return loss, sums
 
 
 def main() -> None:

@@ -158,8 +158,12 @@ the run's own engines or a rule. Several named rewards: `data.reward` gives an o
 done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
 group's; it is left out of mismatch_mean, and has no routes to replay.
 
-The loop does not go backward early on finished groups: `Objective.early_backward` says which objectives would allow
-it, and a test adds finished groups up to the whole step, but the loop takes whole steps.
+With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward as
+soon as they fill a micro-batch of every rank, while the rest of the step is being made: weights stay, gradients add
+up, and one update divides them by the whole step's denominator, so that a step is the same but for the order of its
+sums. It needs disaggregated engines and an algorithm that looks at no whole step (`Objective.needs_whole_step`): no
+selector, no hook, no bound over the mini-batch, advantages of a group by itself. `early_share` and `time_early` say
+how much was hidden behind the tail; a repeated step gets the same portions again.
 """
 
 

@@ -27,7 +27,7 @@ from rlsys.algo.hooks import Hook
 from rlsys.algo.losses import Loss, Sums, View
 from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
 from rlsys.algo.plugin import Plugin
-from rlsys.algo.reducers import Constant, Reducer, Reduction
+from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
 from rlsys.algo.replay import Replay
@@ -121,16 +121,18 @@ class Objective:
         )
 
     @property
-    def early_backward(self) -> bool:
-        """A finished group may go backward before the others are done: nothing needs the whole step."""
-        whole = any(type(p).prepare is not base.prepare for base, ps in self._preparing() for p in ps)
-        return (
-            not (self.late or whole or self.passes or self.selectors or self.hooks)
-            and self.advantage.group_local
-            and not self.advantage.changes_tokens()
-            and isinstance(self.reducer, Constant)
-            and self.reducer.over == "all"
-        )
+    def needs_whole_step(self) -> list[str]:
+        """Class names of the plug-ins that look at all samples of a step before one goes backward. If there is none,
+        finished groups may go backward early: only the denominator needs the rest, and it divides at the end."""
+        preparing = [p for base, ps in self._preparing() for p in ps if type(p).prepare is not base.prepare]
+        waiting = [p for p in self.shaping if p.needs() & PASSES]
+        found: list[Plugin] = [*waiting, *self.selectors, *preparing, *self.hooks]
+        a = self.advantage
+        if not a.group_local or a.changes_tokens() or a.needs() & PASSES:
+            found.insert(0, a)
+        if not self.reducer.sample_local:
+            found.append(self.reducer)
+        return [type(p).__name__ for p in found]
 
     def _preparing(self) -> tuple[tuple[type[Any], Sequence[Any]], ...]:
         return (Loss, self.losses), (CorrectionPlugin, self.corrections)

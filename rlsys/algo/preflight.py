@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.algo.objective import ANCHOR_NEEDS
+from rlsys.algo.objective import ANCHOR_NEEDS, Objective
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
@@ -20,6 +20,35 @@ def check(config: Config) -> None:
         for need in sorted(needs):
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
+    if config.trainer.early_backward and (reason := _why_not_early(config)):
+        raise UserError(f"trainer.early_backward = true, but {reason}")
+
+
+def _why_not_early(config: Config) -> str:
+    """What keeps finished groups from going backward early; empty when nothing does."""
+    whole = Objective(config.algo).needs_whole_step
+    reasons = {
+        "launch.placement = colocated: engines rest while the trainer works; use disaggregated": (
+            config.launch.placement == "colocated"
+        ),
+        f"the algorithm looks at whole steps: {', '.join(whole)}": bool(whole),
+        f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
+            config.algo.minibatches > 1
+        ),
+        "parallel.overlap = true reduces the gradients in the last backward pass of each portion; use false": (
+            config.parallel.overlap
+        ),
+        f"trainer.balance_loss = {config.trainer.balance_loss} weighs by all tokens of a step; use balance_rate": (
+            config.trainer.balance_loss > 0
+        ),
+        "rollout.staleness_policy = wait chooses among all groups that are ready; use drop or mask": (
+            config.rollout.staleness_policy == "wait"
+        ),
+        f"rollout.repeat = {config.rollout.repeat}: the record decides when a step has its groups": (
+            config.rollout.repeat is not None
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _why_not(need: str, config: Config) -> str:

@@ -26,6 +26,8 @@ class Reducer(Plugin):
 
     over: Literal["active", "all"] = "active"
     """Samples in the denominator: all, or those with an advantage other than 0 (groups of one reward drop out)."""
+    sample_local: ClassVar[bool] = False
+    """A sample's factor follows from the sample alone."""
 
     def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
         """lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
@@ -39,6 +41,7 @@ class TokenMean(Reducer):
     """Every token of the step counts the same (DAPO): long responses weigh more."""
 
     paper: ClassVar[str] = "DAPO, section 3.3"
+    sample_local: ClassVar[bool] = True
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[counted].sum())))
@@ -48,6 +51,7 @@ class SequenceMean(Reducer):
     """The mean over each response's tokens, then over responses (GRPO, GSPO)."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), eq. 3"
+    sample_local: ClassVar[bool] = True
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         return Reduction(1 / lengths.clamp(min=1).float().cpu(), max(1.0, float(counted.sum())))
@@ -56,10 +60,11 @@ class SequenceMean(Reducer):
 class Constant(Reducer):
     """The sum over tokens divided by a constant length, then the mean over responses (Dr. GRPO).
 
-    The denominator is known before any response is finished, so a micro-batch may go backward early.
+    The denominator is known before any response is finished.
     """
 
     paper: ClassVar[str] = "Dr. GRPO, section 3"
+    sample_local: ClassVar[bool] = True
     length: Annotated[int, Field(gt=0)] = 256
     """The constant, usually rollout.max_response_tokens."""
     over: Literal["active", "all"] = "all"

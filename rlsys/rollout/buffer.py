@@ -224,13 +224,21 @@ class RolloutBuffer:
 
     # Train steps
 
-    def take(self, train_step: int, groups: Sequence[SampleGroup]) -> None:
-        """READY -> TRAINED, written to the journal. Steps take in order, each once, else RunError."""
+    def take(
+        self, train_step: int, groups: Sequence[SampleGroup], parts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """READY -> TRAINED, written to the journal. Steps take in order, each once, else RunError.
+
+        `parts`: ids of those of the groups that the trainer had been given before, portion by portion.
+        """
         if train_step != self._last_taken + 1:
             raise RunError(f"train step {train_step} cannot take: the last that did was {self._last_taken}")
+        ids = [g.group_id for g in groups]
+        if missing := {i for part in parts for i in part} - set(ids):
+            raise RunError(f"train step {train_step} leaves out groups that are in training: {missing}")
         with self._file.writing():
-            ids = json.dumps([g.group_id for g in groups])
-            self._db.execute("INSERT INTO takes VALUES (?, ?, ?)", (train_step, self._version, ids))
+            row = (train_step, self._version, json.dumps(ids), json.dumps(parts))
+            self._db.execute("INSERT INTO takes VALUES (?, ?, ?, ?)", row)
             for group in groups:
                 self._move(group, GroupState.TRAINED, train_step)
                 self._drop(group)
@@ -248,6 +256,14 @@ class RolloutBuffer:
                 if group.state is GroupState.READY:
                     self._move(group, GroupState.TRAINED, train_step)
         return version, groups
+
+    def parts(self, train_step: int) -> list[list[int]]:
+        """Group ids of the portions in which a step of the journal began."""
+        query = "SELECT parts FROM takes WHERE train_step = ?"
+        parts: list[list[int]] = json.loads(
+            self.read(lambda db: db.execute(query, (train_step,)).fetchone()[0])
+        )
+        return parts
 
     def restore(self, train_step: int) -> None:
         """The trainer goes on from a checkpoint of this many steps: later ones take again what they took.

@@ -50,8 +50,15 @@ class RolloutClient:
         """The trainer starts with the weights after this many steps. Call once, before the first push."""
         self._command("restore", StepRequest(train_step), type(None))
 
+    def early(self, train_step: int) -> Taken | None:
+        """Groups that `take` will give, as soon as they fill a micro-batch of every rank; each once.
+
+        None: the rest comes with `take`, or something else comes first, which `take` tells.
+        """
+        return self._command("early", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+
     def take(self, train_step: int) -> Taken | None:
-        """Groups of the step about to be trained (1-based), by group id; the same ones when asked again.
+        """All groups of the step about to be trained (1-based), by group id; the same ones when asked again.
 
         None: an engine needs the current weights first; push, then call again. Or the run is `leaving`.
         """

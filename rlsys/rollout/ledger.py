@@ -120,8 +120,7 @@ def read_ledger(run_dir: Path) -> Ledger:
         ValueError,
         TypeError,
     ) as e:  # a page, a counter or a row that is not ours
-        raise UserError(
-            f"{run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
-        ) from None
+        path = run_dir / FILE_NAME
+        raise UserError(f"{path}: not a usable rollout file: {type(e).__name__}: {e}") from None
     finally:
         db.close()

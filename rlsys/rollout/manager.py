@@ -1,6 +1,6 @@
 """RolloutManager: hands whole groups to the trainer and guides the pushes of weights.
 
-    restore -> begin_push -> end_push -> take -> (train) -> begin_push -> end_push -> take -> ...
+    restore -> begin_push -> end_push -> [early ->] take -> (train) -> begin_push -> end_push -> take -> ...
 
 Commands run one at a time, under a lock; what the trainer is told has been flushed before. When it repeats
 steps after a restart, their groups come from the journal and nothing is generated until it has caught up.
@@ -83,12 +83,16 @@ class RolloutManager:
         self._selection = Selection(config, buffer, repeat)
         self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection)
         self._colocated = config.launch.placement == "colocated"
+        self._budget = config.trainer.token_budget * config.parallel.data_parallel
+        """Tokens of a full micro-batch on every trainer rank."""
         self._command = asyncio.Lock()
         self._done_steps = 0
         """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
         self._policy_step: int | None = None
         """Train steps behind the engines' weights; None before the first push."""
         self._push_due = True
+        self._parts: list[list[int]] = []
+        """Of the next step: ids of the groups that the trainer was given before its take."""
         self._long_responses: list[list[int]] = []
         """The longest ones taken last, with their prompts."""
         self._lost_seen = 0
@@ -106,6 +110,42 @@ class RolloutManager:
             check_conservation(self._buffer.ledger())
             self._runner.flush()
             self._done_steps, self._policy_step, self._push_due = train_step, None, True
+            self._parts = []
+
+    async def early(self, train_step: int) -> Taken | None:
+        """Groups that `take(train_step)` will give, as soon as they fill a micro-batch of every rank; each once.
+
+        None when the step's groups are all there, or something else comes first: ask `take`. In memory only until
+        the take: a trainer that dies before has lost what it did with them, and a new one is given them again. A step
+        that is repeated gets the portions that it had.
+        """
+        async with self._command:
+            policy_step = self._next_policy_step(train_step)
+            if train_step > self._buffer.last_taken_step:
+                version = self._buffer.weight_version
+                part = await self._watched(self._until_part(policy_step), "groups of a train step")
+            else:
+                version, groups = self._buffer.taken(train_step)
+                ids = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
+                part = [g for g in groups if g.group_id in ids]
+            if not part:
+                return None
+            self._count_tool_errors(part)
+            self._selection.mask_old(part, self._buffer.policy_step(version))
+            self._parts.append([g.group_id for g in part])
+            return Taken(train_step, version, part, {})
+
+    def _next_policy_step(self, train_step: int) -> int:
+        """Train steps behind the weights that this step updates. RunError when it is not its turn."""
+        next_step = self._done_steps + (not self._push_due)
+        if self._policy_step is None or train_step not in (self._done_steps, next_step):
+            raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
+        return self._policy_step
+
+    def _count_tool_errors(self, groups: list[SampleGroup]) -> None:
+        if self._tokenizer is not None:
+            for sample in (s for group in groups for s in group.samples if s.observed):
+                sample.tool_errors = error_share(sample, self._tokenizer.decode)
 
     async def take(self, train_step: int) -> Taken | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
@@ -116,20 +156,16 @@ class RolloutManager:
         async with self._command:
             if self._leave_by is not None:
                 return None
-            next_step = self._done_steps + (not self._push_due)
-            if self._policy_step is None or train_step not in (self._done_steps, next_step):
-                raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
+            policy_step = self._next_policy_step(train_step)
             new = train_step > self._buffer.last_taken_step
             if new:
-                chosen = await self._chosen(self._policy_step)
+                chosen = await self._chosen(policy_step)
                 if chosen is None:
                     return None
-                self._buffer.take(train_step, chosen)
+                self._buffer.take(train_step, chosen, self._parts)
             counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
-            if self._tokenizer is not None:
-                for sample in (s for group in groups for s in group.samples if s.observed):
-                    sample.tool_errors = error_share(sample, self._tokenizer.decode)
+            self._count_tool_errors(groups)
             if self._colocated:
                 await self._rest()
                 if self._config.launch.release_memory:
@@ -137,7 +173,7 @@ class RolloutManager:
             metrics = self._figures.of_step(train_step, version, groups, new=new)
             self._buffer.check_counts()
             self._runner.flush()
-            self._done_steps, self._push_due = train_step, True
+            self._done_steps, self._push_due, self._parts = train_step, True, []
             self._long_responses = [ids[:CANARY_TOKENS] for ids in longest(groups, CANARIES)]
             self._go_on()
             return Taken(train_step, version, groups, {**metrics, **counts, **self._figures.totals()})
@@ -267,11 +303,27 @@ class RolloutManager:
 
     async def _wait_for_groups(self, policy_step: int) -> None:
         while self._selection.groups(policy_step) is None and not self._called_away():
-            if late := self._runner.overdue():
-                await self._rest()
-                await self._runner.censor_overdue(late)
-                self._generate(policy_step)
+            await self._censor_overdue(policy_step)
             await self._look_again()
+
+    async def _until_part(self, policy_step: int) -> list[SampleGroup]:
+        """Groups for the trainer to begin with; none when a take would not wait."""
+        if self._selection.groups(policy_step) is None:
+            self._generate(policy_step)
+        while self._selection.groups(policy_step) is None and not self._called_away():
+            given = {i for part in self._parts for i in part}
+            fresh = [g for g in self._selection.certain() if g.group_id not in given]
+            if sum(len(s.prompt_ids) + len(s.response_ids) for g in fresh for s in g.samples) >= self._budget:
+                return fresh
+            await self._censor_overdue(policy_step)
+            await self._look_again()
+        return []
+
+    async def _censor_overdue(self, policy_step: int) -> None:
+        if late := self._runner.overdue():
+            await self._rest()
+            await self._runner.censor_overdue(late)
+            self._generate(policy_step)
 
     async def _until_interruptible(self) -> None:
         step = self._policy_step

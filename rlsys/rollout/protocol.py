@@ -21,7 +21,7 @@ Result = Taken | PushTicket | EvalResult | list[Unscored] | dict[str, float] | N
 
 @dataclass
 class StepRequest:
-    """Of `restore`, `take`, `unscored` and `commit`."""
+    """Of `restore`, `early`, `take`, `unscored` and `commit`."""
 
     train_step: int
 

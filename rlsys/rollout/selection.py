@@ -33,6 +33,11 @@ class Selection:
             ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, policy_step)
         )
 
+    def certain(self) -> list[SampleGroup]:
+        """Groups that the next step will take, whoever finishes next. Only for the plain order of completion: not
+        under the staleness policy `wait`, and not for a record."""
+        return self._buffer.ready()[: self._rollout.groups_per_step]
+
     def must_go_on(self, policy_step: int) -> bool:
         """Whether a sample in an engine has been resumed as often as rollout.max_resumes allows, or the record has
         more tokens of these weights."""

@@ -63,6 +63,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Applicat
             web.get("/status", status),
             web.post("/leave", leave),  # the supervisor's only command
             web.post("/restore", _command(StepRequest, lambda r: manager.restore(r.train_step))),
+            web.post("/early", _command(StepRequest, lambda r: manager.early(r.train_step))),
             web.post("/take", _command(StepRequest, lambda r: manager.take(r.train_step))),
             web.post("/unscored", _command(StepRequest, lambda r: manager.unscored(r.train_step))),
             web.post("/store_scores", _command(ScoresRequest, lambda r: manager.store_scores(r.scores))),

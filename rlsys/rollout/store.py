@@ -7,7 +7,8 @@
     arrays   pieces of samples in the order in which they came: response ids (int32), mu (float64), little-endian,
              and routes (msgpack of RouteSpans); dropped when no checkpoint can want them
     scores   the trainer's log-probs (float32) of tokens that its weights sampled, from token `start` on
-    takes    the journal: which groups a train step took, at which weight version
+    takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
+             had been given before, in which portions
     pushes   the train step whose weights a weight version holds
     admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
              was interrupted, each under which weight version
@@ -37,7 +38,7 @@ from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Stat
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 6
+_SCHEMA_VERSION = 7
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -63,7 +64,8 @@ CREATE TABLE scores (
 );
 CREATE INDEX scores_by_sample ON scores (sample_id);
 CREATE TABLE takes (
-    train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL
+    train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL,
+    parts TEXT NOT NULL
 );
 CREATE TABLE pushes (weight_version INTEGER PRIMARY KEY, train_step INTEGER NOT NULL);
 CREATE TABLE admissions (

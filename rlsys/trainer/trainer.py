@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +93,10 @@ class Trainer:
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._skipped_in_a_row = 0
+        self._sums: list[dict[str, Tensor]] = []
+        """Of the micro-batches whose gradients wait for the next update."""
+        self._real_tokens = self._computed_tokens = 0
+        """Of the same micro-batches, on this rank."""
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._crossover = crossover_length(self.hf)
 
@@ -155,34 +158,48 @@ class Trainer:
         out = self._from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
         return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
 
+    def accumulate(self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0) -> None:
+        """Forward and backward passes of this rank's micro-batches; their number must be the same on all ranks.
+
+        The gradient of `weight` * loss is added to what the next train_step applies. Weights stay as they are.
+        """
+        if not self._computed_tokens:  # the first since the last update
+            for model in self._models:
+                model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+
+        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, sums = loss_fn(self._scores(output, share, self.config.rollout.temperature), micro)
+            unused = torch.zeros((), dtype=torch.int, device=self._device)
+            weighed = total * weight if weight != 1.0 else total
+            return weighed, unused, {**sums, "loss_sum": total.detach()}
+
+        self._sums += self._schedule(loss, batch, forward_only=False)
+        self._count_tokens(batch)
+
     def train_step(
         self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
     ) -> StepResult:
-        """One optimizer update on this rank's micro-batches; their number must be the same on all ranks.
+        """One optimizer update on this rank's micro-batches and those accumulated before.
 
         The loss is the sum over all ranks divided by `denominator`, alike on every rank; when none is given, by
         the response tokens of all ranks, counted before the loss masks anything. An update whose gradient is not
         finite is skipped; raises RunError when that happens more than trainer.nonfinite_limit times in a row.
+        `batch` may be empty when something was accumulated.
         """
         if denominator is None:
             denominator = float(self.sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         # Megatron weighs a balance loss by tokens and expects a division by their number.
-        tokens = self._tokens(batch) if self.config.trainer.balance_loss else denominator
-        self._transformer.finalize_model_grads_func = partial(_finalize, denominator=tokens)
+        divisor = self._tokens(batch) if self.config.trainer.balance_loss else denominator
+        if batch:
+            self.accumulate(batch, loss_fn, divisor / denominator)
         biases = {name: bias.clone() for name, bias in self._chunks.named_expert_biases()}
+        # Not by the schedule: its own division knows token counts only, and portions are reduced together.
+        finalize_model_grads(self._models, None)
         for model in self._models:
-            model.zero_grad_buffer()
-        self._optimizer.zero_grad()
-
-        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, sums = loss_fn(self._scores(output, share, self.config.rollout.temperature), micro)
-            unused = torch.zeros((), dtype=torch.int, device=self._device)
-            weighed = total * (tokens / denominator) if tokens != denominator else total
-            return weighed, unused, {**sums, "loss_sum": total.detach()}
-
-        stored: list[dict[str, Tensor]] = self._schedule(loss, batch, forward_only=False)
+            model.scale_gradients(1.0 / divisor)
         # Looked at before the step: Adam would carry one NaN into every weight.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
@@ -193,10 +210,11 @@ class Trainer:
                 bias.copy_(biases[name])  # megatron moves it while it reduces gradients
         else:
             self._optimizer.step()
-        sums = self._reduce(stored)
+        sums = self._reduce(self._sums)
+        self._sums = []
         mean = float(sums.pop("loss_sum")) / denominator
         routing = self._routing.metrics(self._device)
-        return StepResult(mean, grad_norm, sums, routing, self._padding_share(batch), skipped)
+        return StepResult(mean, grad_norm, sums, routing, self._padding_share(), skipped)
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -214,14 +232,18 @@ class Trainer:
         budget = self.config.trainer.token_budget
         return pack(samples, budget, self.dp_rank, self.dp_size, self._round, self._crossover)
 
-    def _padding_share(self, batch: list[MicroBatch]) -> float:
-        """Of the tokens that all ranks compute: padding, and copies that fill a round."""
+    def _count_tokens(self, batch: list[MicroBatch]) -> None:
         p = self.config.parallel
         length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
-        real = sum(len(m.tokens) for m in batch if m.mask.any())
-        computed = sum(sum(padded_lengths(_lengths(m), p.tp, p.cp, length)) for m in batch)
-        real, computed = self.sum_over_dp(torch.tensor([real, computed])).tolist()
-        return 1 - real / computed
+        self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
+        self._computed_tokens += sum(sum(padded_lengths(_lengths(m), p.tp, p.cp, length)) for m in batch)
+
+    def _padding_share(self) -> float:
+        """Of the tokens that all ranks computed for this update: padding, and copies that fill a round."""
+        counts = self.sum_over_dp(torch.tensor([self._real_tokens, self._computed_tokens]))
+        self._real_tokens = self._computed_tokens = 0
+        real, computed = counts.tolist()
+        return float(1 - real / computed)
 
     def _schedule(
         self,
@@ -386,12 +408,3 @@ class Trainer:
 
 def _lengths(micro: MicroBatch) -> list[int]:
     return [int(n) for n in micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]]
-
-
-def _finalize(
-    model: list[Any], num_tokens: Tensor | None = None, *, denominator: float, **groups: Any
-) -> None:
-    """Megatron's reduction of gradients over all ranks, then our division: its own knows token counts only."""
-    finalize_model_grads(model, None, **groups)
-    for chunk in model:
-        chunk.scale_gradients(1.0 / denominator)

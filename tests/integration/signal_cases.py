@@ -19,14 +19,12 @@ import msgspec
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
-from rlsys.train import update
 from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Sample, SampleGroup, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(
-    {p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml")} - {"lens"}
-)  # preflight refuses it
+RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
 SIGNALS = ("entropy", "values", "ref")
 STALE_EVERY, STALE_BY = 7, 1.8
 
@@ -85,9 +83,14 @@ def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
 
 def outcome(trainer: Trainer, recipe: str | None, run: Path) -> dict[str, Any]:
     """Metrics of one step, with the plug-ins of the recipe on the trainer that is there."""
-    objective = Objective(config_of(recipe, run).algo)
-    metrics = update(trainer, objective, batch_of(recipe or ""))
-    return {k: v for k, v in metrics.items() if isinstance(v, float | int)}
+    config, taken, early = config_of(recipe, run), batch_of(recipe or ""), None
+    objective = Objective(config.algo)
+    if config.trainer.early_backward:
+        early = Early()
+        for groups in (taken.groups[:2], taken.groups[2:3]):
+            go_backward(trainer, objective, replace(taken, groups=groups), early)
+    metrics = update(trainer, objective, taken, early)
+    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "time_early"}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
-from rlsys.train import update
 from rlsys.trainer.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.signals import pack_rows, score, score_parked
 from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Unscored
 
 pytestmark = pytest.mark.integration
@@ -156,11 +156,11 @@ CLAIMS = {
     "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
     "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean",
     "decoupled_ppo": "rejected_share",
-    "dr_grpo": "loss", "dual_clip": "clip_share", "entropy": "loss", "exact_old": "rejected_share",
-    "gae": "value_error",
-    "gapo": "loss", "gdpo": "loss", "grpo": "loss",
+    "dr_grpo": "loss", "dual_clip": "clip_share", "early_backward": "early_share", "entropy": "loss",
+    "exact_old": "rejected_share", "gae": "value_error", "gapo": "loss", "gdpo": "loss", "grpo": "loss",
     "grpo_roc": "clip_share", "gspo": "clip_share",
-    "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "kl", "kl_reward": "loss", "m2po": "loss",
+    "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "kl", "kl_reward": "loss",
+    "lens": "loss", "m2po": "loss",
     "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean", "mssr": "loss", "opsm": "rejected_share",
     "outcome_exploration": "loss", "puzzlecraft": "loss", "reinforce_pp": "loss", "reinforce_pp_baseline": "loss",
     "rloo": "weight_mean", "rorecomp": "loss", "sapo": "loss", "tis": "weight_mean", "ttrl": "effective_groups",
@@ -182,6 +182,31 @@ def test_every_recipe_changes_what_it_claims(outcomes: dict[str, Any]) -> None:
     assert not unchanged
     for recipe in ROLLOUT_SIDE - {"dapo"}:  # dapo punishes long responses; these are short
         assert outcomes[recipe]["loss"] == plain["loss"]
+
+
+def test_a_step_in_portions_is_the_step(outcomes: dict[str, Any]) -> None:
+    """Early backward's recipe is Dr. GRPO's, half of its groups gone backward in two portions before the take."""
+    early, whole = outcomes["early_backward"], outcomes["dr_grpo"]
+    assert early["early_share"] == 0.5
+    assert set(early) == {*whole, "early_share"}
+    for name, value in whole.items():
+        if name != "padding_share":  # portions are packed apart
+            assert early[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., Any]) -> None:
+    """All groups early, none left for the take: the update still comes; and the next step begins afresh."""
+    taken = cases.single_rewards(cases.recorded())
+    trainer, objective = start(lr=1e-3)
+    update(trainer, objective, taken)
+    expected = update(trainer, objective, taken)
+    again, objective = start(lr=1e-3)
+    for _ in range(2):
+        early = Early()
+        go_backward(again, objective, taken, early)
+        found = update(again, objective, taken, early)
+    for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_path: Path) -> None:

@@ -173,9 +173,10 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
     world = World()
     algo = section(advantage="dr_grpo", reducer={"name": "constant", "length": 9})
     objective = Objective(algo)
-    assert objective.early_backward
-    assert not Objective(section()).early_backward  # the token mean needs all lengths
-    assert not Objective(section(reducer="constant", loss=["bapo"])).early_backward
+    assert not objective.needs_whole_step
+    assert not Objective(section()).needs_whole_step
+    assert Objective(section(loss=["bapo"], hooks=["vcpo"])).needs_whole_step == ["Bapo", "EssScaling"]
+    assert Objective(section(advantage="reinforce_pp_baseline")).needs_whole_step == ["ReinforcePPBaseline"]
     one = run(world, algo, whole)
     total, gradients = 0.0, {}
     for g in range(world.groups):

@@ -11,6 +11,7 @@ from rlsys.config import load_config
 from rlsys.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+EARLY = ("trainer.early_backward=true", "launch.placement=disaggregated")
 RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
 
 
@@ -35,6 +36,19 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.anchor=behaviour", "launch.placement=disaggregated"],
             "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
         ),
+        (
+            ["trainer.early_backward=true"],
+            "trainer.early_backward = true, but launch.placement = colocated: .* use",
+        ),
+        ([*EARLY, "algo.selectors=[rorecomp]"], "the algorithm looks at whole steps: RoRecomp"),
+        (
+            [*EARLY, "algo.minibatches=2"],
+            "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
+        ),
+        ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
+        ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
+        ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
+        ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record decides"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
