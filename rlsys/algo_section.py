@@ -39,7 +39,12 @@ class AlgoSection(Section):
     """What each token counts in the mean."""
     anchor: Anchor = "mu"
     """What ratios are taken against: mu (engine), old (trainer at the start of the step), behaviour (trainer at the
-    version that sampled the token), interpolated (between mu and current, by version), ewma (averaged weights)."""
+    version that sampled the token), interpolated (between mu and current, by version), ewma (averaged weights).
+
+    With interrupted samples `behaviour` is the exact one; `old` is then of later weights than those that sampled. The
+    default serves float32: there a push is attested to a mean difference of 1e-6 between mu and the trainer's
+    log-probs, so mu is the exact `old`, and a scoring pass would buy nothing. In bfloat16, or with engines of
+    another precision, take behaviour (colocated), interpolated or ewma (disaggregated)."""
     corrections: list[Spec] = Field(default_factory=list)
     """Weights and rejections for tokens that another policy sampled; all are applied."""
     shaping: list[Spec] = Field(default_factory=list)

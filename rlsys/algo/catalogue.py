@@ -151,8 +151,12 @@ update of a step (`values` from a linear head on the policy's own trunk; the val
 and `ewma` swap the weights for a pass: each keeps one more copy of a rank's weights in memory, and a second one while
 the pass lasts. `behaviour`: between a take and the update, the trainer scores what its resident weights sampled of
 the samples that are not done; the rollout process keeps that beside their tokens (colocated engines only;
-`time_score` in metrics.jsonl is what it costs). `answers`: the text of the last `<answer>`. `verdicts`: `data.judge`,
-the run's own engines or a rule. Several named rewards: `data.reward` gives an object, `gdpo` sees each.
+`time_score` in metrics.jsonl is what it costs). That is exact `old` by interruption, what a run with interrupted
+samples should take its ratios against, and what `configs/experiments/` do (disaggregated ones: `interpolated`). The
+quickstart keeps `anchor: mu`: in float32 each push is attested to a mean difference of at most 1e-6 between the
+engine's log-probs and the trainer's, so mu is the exact `old` already. `answers`: the text of the last `<answer>`.
+`verdicts`: `data.judge`, the run's own engines or a rule. Several named rewards: `data.reward` gives an
+object, `gdpo` sees each.
 `tool_errors`: a tool's answer counts as an error when one of its lines begins with `error`, as the calculator's do.
 `prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
 done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its

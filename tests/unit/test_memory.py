@@ -116,6 +116,14 @@ def test_experiments_fit_their_gpus(path: Path) -> None:
     assert not [w for w in warnings(made, size, b, 80.0) if "rank needs" in w or "in flight" in w]
 
 
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_experiments_take_stale_tokens_for_what_they_are(path: Path) -> None:
+    """Not against log-probs that later weights would give them."""
+    made = load_config(path)
+    exact = made.launch.placement == "colocated"
+    assert made.algo.anchor == ("behaviour" if exact else "interpolated")
+
+
 def test_recompute_and_offload_save_memory() -> None:
     size = model_size(published("Qwen3-30B-A3B"))
     full = budget(config("model.dtype=bfloat16"), size)
