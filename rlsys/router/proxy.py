@@ -3,14 +3,16 @@
 Bytes pass as they are: a request is parsed once for its checks, an answer only when it was interrupted. Then
 
     /generate, one plain prompt   goes on from its tokens (stitch.py)
-    anything else                 is made again with the same seed; of a stream, what the client has is skipped
+    anything else                 is made again with the same seed; what the client of a stream has is skipped
+
+Only engines that are deterministic make the same again. To others a seed says nothing: a stream then ends with an
+error where the two differ, and a whole answer is another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import zlib
 from collections import OrderedDict
@@ -27,6 +29,7 @@ from rlsys.engine.sse import END, events
 from rlsys.router import stitch
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.pool import EngineState, Flight
+from rlsys.router.skip import Broken, parse, skipper
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536
@@ -42,10 +45,6 @@ _ABORTED = b'"abort"'
 
 class Unavailable(Exception):
     """No engine could serve it; the message says why."""
-
-
-class Broken(Exception):
-    """A stream that cannot be continued as if nothing had happened."""
 
 
 @dataclass
@@ -68,7 +67,8 @@ class Job:
 
     @classmethod
     def of(cls, path: str, body: dict[str, Any], raw: bytes) -> Job:
-        """A single response without a seed gets one: made again, it is the same."""
+        """A single response without a seed gets one: made again, it is the same. SGLang's own /generate needs none: a
+        deterministic engine gives requests without a seed always the same one."""
         if path != "/generate" and body.get("seed") is None and body.get("n", 1) == 1:
             body = {**body, "seed": random.getrandbits(31)}
             raw = msgspec.json.encode(body)
@@ -264,14 +264,16 @@ class Proxy:
 
     async def _stream(self, job: Job, pieces: Any, before: int) -> AsyncGenerator[bytes, None]:
         """Events for the client: all but the one that tells of our abort."""
-        behind = Skipper(job.sent) if job.sent and job.made is None else None
+        behind = None
+        if job.sent and job.made is None:
+            behind = skipper(job.path, job.sent, incremental=self.incremental)
         async for event in events(pieces):
             if (
                 _ABORTED in event
                 and self._dispatcher.interrupts != before
-                and stitch.was_aborted(_parse(event))
+                and stitch.was_aborted(parse(event))
             ):
-                chunk = _parse(event)
+                chunk = parse(event)
                 if self._goes_on(job) and chunk["meta_info"].get("prompt_tokens"):
                     if job.made is not None:
                         chunk = stitch.join(job.made, chunk, incremental=self.incremental)
@@ -279,7 +281,7 @@ class Proxy:
                     yield b"data: " + msgspec.json.encode(chunk)
                 return
             if job.made is not None and event.startswith(b"data: {"):
-                chunk = stitch.join(job.made, _parse(event), incremental=self.incremental)
+                chunk = stitch.join(job.made, parse(event), incremental=self.incremental)
                 event = b"data: " + msgspec.json.encode(chunk)
             elif behind is not None:
                 event = behind.skip(event)
@@ -293,7 +295,7 @@ class Proxy:
     async def _prepare(self, job: Job) -> None:
         """For the next attempt: gather what the client of a stream has, and the prompt's ids."""
         if self._goes_on(job):
-            chunks = [_parse(e) for e in job.sent if e.startswith(b"data: {")]
+            chunks = [parse(e) for e in job.sent if e.startswith(b"data: {")]
             if job.stream and chunks:
                 job.made = stitch.gather(chunks, incremental=self.incremental)
             if job.made is not None and not job.prompt:
@@ -310,63 +312,6 @@ class Proxy:
                 return await engine.client.tokenize(job.body["text"])
             except (*DeadEngine, EngineError):
                 engine.died()
-
-
-class Skipper:
-    """Drops from a repeated stream what the client has. Only text can be compared; Broken when it differs."""
-
-    def __init__(self, sent: list[bytes]) -> None:
-        self._sent: dict[int, str] = {}
-        for chunk in (_parse(e) for e in sent if e.startswith(b"data: {")):
-            for index, text in _texts(chunk):
-                self._sent[index] = self._sent.get(index, "") + text
-        self._again: dict[int, str] = {}
-
-    def skip(self, event: bytes) -> bytes:
-        """The event, or what of it is new; empty when nothing is."""
-        if not event.startswith(b"data: {"):
-            return event
-        chunk, new = _parse(event), False
-        if not chunk.get("choices"):
-            return event  # usage
-        for choice in chunk["choices"]:
-            index, (holder, name) = choice.get("index", 0), _place(choice)
-            text = holder.get(name) or ""
-            had, seen = self._sent.get(index, ""), self._again.get(index, "")
-            whole = seen + text
-            if not had.startswith(whole[: len(had)]):
-                raise Broken("interrupted by a weight update, and the new weights say something else")
-            self._again[index] = whole
-            fresh = whole[max(len(had), len(seen)) :]
-            if fresh != text and choice.get("logprobs"):
-                choice["logprobs"] = None
-            holder[name] = fresh
-            new = new or bool(fresh) or choice.get("finish_reason") is not None
-        return b"data: " + msgspec.json.encode(chunk) if new else b""
-
-
-def _place(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Where a chunk's choice has its text. Raises Broken for what is no text."""
-    if "text" in choice:
-        return choice, "text"
-    delta = choice.get("delta") or {}
-    if delta.get("tool_calls") or delta.get("reasoning_content"):
-        raise Broken("interrupted in the middle of a tool call or of reasoning")
-    choice["delta"] = delta
-    return delta, "content"
-
-
-def _texts(chunk: dict[str, Any]) -> list[tuple[int, str]]:
-    out = []
-    for choice in chunk.get("choices") or []:
-        holder, name = _place(choice)
-        out.append((choice.get("index", 0), holder.get(name) or ""))
-    return out
-
-
-def _parse(event: bytes) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
-    return parsed
 
 
 def error_body(status: int, message: str) -> bytes:

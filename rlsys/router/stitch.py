@@ -16,6 +16,8 @@ _NEEDS_MORE_THAN_TOKENS = (
     "stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "custom_params", "beam_width",
 )  # fmt: skip
+_NEUTRAL = {"repetition_penalty": 1}
+"""Of those, values that stand for none without being false."""
 _NOT_ONLY_TOKENS = (
     "image_data", "video_data", "audio_data", "input_embeds", "session_params", "custom_logit_processor",
     "return_hidden_states", "return_sampling_mask", "return_entropy", "lora_path",
@@ -36,7 +38,7 @@ def can_go_on(body: Mapping[str, Any]) -> bool:
         single
         and isinstance(sampling, Mapping)
         and sampling.get("n", 1) == 1
-        and not any(sampling.get(k) for k in _NEEDS_MORE_THAN_TOKENS)
+        and not any((value := sampling.get(k)) and value != _NEUTRAL.get(k) for k in _NEEDS_MORE_THAN_TOKENS)
         and not any(body.get(k) for k in _NOT_ONLY_TOKENS)
     )
 

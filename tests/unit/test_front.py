@@ -20,6 +20,8 @@ from rlsys.router.dispatch import Interruption
 from rlsys.router.fleet import Fleet
 from rlsys.router.front import FORWARDED, Front, FrontLimits
 from rlsys.router.serve import RouterOptions, is_loopback, read_token
+from rlsys.router.skip import Broken, skipper
+from rlsys.router.stitch import can_go_on
 
 PROMPT = [1, 2, 3, 4]
 
@@ -209,6 +211,68 @@ def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str,
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
 
 
+def test_a_stream_that_cannot_go_on_gives_no_token_twice_after_a_death() -> None:
+    """What comes next depends on more than the tokens, so it is made again; the client has a part of it."""
+
+    @scenario(2)
+    async def _(rig: Rig) -> None:
+        for engine in rig.engines:
+            engine.hold_at = 5
+        body = generate(12, stream=True)
+        body["sampling_params"]["frequency_penalty"] = 0.5
+        task = asyncio.create_task(rig.post("/generate", body))
+        await rig.until(lambda: any(e.load == 1 for e in rig.fleet.pool.engines))
+        await asyncio.sleep(0.05)
+        for engine in rig.engines:
+            engine.hold_at = None
+        next(e for e in rig.fleet.pool.engines if e.load).died()
+        chunks = parse((await task)[1])
+        assert [i for c in chunks for i in c["output_ids"]] == made(12)
+        assert "".join(c["text"] for c in chunks) == letters(made(12))
+        assert [e[1] for c in chunks for e in c["meta_info"]["output_token_logprobs"]] == made(12)
+        assert {c["meta_info"]["id"] for c in chunks} == {"id1"}
+        assert [b["input_ids"] for e in rig.engines for _, b in e.requests] == [PROMPT, PROMPT]
+        assert rig.fleet.proxy.counts == {"continued": 0, "repeated": 1, "broken": 0}
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_of_a_repeated_stream_only_what_is_new_is_left(incremental: bool) -> None:
+    """Two responses in one request; chunks are cut elsewhere the second time."""
+
+    def event(index: int, first: int, end: int, finish: str | None = None) -> bytes:
+        ids = made(end)[first if incremental else 0 :]
+        meta = {"id": f"r{index}", "finish_reason": finish, "output_token_logprobs": [[0, i] for i in ids]}
+        chunk = {"index": index, "output_ids": ids, "text": letters(ids), "meta_info": meta}
+        return b"data: " + json.dumps(chunk).encode()
+
+    again = skipper("/generate", [event(0, 0, 2), event(1, 0, 1), event(0, 2, 5)], incremental=incremental)
+    assert again.skip(event(0, 0, 4)) == b""
+    assert again.skip(event(1, 0, 1)) == b""
+    assert json.loads(again.skip(event(0, 4, 7))[6:]) == json.loads(event(0, 5, 7)[6:])
+    assert again.skip(event(2, 0, 3)) == event(2, 0, 3), "the client had nothing of it"
+    assert json.loads(again.skip(event(1, 1, 3, "stop"))[6:]) == json.loads(event(1, 1, 3, "stop")[6:])
+    assert again.skip(b"data: [DONE]") == b"data: [DONE]"
+    different = event(0, 0, 3).replace(b'"output_ids": [4', b'"output_ids": [9')
+    for other in (different, event(0, 0, 3, "stop")):  # other tokens; an end before what the client has
+        with pytest.raises(Broken, match="made again it is not the same"):
+            skipper("/generate", [event(0, 0, 5)], incremental=incremental).skip(other)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "goes_on"),
+    [
+        ({}, True),
+        ({"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0, "stop": []}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"stop": "x"}, False),
+        ({"n": 2}, False),
+    ],
+)
+def test_only_what_follows_from_its_tokens_goes_on_from_them(sampling: dict[str, Any], goes_on: bool) -> None:
+    assert can_go_on({"input_ids": PROMPT, "sampling_params": sampling}) is goes_on
+
+
 def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
     @scenario()
     async def _(rig: Rig) -> None:
@@ -217,10 +281,12 @@ def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
         task = asyncio.create_task(rig.post("/v1/completions", body))
         await rig.until(lambda: bool(rig.engines[0].requests))
         await asyncio.sleep(0.05)
-        answer = rig.engines[0]._answer
-        rig.engines[0]._answer = lambda path, prompt, ids, *a, **k: answer(
-            path, prompt, [i + 1 for i in ids], *a, **k
-        )  # type: ignore
+        said = rig.engines[0]._answer
+
+        def other(path: str, prompt: list[int], made: list[int], *args: Any, **more: Any) -> dict[str, Any]:
+            return said(path, prompt, [i + 1 for i in made], *args, **more)
+
+        rig.engines[0]._answer = other  # type: ignore[method-assign]
         rig.engines[0].hold_at = None
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         _, text = await task
