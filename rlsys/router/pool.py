@@ -23,6 +23,12 @@ log = logging.getLogger("rlsys.router")
 NEVER = -1
 """Version of an engine whose weights are not known. Real versions are 0 and above."""
 PROBE_TIMEOUT = 5.0
+SILENT_PROBES = 5
+"""Unanswered probes in a row after which an engine counts as dead: it is stopped, or its machine is gone. A probe
+a second: that is half a minute, half of what an interrupt waits: one or two may be late on a busy machine. The HTTP
+process answers them (/model_info) by itself, whatever its scheduler, another process, computes: no prefill, however
+long, keeps it from answering. A scheduler that hangs alone is left to the server's own watchdog.
+"""
 RESTING, RESTING_CACHE = "resting", "resting-cache"
 """Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
 the mark outlives a rollout process; to take back what was not given would kill it."""
@@ -72,6 +78,7 @@ class EngineState:
     lost_before: int = 0
     counting: bool = False  # else the count starts anew with the next push
     deaths: int = 0
+    silent: int = 0  # probes in a row without an answer
     _counter_start: int = 0
 
     @property
@@ -120,7 +127,7 @@ class EngineState:
         self.attested.set()
 
     async def probe(self) -> None:
-        """Is it there, and with the weights that it should have? A slow answer is no death."""
+        """Is it there, and with the weights that it should have? A slow answer is no death, none at all is."""
         expected = self.version
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
@@ -130,13 +137,18 @@ class EngineState:
                 self.died()
             return
         except EngineError as e:
+            self.silent = 0
             if not self.alive and self.refusal is None:
                 log.warning("%s", e)
             self.refusal = str(e)
             return
         except DeadEngine:
+            self.silent += 1
+            if self.alive and self.silent >= SILENT_PROBES:
+                log.warning("%s: has not answered %d probes of %g s", self.url, self.silent, PROBE_TIMEOUT)
+                self.died()
             return
-        self.refusal = None
+        self.silent, self.refusal = 0, None
         if self.version != expected:
             return  # a push went on meanwhile
         if self.trusted:

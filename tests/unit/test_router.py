@@ -735,6 +735,51 @@ def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
             check(await task, versions={1})
 
 
+def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
+    """Nobody interrupts: without them its samples would wait for ever, while another engine has room."""
+
+    @scenario(ScriptedEngine(A), ScriptedEngine(B))
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        rig.engines[0].hung = True
+        await asyncio.sleep(20)
+        assert rig.router.engine_states()[A] == "version 1", "it may still come to itself"
+        await asyncio.sleep(20)
+        assert rig.router.engine_states()[A] == "dead"
+        for task in tasks:
+            check(await task, versions={1})
+        rig.engines[0].wake()
+        await asyncio.sleep(40)
+        assert rig.router.engine_states()[A] == "version 1", "it has its weights still"
+        assert rig.router.stats()["engine_deaths"] == 1
+        assert (await rig.settle())["lost"] == 0
+
+
+@pytest.mark.parametrize("busy", ["prefill", "stutter"])
+def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
+    """Its scheduler is another process than the one that answers probes; one late answer is no silence."""
+
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.push()
+        task = rig.start(sample())
+        await asyncio.sleep(0.1)
+        for _ in range(10):
+            if busy == "prefill":
+                rig.engine.paused = "retract"
+            else:
+                rig.engine.hung = True
+            await asyncio.sleep(20)
+            rig.engine.paused = None
+            rig.engine.wake()
+            await asyncio.sleep(7)  # a probe of that time stays without an answer
+        check(await task, versions={1})
+        assert rig.router.stats()["engine_deaths"] == 0
+
+
 def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
     """The abort that it never answered is repeated; it is as alive as before, and costs no push."""
 
