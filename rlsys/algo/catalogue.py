@@ -137,7 +137,8 @@ for all else; RolloutScheduler and Generator belong to the rollout service and t
    the same for every cut and layout: within 1e-6 in float64, for every recipe and every plug-in by itself, on one
    process, two data-parallel and two context-parallel ranks (tests/unit/test_algo_parallel.py).
 2. Denominators are fixed before anything is masked or dropped, so that a rejection never scales up what is left.
-   `over: active` leaves samples of advantage 0 out of the denominator, `all` keeps them.
+   They count all samples of the step, also those of advantage 0, whatever terms the loss has; with `over: active`
+   they count those with another advantage. What a `before` selector drops was never there.
 
 ## The signals a plug-in may need
 

@@ -177,8 +177,7 @@ class Objective:
             samples = replace(samples, rewards=shape(samples))
         advantages = torch.zeros(len(samples), device=samples.rewards.device, dtype=samples.reward.dtype)
         advantages[plan.counted] = self.advantage(samples.take(plan.counted))
-        active = plan.counted & (advantages != 0) if self.skips_zero else plan.counted
-        factor, denominator = self.reducer(samples.lengths[plan.counted], active[plan.counted])
+        factor, denominator = self.reducer(samples.lengths[plan.counted], (advantages != 0)[plan.counted])
         factors = torch.zeros(len(samples), device=factor.device).masked_scatter(
             plan.counted.to(factor.device), factor
         )

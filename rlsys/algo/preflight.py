@@ -1,6 +1,9 @@
-"""Told before anything starts: a plug-in that does not exist, and a need that nothing serves."""
+"""Told before anything starts: a plug-in that does not exist, a need that nothing serves, what has no meaning."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
 from rlsys.algo.plugin import NEEDS
@@ -10,7 +13,8 @@ from rlsys.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Raises UserError, one line: an unknown name or parameter, or a need that this run cannot serve."""
+    """Raises UserError, one line: an unknown name or parameter, a need that this run cannot serve, or fields that
+    have no meaning together."""
     made = make_all(config.algo)
     asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[config.algo.anchor]}
     for field, plugins in made.items():
@@ -20,6 +24,7 @@ def check(config: Config) -> None:
         for need in sorted(needs):
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
+    _check_reducer(made)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
 
@@ -49,6 +54,16 @@ def _why_not_early(config: Config) -> str:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:
+    """A sample's advantage says nothing about which of its tokens have one, where the estimator changes them."""
+    (advantage,), (reducer,) = made["advantage"], made["reducer"]
+    if reducer.over == "active" and advantage.changes_tokens():
+        raise UserError(
+            "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
+            f"({type(advantage).__name__}) gives each token its own: use all"
+        )
 
 
 def _why_not(need: str, config: Config) -> str:

@@ -24,8 +24,8 @@ class Reduction(NamedTuple):
 class Reducer(Plugin):
     """Lengths of all samples of the step -> what each token counts."""
 
-    over: Literal["active", "all"] = "active"
-    """Samples in the denominator: all, or those with an advantage other than 0 (groups of one reward drop out)."""
+    over: Literal["all", "active"] = "all"
+    """Samples in the denominator: all of them, or those with an advantage other than 0, whatever the terms."""
     sample_local: ClassVar[bool] = False
     """A sample's factor follows from the sample alone."""
 
@@ -67,8 +67,6 @@ class Constant(Reducer):
     sample_local: ClassVar[bool] = True
     length: Annotated[int, Field(gt=0)] = 256
     """The constant, usually rollout.max_response_tokens."""
-    over: Literal["active", "all"] = "all"
-    """Samples in the denominator."""
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         return Reduction(torch.ones(len(lengths)), max(1.0, float(counted.sum())) * self.length)

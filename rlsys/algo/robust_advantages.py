@@ -65,18 +65,20 @@ class Gapo(Advantage):
 
 
 class McGrpo(Advantage):
-    """(R - median) / MAD for odd groups of G + 1; the median sample drops out, the others are scaled up for it.
+    """(R - median) / (MAD + eps) in odd groups of G + 1; the median sample drops out, the others count more for it.
 
-    The scale is max(MAD, floor * rms(R - median), eps): with rewards of 0 and 1 the MAD is often 0, and dividing by
-    eps alone, as the reference does, gives a lone sample an advantage of 1000. The floor is ours; 0 turns it off.
-    Non-zero advantages are multiplied by n / (number of non-zero). Plan odd groups: `planners: [mc_grpo]`.
+    The divisor is at least floor * mean |R - median|: with rewards of 0 and 1 the MAD is often 0, and dividing by eps
+    alone, as the reference does, gives a lone sample an advantage of 1000. The floor is ours; 0 turns it off.
+    Non-zero advantages are multiplied by (G + 1) / (number of non-zero), which makes up for the zeros that the mean
+    over all samples counts: with `over: active` the reducer would do it a second time. Plan odd groups:
+    `planners: [mc_grpo]`.
     """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
     eps: Eps = 1e-3
-    """Smallest scale."""
+    """Added to the MAD."""
     floor: NonNegativeFloat = 0.5
-    """Smallest scale as a share of the root mean square distance to the median."""
+    """Smallest divisor as a share of the mean distance to the median."""
 
     def __call__(self, samples: Samples) -> Tensor:
         def group(rewards: Tensor) -> Tensor:
@@ -87,8 +89,7 @@ class McGrpo(Advantage):
                 )
             distance = rewards - middle(rewards.sort().values)
             mad = middle(distance.abs().sort().values)
-            rms = (distance**2).mean().sqrt()
-            scaled = distance / torch.stack([mad, self.floor * rms, torch.full_like(mad, self.eps)]).max()
+            scaled = distance / torch.maximum(mad + self.eps, self.floor * distance.abs().mean())
             return scaled * n / max(int((scaled != 0).sum()), 1)
 
         return by_group(group, samples.reward, samples.group_ids)

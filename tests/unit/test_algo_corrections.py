@@ -192,13 +192,13 @@ def test_kl_reward_by_hand() -> None:
 
 def test_reducers_by_hand() -> None:
     lengths, active = torch.tensor([2, 4, 10]), torch.tensor([True, True, False])
-    factor, denominator = build("reducer", "token_mean")(lengths, active)
-    assert (factor.tolist(), denominator) == ([1, 1, 1], 6)
-    factor, denominator = build("reducer", "sequence_mean")(lengths, active)
-    close(factor, torch.tensor([0.5, 0.25, 0.1]))
-    assert denominator == 2
-    factor, denominator = build("reducer", "constant", length=8)(lengths, active)
-    assert (factor.tolist(), denominator) == ([1, 1, 1], 24)
+    expected = {"token_mean": ([1, 1, 1], 16, 6), "sequence_mean": ([0.5, 0.25, 0.1], 3, 2)}
+    for name, (factors, every, some) in {**expected, "constant": ([1, 1, 1], 24, 16)}.items():
+        params = {"length": 8} if name == "constant" else {}
+        factor, denominator = build("reducer", name, **params)(lengths, active)
+        close(factor, torch.tensor(factors, dtype=factor.dtype))
+        assert denominator == every
+        assert build("reducer", name, over="active", **params)(lengths, active).denominator == some
 
 
 def test_reducers_survive_empty_steps() -> None:

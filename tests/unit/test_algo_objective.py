@@ -83,20 +83,62 @@ def test_every_recipe_changes_something_about_the_step(path: Path) -> None:
         assert (other.loss, other.lr_factor, other.rows) != (base.loss, base.lr_factor, base.rows)
 
 
-def test_zero_advantages_are_not_packed_and_leave_the_active_denominator() -> None:
-    objective = Objective(section())
-    plan = objective.plan(table([1, 0, 1, 1], [0, 0, 1, 1], [3, 4, 5, 6]))
+ACTIVE = {"name": "token_mean", "over": "active"}
+HALF_FLAT = ([1, 0, 1, 1], [0, 0, 1, 1], [3, 4, 5, 6])
+"""A group that teaches something, of 7 tokens, and one of equal rewards, of 11."""
+
+
+def test_samples_of_advantage_zero_are_not_packed_but_counted() -> None:
+    plan = Objective(section()).plan(table(*HALF_FLAT))
     assert plan.rows == [0, 1]
-    assert plan.denominator == 7
-    everything = Objective(section(reducer={"name": "token_mean", "over": "all"})).plan(plan.samples)
-    assert everything.rows == [0, 1]
-    assert everything.denominator == 18
-
-
-def test_a_kl_term_keeps_groups_of_one_reward() -> None:
-    plan = Objective(section(loss=["clip", "kl"])).plan(table([1, 0, 1, 1], [0, 0, 1, 1], [3, 4, 5, 6]))
-    assert plan.rows == [0, 1, 2, 3]
     assert plan.denominator == 18
+    active = Objective(section(reducer=ACTIVE)).plan(table(*HALF_FLAT))
+    assert active.rows == [0, 1]
+    assert active.denominator == 7
+
+
+@pytest.mark.parametrize("over", ["all", "active"])
+@pytest.mark.parametrize("loss", [["clip"], ["clip", "kl"], ["clip", "entropy"]])
+def test_no_term_of_the_loss_changes_the_denominator(over: str, loss: list[str]) -> None:
+    """A KL or entropy term acts on samples of advantage 0, too: they are packed, and counted as ever."""
+    objective = Objective(section(reducer={"name": "token_mean", "over": over}, loss=loss))
+    plan = objective.plan(table(*HALF_FLAT))
+    assert plan.rows == ([0, 1] if loss == ["clip"] else [0, 1, 2, 3])
+    assert plan.denominator == (18 if over == "all" else 7)
+
+
+@pytest.mark.parametrize("reducer", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("over", ["all", "active"])
+def test_a_term_of_weight_zero_changes_nothing(reducer: str, over: str) -> None:
+    world, counted = World(), {"name": reducer, "over": over}
+    world.samples = replace(world.samples, rewards=world.samples.rewards.index_fill(0, torch.arange(5), 1.0))
+    plain = run(world, section(reducer=counted), whole)
+    assert len(plain.rows) < 20
+    for term in ({"name": "kl", "beta": 0.0}, {"name": "entropy", "coefficient": 0.0}):
+        other = run(world, section(reducer=counted, loss=["clip", term]), whole)
+        assert (other.loss, other.denominator) == (pytest.approx(plain.loss), plain.denominator)
+        assert len(other.rows) == 20
+        for row in plain.rows:
+            torch.testing.assert_close(other.gradients[row], plain.gradients[row])
+
+
+def test_over_active_of_late_advantages_is_known_with_them() -> None:
+    """Five samples of equal rewards, five of others; the baseline needs log-probs of the trainer."""
+    world = World(groups=2)
+    world.samples = replace(world.samples, rewards=torch.tensor([1.0] * 6 + [0.0] * 4, dtype=DOUBLE))
+    algo = section(advantage="vcpo", reducer=ACTIVE)
+    assert run(world, algo, whole).denominator == world.samples.lengths[5:].sum()
+
+
+def test_mc_grpo_makes_up_for_its_median_once() -> None:
+    """0 1 2: (R - 1) / (1 + eps) times 3 / 2. The mean over all three samples is that of two without the factor."""
+    samples = table([0, 1, 2], [0, 0, 0], [4, 4, 4])
+    objective = Objective(section(advantage={"name": "mc_grpo", "eps": 0.0}, reducer="sequence_mean"))
+    plan = objective.plan(samples)
+    assert plan.rows == [0, 2]
+    assert plan.advantages is not None
+    assert plan.advantages[plan.rows].tolist() == [-1.5, 1.5]
+    assert plan.denominator == 3  # 1.5 / 3 = 1 / 2
 
 
 def test_selection_and_rejection_leave_the_denominator() -> None:
@@ -253,6 +295,6 @@ def test_the_default_is_the_plain_clipped_loss_on_grpo_advantages() -> None:
     advantages = part.expand(grpo(world.samples.reward, world.samples.group_ids))
     logp = torch.cat([world.sequences[r]["logp"] for r in outcome.rows])
     loss, sums = clipped_policy_loss(logp, part.mu, advantages, part.mask, clip_low=0.2, clip_high=0.28)
-    assert outcome.loss == pytest.approx(float(loss / part.mask.sum()), abs=1e-12)
+    assert outcome.loss == pytest.approx(float(loss / world.samples.lengths.sum()), abs=1e-12)
     assert outcome.sums["clipped"] == sums["clipped"]
-    assert outcome.denominator == part.mask.sum()
+    assert outcome.denominator == world.samples.lengths.sum()

@@ -123,8 +123,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 DUAL = {"name": "dual_clip", "dual": 1.5}
 WIDE_GSPO = {"name": "gspo", "clip_low": 0.2, "clip_high": 0.28}
 OPSM = {"name": "opsm", "delta": 0.1}
-WHOLE = {"over": "all"}
-TOKEN_MEAN, SEQUENCE_MEAN = {"name": "token_mean", **WHOLE}, {"name": "sequence_mean", **WHOLE}
+TOKEN_MEAN, SEQUENCE_MEAN = "token_mean", "sequence_mean"
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])

@@ -49,6 +49,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
         ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record decides"),
+        (
+            ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
+            r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own: use all",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
