@@ -7,8 +7,10 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from rlsys.errors import UserError
+from rlsys.router.fleet import FleetInterruption
 from rlsys.router.front import FrontLimits
 from rlsys.router.serve import RouterOptions, run_router
 from rlsys.router.strategy import STRATEGIES
@@ -55,7 +57,7 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
     sub.add_argument(
         "--interruption",
-        choices=["abort", "retract", "in_place"],
+        choices=get_args(FleetInterruption),
         default="retract",
         help="what engines do with requests while weights change",
     )

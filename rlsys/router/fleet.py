@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 from yarl import URL
@@ -19,13 +20,17 @@ from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, Engin
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
 from rlsys.router.checks import Limits
-from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.dispatch import Dispatcher
 from rlsys.router.pool import EngineState, Pool
 from rlsys.router.proxy import Proxy
 from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
 
 log = logging.getLogger("rlsys.router")
+
+FleetInterruption = Literal["abort", "retract"]
+"""Not in_place: keys and values of old weights would stay in caches where every later request may meet them, and
+only tokens of a run are told apart by the version that they began with."""
 
 
 def is_engine_url(text: str) -> bool:
@@ -49,7 +54,7 @@ class Fleet:
         session: aiohttp.ClientSession,
         *,
         strategy: str,
-        interruption: Interruption,
+        interruption: FleetInterruption,
         queue_seconds: float,
         vocab_size: int | None = None,
     ) -> None:
@@ -156,8 +161,7 @@ class Fleet:
         assert self._folder is not None
         version = self.pool.version
         await engine.client.update_weights_from_disk(self._folder, version)
-        if self._interruption != "in_place":
-            await engine.client.flush(paused=engine.paused)
+        await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
         reported = await engine.client.weight_version()
         if reported != version:
             raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")

@@ -14,8 +14,7 @@ from aiohttp import web
 
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
-from rlsys.router.dispatch import Interruption
-from rlsys.router.fleet import Fleet
+from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import Front, FrontLimits
 
 SHORTEST_TOKEN = 16
@@ -33,7 +32,7 @@ class RouterOptions:
     host: str = "127.0.0.1"
     token_file: Path | None = None
     strategy: str = "prefix_affinity"
-    interruption: Interruption = "retract"
+    interruption: FleetInterruption = "retract"
     vocab_size: int | None = None
     queue_seconds: float = 120.0
     limits: FrontLimits = field(default_factory=FrontLimits)

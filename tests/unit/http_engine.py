@@ -33,6 +33,7 @@ class HttpEngine:
         self.aborts = 0
         self.fail_with: int | None = None
         self.loads: list[str] = []
+        self.calls: list[str] = []  # of what changes the server, in order
         self.paused = False
         self._server: TestServer | None = None
 
@@ -55,7 +56,8 @@ class HttpEngine:
         if self._server is not None:
             await self._server.close()
 
-    async def _nothing(self, _: web.Request) -> web.Response:
+    async def _nothing(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path.strip("/"))
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
@@ -75,6 +77,7 @@ class HttpEngine:
         return web.Response()
 
     async def _load(self, request: web.Request) -> web.Response:
+        self.calls.append("update_weights_from_disk")
         body = await request.json()
         if body["model_path"] == "bad":
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
@@ -90,7 +93,7 @@ class HttpEngine:
             return web.json_response({"error": {"message": "broken"}}, status=self.fail_with)
         prompt = body.get("input_ids") or list(range(len(body.get("text", "four"))))
         budget = body.get("sampling_params", {}).get("max_new_tokens") or body.get("max_tokens") or 8
-        aborts, made = self.aborts, []
+        aborts, made = self.aborts, list[int]()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if body.get("stream"):
             await response.prepare(request)

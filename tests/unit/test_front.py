@@ -16,8 +16,7 @@ from http_engine import HttpEngine, letters, token_at
 from rlsys.cli import main
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
-from rlsys.router.dispatch import Interruption
-from rlsys.router.fleet import Fleet
+from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import FORWARDED, Front, FrontLimits
 from rlsys.router.serve import RouterOptions, is_loopback, read_token
 from rlsys.router.skip import Broken, skipper
@@ -46,7 +45,7 @@ def scenario(
     *,
     token: str | None = None,
     limits: FrontLimits | None = None,
-    interruption: Interruption = "abort",
+    interruption: FleetInterruption = "abort",
     queue_seconds: float = 10.0,
 ) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
     def run(body: Callable[[Rig], Awaitable[None]]) -> None:
@@ -587,6 +586,15 @@ def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
         assert rig.fleet.pool.version == 0
         status, answer = await rig.post("/update_weights_from_disk", {"model_path": "a", "weight_version": 0})
         assert status == 400 and "expected more than 0" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("interruption", ["abort", "retract"])
+def test_no_prefix_outlives_the_weights_that_read_it(interruption: FleetInterruption) -> None:
+    @scenario(2, interruption=interruption)
+    async def _(rig: Rig) -> None:
+        await rig.post("/update_weights_from_disk", {"model_path": "a"})
+        for engine in rig.engines:
+            assert engine.calls.index("flush_cache") > engine.calls.index("update_weights_from_disk")
 
 
 def test_prometheus_reads_it() -> None:
