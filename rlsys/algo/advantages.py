@@ -130,7 +130,7 @@ class Gdpo(Advantage):
     eps: Eps = 1e-6
     """Added to each standard deviation."""
     weights: list[float] | None = None
-    """One weight per reward; 1 when not given."""
+    """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
 
     def __call__(self, samples: Samples) -> Tensor:
         return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)

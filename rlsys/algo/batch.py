@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.segments import sequence_ids, sum_by
-from rlsys.types import SampleGroup, Status
+from rlsys.errors import UserError
+from rlsys.types import Sample, SampleGroup, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,15 @@ class Samples:
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup], step: int = 0) -> Samples:
-        """The table of complete groups; rewards `[N, R]` if they are named. Raises ValueError for a missing one."""
+        """The table of complete groups; rewards `[N, R]` if they are named, in alphabetical order.
+
+        Raises ValueError for a missing reward, UserError for samples whose rewards have different names.
+        """
         samples = [s for group in groups for s in group.samples]
         if missing := [s.sample_id for s in samples if s.reward is None]:
             raise ValueError(f"samples {missing[:5]} have no reward")
         lengths = [s.sampled_tokens for s in samples]
-        named = [list(s.named_rewards.values()) if s.named_rewards else [s.reward] for s in samples]
-        rewards = torch.tensor(named, dtype=torch.float32)
+        rewards = _rewards(samples)
         return cls(
             rewards=rewards if rewards.shape[1] > 1 else rewards[:, 0],
             group_ids=torch.tensor([s.group_id for s in samples]),
@@ -86,6 +89,19 @@ class Samples:
                 [sum(s.mu) / max(n, 1) for s, n in zip(samples, lengths, strict=True)]
             ),
         )
+
+
+def _rewards(samples: Sequence[Sample]) -> Tensor:
+    """`[N, R]`, a column a name."""
+    marks: list[dict[str, Any]] = [s.named_rewards or {"": s.reward} for s in samples]
+    names = sorted(marks[0])
+    for sample, found in zip(samples, marks, strict=True):
+        if sorted(found) != names:
+            raise UserError(
+                f"data.reward: sample {sample.sample_id} has the rewards {sorted(found)}, others of its step "
+                f"{names}; a reward function must not change within a run"
+            )
+    return torch.tensor([[found[name] for name in names] for found in marks], dtype=torch.float32)
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,8 @@ from rlsys.types import Prompt
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reward, or the reason for none: exactly one of the two. `named`: the parts that the reward is the sum of."""
+    """A reward, or the reason for none: exactly one of the two. `named`: the parts that the reward is the sum of, in
+    the order of the run's first reward."""
 
     reward: float | None = None
     reason: str | None = None
@@ -35,7 +36,7 @@ class Scorer:
 
     A reward function is user code: whatever it raises censors one sample, is counted and told, and hurts
     nobody else. `open_reward` gives the function for one score. `hung` counts scores that did not come in time,
-    `failed` those that raised or were no number.
+    `failed` those that raised, were no number, or had other parts than the first reward.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Scorer:
         self._answer = answer
         self._timeout = timeout
         self._places = asyncio.Semaphore(concurrency)
+        self._names: list[str] | None = None  # of the parts of the first reward; empty for a plain number
         self.hung = self.failed = 0
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Verdict:
@@ -81,4 +83,10 @@ class Scorer:
         parts: list[Any] = list(named.values()) if named else [reward]
         if not all(isinstance(r, int | float) and math.isfinite(r) for r in parts):
             return Verdict(reason=f"reward is {reward!r}, not a finite number")
-        return Verdict(reward=float(sum(parts)), named=named, answer=self._answer(text))
+        names = list(named or ())
+        if self._names is None:
+            self._names = names
+        if set(names) != set(self._names):
+            return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
+        in_order = {name: named[name] for name in self._names} if named else None
+        return Verdict(reward=float(sum(parts)), named=in_order, answer=self._answer(text))

@@ -6,7 +6,9 @@ import asyncio
 import math
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +152,30 @@ def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path)
         assert scorer.hung == 2
         assert rewards._workers.started == 4  # one for all that answered, one after each end
         await rewards.close()
+
+    asyncio.run(main())
+
+
+def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path) -> None:
+    given: list[object] = [
+        {"right": 1.0, "brief": 0.0}, {"brief": 1.0, "right": 0.0}, {"right": 1.0}, {"right": 1.0, "breif": 1.0}, 1.0
+    ]  # fmt: skip
+
+    async def reward(prompt: Prompt, text: str) -> Any:
+        return given[prompt.index]
+
+    async def main() -> None:
+        scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
+        first, turned, *refused = [await scorer.score(Prompt(i, "", [], {}), []) for i in range(len(given))]
+        assert first.named is not None and turned.named is not None
+        assert list(turned.named.items()) == [("right", 0.0), ("brief", 1.0)]
+        assert (first.right, turned.right) == (True, False)
+        assert [v.reason for v in refused] == [
+            f"reward has the parts {names}, the run's first had ['right', 'brief']"
+            for names in (["right"], ["right", "breif"], [])
+        ]
+        assert all(v.reward is None for v in refused)
+        assert scorer.failed == 3
 
     asyncio.run(main())
 
