@@ -60,16 +60,16 @@ def mismatch_quantile(counts: Sequence[float], q: float) -> float:
     return MISMATCH_EDGES[-1]
 
 
-def mismatch_summary(counts: Sequence[float], total: float) -> dict[str, object]:
+def mismatch_summary(counts: Sequence[float], total: float, name: str = "mismatch") -> dict[str, object]:
     """Step metrics of a histogram and the exact sum of its gaps; empty when no token was compared."""
     n = sum(counts)
     if n == 0:
         return {}
     return {
-        "mismatch_mean": total / n,
-        "mismatch_p999": mismatch_quantile(counts, 0.999),
-        "mismatch_max": mismatch_quantile(counts, 1.0),
-        "mismatch_hist": [int(c) for c in counts],
+        f"{name}_mean": total / n,
+        f"{name}_p999": mismatch_quantile(counts, 0.999),
+        f"{name}_max": mismatch_quantile(counts, 1.0),
+        f"{name}_hist": [int(c) for c in counts],
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
+from rlsys.algo.segments import sum_by
 from rlsys.types import RouteSpan, Sample
 
 
@@ -97,6 +98,15 @@ class MicroBatch(Batch):
         """Trained tokens `[T]` whose mu must agree with the trainer: of these weights, and of this prompt."""
         same = self.keep & (self.versions == self.version)
         return same if self.transferred is None else same & ~self.transferred
+
+    @property
+    def carried_over(self) -> Tensor:
+        """Of the comparable tokens `[T]`, those behind tokens that older weights sampled. With
+        router.interruption = in_place they were predicted from these weights' keys and values; else from their own.
+        """
+        older = (self.versions >= 0) & (self.versions < self.version)
+        begun_before = sum_by(older.long(), self.ids, self.sequences) > 0
+        return self.comparable & begun_before[self.ids]
 
     @property
     def response_tokens(self) -> int:

@@ -73,7 +73,9 @@ def update(
     if not sums:
         return stats
     stats |= objective.metrics(sums)
-    return stats | mismatch_summary(sums["mismatch_counts"].tolist(), float(sums["mismatch"]))
+    for name in ("mismatch", "mismatch_kept"):
+        stats |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
+    return stats
 
 
 def optimise(
@@ -122,7 +124,9 @@ def packed(
 def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch, and sums for the metrics."""
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
-    gap = (scores.logp.detach() - micro.mu).abs()[micro.comparable]
-    sums["mismatch"] = gap.sum()
-    sums["mismatch_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
+    gaps = (scores.logp.detach() - micro.mu).abs()
+    for name, tokens in (("mismatch", micro.comparable), ("mismatch_kept", micro.carried_over)):
+        gap = gaps[tokens]
+        sums[name] = gap.sum()
+        sums[f"{name}_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
     return loss, sums

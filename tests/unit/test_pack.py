@@ -152,3 +152,13 @@ def test_uneven_samples_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="must not be empty, the last four equal"):
         TrainSample(prompt, response, mu, versions)
+
+
+def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
+    """What kept keys and values cost shows on them alone."""
+    went_on = TrainSample([1, 2], [3, 4, 5, 6], [-0.5] * 4, [1, 1, 2, 2], trained=[True, True, True, False])
+    fresh, old = (TrainSample([1], [3, 4], [-0.5] * 2, [version] * 2) for version in (2, 1))
+    [batch] = pack([went_on, fresh, old], 100)
+    batch.version = 2
+    assert batch.tokens[batch.comparable].tolist() == [5, 3, 4]
+    assert batch.tokens[batch.carried_over].tolist() == [5]
