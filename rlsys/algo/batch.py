@@ -33,6 +33,9 @@ class Samples:
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
     tool_errors: Tensor | None = None  # [N] in [0, 1]
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
+    counted: Tensor | None = (
+        None  # [N] bool: not dropped by a `before` selector; None before these have acted
+    )
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
     kl: Tensor | None = None  # [N] sum over tokens of (old - ref)
 

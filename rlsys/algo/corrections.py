@@ -17,7 +17,7 @@ from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import LOG_RATIO_LIMIT, View
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce
-from rlsys.algo.segments import running_min, sum_by
+from rlsys.algo.segments import group_index, running_min, sum_by
 
 Level = Literal["token", "sequence", "geometric"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -180,8 +180,10 @@ class MinPro(CorrectionPlugin):
 class LensWeights(CorrectionPlugin):
     """Samples drawn from a cleaned prompt are trained on the original one, with w inside the ratio.
 
-    r = exp(logp(y | x) - mu(y | x used)) / w; w = a for the prompt's own successes, 1 - a for transferred successes
-    and for failures, a = the success rate of the own samples. w is kept at least `smallest`, which is ours.
+    r = exp(logp(y | x) - mu(y | x used)) / w in groups that hold such samples (after `selectors: [lens]`), w = 1 in
+    all others. w = a for the prompt's own successes, 1 - a for transferred successes and the failures that remain,
+    a = the success rate of all own samples. w is kept at least `smallest`, which is ours. Beside a clip, a sample
+    with A > 0 and 1 / w above the upper bound has no gradient.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
@@ -196,12 +198,16 @@ class LensWeights(CorrectionPlugin):
 
     def sample_weight(self, samples: Samples) -> Tensor:
         """w, `[N]`."""
-        own = ~samples.column("transferred").bool()
-        success = samples.reward > self.correct
-        _, index, sizes = torch.unique(samples.group_ids, return_inverse=True, return_counts=True)
-        count = sum_by(own.double(), index, len(sizes)).clamp(min=1)
-        rate = (sum_by((own & success).double(), index, len(sizes)) / count)[index]
-        return torch.where(own & success, rate, 1 - rate).clamp(min=self.smallest)
+        transferred, counted = samples.column("transferred").bool(), samples.counted
+        own, success = ~transferred, samples.reward > self.correct
+        held = transferred if counted is None else transferred & counted
+        index, sizes = group_index(samples.group_ids)
+        wins, count, mixed = (
+            sum_by(rows.double(), index, len(sizes))[index] for rows in (own & success, own, held)
+        )
+        rate = wins / count.clamp(min=1)
+        weight = torch.where(own & success, rate, 1 - rate).clamp(min=self.smallest)
+        return torch.where(mixed > 0, weight, torch.ones_like(weight))
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         return part.expand(self.sample_weight(samples).log())

@@ -55,8 +55,12 @@ class View:
 
     @cached_property
     def log_behaviour_ratio(self) -> Tensor:
-        """anchor - mu, detached: how far the anchor is from the policy that sampled. 0 where masked."""
-        gap = self.batch.masked(self.anchor - self.batch.mu).detach()
+        """anchor - mu, detached: how far the anchor is from the policy that sampled. 0 where masked.
+
+        Without what a correction put into the ratio (`batch.shift`), or a weight would take it out again.
+        """
+        anchor = self.anchor if self.batch.shift is None else self.anchor - self.batch.shift
+        gap = self.batch.masked(anchor - self.batch.mu).detach()
         return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     @cached_property

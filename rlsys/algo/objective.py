@@ -58,13 +58,17 @@ REPLAY = "replay"
 class Plan:
     """What is trained in one step. Rows are rows of `samples`; the optional fields are set by Objective.finish."""
 
-    samples: Samples
-    counted: Tensor  # [N] bool: not dropped by a `before` selector
+    samples: Samples  # with the column `counted`
     weight: Tensor  # [N]
     rows: list[int]  # to be packed
     deferred: list[int]  # put off by a selector that defers
     advantages: Tensor | None = None  # [N]
     reduction: Reduction | None = None
+
+    @property
+    def counted(self) -> Tensor:
+        """`[N]` bool: not dropped by a `before` selector."""
+        return self.samples.column("counted")
 
     @property
     def denominator(self) -> float:
@@ -144,7 +148,7 @@ class Objective:
         counted = torch.ones(len(samples), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before):
             counted &= selector(samples, None) > 0
-        plan = Plan(samples, counted, counted.float(), [], [])
+        plan = Plan(replace(samples, counted=counted), counted.float(), [], [])
         if not self.late:
             self._score(plan)
         trained = plan.weight != 0
@@ -168,7 +172,8 @@ class Objective:
         """All of these samples, with the advantages that they had in their own groups."""
         every = torch.ones(len(samples), dtype=torch.bool)
         reduction = self.reducer(samples.lengths, advantages != 0)
-        return Plan(samples, every, every.float(), list(range(len(samples))), [], advantages, reduction)
+        table = replace(samples, counted=every)
+        return Plan(table, every.float(), list(range(len(samples))), [], advantages, reduction)
 
     def _score(self, plan: Plan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""

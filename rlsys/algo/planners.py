@@ -319,8 +319,9 @@ class Lens(Planner):
     """Hard prompts get further samples from a cleaned prompt, without the tokens that disturb the policy most.
 
     For a group below `below` successes: score each prompt token by |log policy - log reference|, delete the top
-    `share`, sample as many again. The correction `lens` then trains them on the original prompt. The reference is
-    the server that engine.reference names; special tokens are protected.
+    `share`, sample as many again. The selector `lens` puts their successes in the place of failures, the correction
+    `lens` trains them on the original prompt. The reference is the server that engine.reference names; special tokens
+    are protected.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"

@@ -74,6 +74,7 @@ TABLE: dict[str, dict[str, str]] = {
     "selector": {
         "d3s": "rlsys.algo.selectors:D3S",
         "grpo_roc": "rlsys.algo.selectors:GrpoRoc",
+        "lens": "rlsys.algo.selectors:Lens",
         "rorecomp": "rlsys.algo.selectors:RoRecomp",
         "ttrl": "rlsys.algo.selectors:Thin",
     },

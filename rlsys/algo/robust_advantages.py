@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps, grpo
 from rlsys.algo.batch import Samples
-from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
+from rlsys.algo.segments import group_index, group_mean, group_std, groups_of, sum_by
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -23,8 +23,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 def by_group(function: Callable[[Tensor], Tensor], values: Tensor, group_ids: Tensor) -> Tensor:
     """`function` of each group's values `[n]`, put back into `[N]`."""
     out = torch.zeros_like(values)
-    index, sizes = group_index(group_ids)
-    for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+    for members in groups_of(group_ids):
         out[members] = function(values[members])
     return out
 

@@ -15,6 +15,12 @@ def group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return index, sizes
 
 
+def groups_of(group_ids: Tensor) -> list[Tensor]:
+    """The places of each group's samples among `[N]`, in their order."""
+    index, sizes = group_index(group_ids)
+    return list(torch.split(torch.argsort(index, stable=True), sizes.tolist()))
+
+
 def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
     """Sum of `values` `[n]` per value of `index` `[n]`, `[count]`."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, index, values)

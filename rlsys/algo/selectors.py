@@ -17,7 +17,7 @@ from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.replay import Replay
-from rlsys.algo.segments import group_index
+from rlsys.algo.segments import groups_of
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -164,8 +164,7 @@ class GrpoRoc(Selector):
         draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
         rank = torch.where(success, penalty.cpu(), draw)
         out = torch.zeros(len(samples))
-        index, sizes = group_index(samples.group_ids.cpu())
-        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+        for members in groups_of(samples.group_ids.cpu()):
             won, lost = members[success[members]], members[~success[members]]
             total = max(1, round(self.keep * len(members)))
             good = self._successes(len(won), len(lost), total)
@@ -179,6 +178,37 @@ class GrpoRoc(Selector):
         floor, ceiling = min(self.least, won), total - min(self.least, lost)
         wanted = max(min(wanted, ceiling), floor)
         return min(max(wanted, total - lost), won)
+
+
+class Lens(Selector):
+    """Successes of a cleaned prompt stand for failures of the prompt itself, where cleaning helped.
+
+    Of a group with samples that were drawn from a cleaned prompt: when a larger share of these succeeds than of the
+    group's own, k = min(their successes, own failures) of the successes replace k failures, and the group keeps its
+    size; else all own samples stay. What else was drawn from the cleaned prompt drops out. Use it with
+    `planners: [lens]` and `corrections: [lens]`.
+    """
+
+    paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
+    evidence: ClassVar[str] = "P"
+    before: ClassVar[bool] = True
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"transferred"})
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        success = (samples.reward > self.correct).cpu()
+        transferred = samples.column("transferred").bool().cpu()
+        out = (~transferred).float()
+        for members in groups_of(samples.group_ids.cpu()):
+            own, drawn = members[~transferred[members]], members[transferred[members]]
+            won, lost = drawn[success[drawn]], own[~success[own]]
+            if len(won) * len(own) > (len(own) - len(lost)) * len(drawn):
+                k = min(len(won), len(lost))
+                out[won[:k]], out[lost[:k]] = 1.0, 0.0
+        return out.to(samples.rewards.device)
 
 
 class Thin(Selector):
@@ -195,8 +225,7 @@ class Thin(Selector):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
         draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
         out = torch.zeros(len(samples))
-        index, sizes = group_index(samples.group_ids.cpu())
-        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+        for members in groups_of(samples.group_ids.cpu()):
             out[members[torch.argsort(draw[members])[: max(1, round(self.keep * len(members)))]]] = 1.0
         return out.to(samples.rewards.device)
 
@@ -228,8 +257,7 @@ class RoRecomp(Selector):
         success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()
         rank = torch.where(success, lengths, -lengths)
         out = torch.zeros(len(samples))
-        index, sizes = group_index(samples.group_ids.cpu())
-        for members in torch.split(torch.argsort(index, stable=True), sizes.tolist()):
+        for members in groups_of(samples.group_ids.cpu()):
             for chosen in (members[success[members]], members[~success[members]]):
                 count = -int(-self.alpha * len(chosen) // 1)
                 out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0

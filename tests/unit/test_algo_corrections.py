@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed, table
+from algo_world import DOUBLE, packed, section, table
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
@@ -15,6 +16,7 @@ from rlsys.algo.corrections import Correction
 from rlsys.algo.hooks import effective_share
 from rlsys.algo.losses import View
 from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
+from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import widest_subset
@@ -96,13 +98,49 @@ def test_minpro_does_not_see_masked_tokens() -> None:
     close(correct("minpro", batch, [0.0] * 3, logp=[0.0, -9.0, 0.0]).weight[batch.keep], vector(1, 1))
 
 
-def test_lens_by_hand() -> None:
-    """Own samples 1 of 2 right: a = 1/2. Own success 1/2, failure 1/2, transferred success 1/2; a = 0: 0.1 and 1."""
-    transferred = torch.tensor([False, False, True, False, True])
-    samples = table([1, 0, 1, 0, 1], [0, 0, 0, 1, 1], transferred=transferred)
+LENS_REWARDS = [*[0, 0, 0, 1, 1, 0, 1, 0], *[1, 0, 0, 1], *[0, 1], *[0, 0, 1, 1, 1]]
+LENS_GROUPS = [0] * 8 + [1] * 4 + [2] * 2 + [3] * 5
+LENS_MOVED = torch.tensor([False] * 4 + [True] * 4 + [False] * 2 + [True] * 2 + [False] * 4 + [True] * 3)
+"""A group of 1/4 whose cleaned prompt had 2/4; one of 1/2 with 1/2; one that was not cleaned; one of 0 with 3/3."""
+
+
+def test_lens_replaces_failures_where_cleaning_helped_by_hand() -> None:
+    """Two successes for two of three failures; nothing, as 1/2 is not above 1/2; as before; two for two failures."""
+    keep = build("selector", "lens")(table(LENS_REWARDS, LENS_GROUPS, transferred=LENS_MOVED), None)
+    assert keep.tolist() == [*[0, 0, 1, 1, 1, 0, 1, 0], *[1, 1, 0, 0], *[1, 1], *[0, 0, 1, 1, 0]]
+
+
+def test_lens_weighs_only_groups_that_hold_transferred_samples_by_hand() -> None:
+    """a = 1/4: success 1/4, what is left 3/4. Own successes of a group without any are 1, as in any other group.
+    a = 0: 1 for all."""
+    samples = table(LENS_REWARDS, LENS_GROUPS, transferred=LENS_MOVED)
+    samples = replace(samples, counted=build("selector", "lens")(samples, None) > 0)
     plugin = build("correction", "lens")
-    close(plugin.sample_weight(samples), vector(0.5, 0.5, 0.5, 1, 1))
-    close(plugin.shift(packed([1] * 5), samples), vector(0.5, 0.5, 0.5, 1, 1).log())
+    weight = plugin.sample_weight(samples)
+    close(weight, vector(*[0.75] * 3, 0.25, *[0.75] * 4, *[1.0] * 6, *[1.0] * 5))
+    close(plugin.shift(packed([1] * 19), samples), weight.log())
+    rare = table([1] + [0] * 19 + [1], [0] * 21, transferred=torch.arange(21) == 20)
+    close(plugin.sample_weight(rare), vector(0.1, *[0.95] * 20))  # a = 1/20, but at least 0.1
+
+
+def test_lens_baseline_and_denominator_are_those_of_what_remains() -> None:
+    """First group: 0 1 | 1 1, mean 3/4. The last one has only successes left. Lengths 1 to 19, by their places."""
+    samples = table(LENS_REWARDS, LENS_GROUPS, list(range(1, 20)), transferred=LENS_MOVED)
+    objective = Objective(section(advantage="dr_grpo", selectors=["lens"], corrections=["lens"]))
+    plan = objective.plan(samples)
+    assert plan.rows == [2, 3, 4, 6, 8, 9, 12, 13]
+    assert plan.advantages is not None
+    assert plan.advantages[plan.rows].tolist() == [-0.75, 0.25, 0.25, 0.25, 0.5, -0.5, -0.5, 0.5]
+    assert plan.denominator == (3 + 4 + 5 + 7) + (9 + 10) + (13 + 14) + (17 + 18)
+
+
+def test_lens_keeps_its_weight_beside_tis() -> None:
+    """r = exp(logp - old) / w and rho = exp(old - mu): were w in both, it would cancel."""
+    batch = packed([1, 1], old=[LOG2, LOG2], advantages=[1.0, 1.0])
+    batch.shift = vector(math.log(0.5), 0)
+    view = View(batch, vector(LOG2, LOG2), batch.signal("old") + batch.shift)
+    close(view.ratio, vector(2, 1))
+    close(build("correction", "tis")(view, None).weight, vector(2, 2))
 
 
 def test_weights_are_detached_and_rejections_are_not_weights() -> None:
