@@ -17,8 +17,11 @@ from rlsys.algo.plugin import Plugin
 class Hook(Plugin):
     """Around an optimizer update."""
 
-    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
-        """Factor of the learning rate of an update on these rows of the table."""
+    def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
+        """Factor of the learning rate of an update on these rows of the table.
+
+        size: the samples that the update stands for, with those of advantage 0, which are not among `rows`.
+        """
         return 1.0
 
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
@@ -59,22 +62,25 @@ class EssScaling(Hook):
     def needs(self) -> frozenset[str]:
         return frozenset({"old"})
 
-    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
+    def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
         share = effective_share(samples.column("log_weight")[list(rows)])
         ratio = min(1.0, share / self.rho0)
         return math.sqrt(ratio) if self.shape == "sqrt" else ratio
 
 
 class BatchScaling(Hook):
-    """lr0 sqrt(B / B0) for updates on B samples instead of B0: many samples per prompt make a larger batch."""
+    """lr0 sqrt(B / B0) for updates on B samples instead of B0: many samples per prompt make a larger batch.
+
+    B counts samples of advantage 0, too: it follows from the configuration, not from what the policy can do.
+    """
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
     evidence: ClassVar[str] = "P"
     samples: Annotated[int, Field(gt=0)] = 128
     """B0, the samples per update that trainer.lr was chosen for."""
 
-    def lr_factor(self, samples: Samples, rows: Sequence[int]) -> float:
-        return math.sqrt(len(rows) / self.samples)
+    def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
+        return math.sqrt(size / self.samples)
 
 
 class EwmaAnchor(Hook):

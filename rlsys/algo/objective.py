@@ -12,6 +12,7 @@ Sequences stay whole; how they are cut into micro-batches and spread over ranks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,7 @@ class Plan:
     weight: Tensor  # [N]
     rows: list[int]  # to be packed
     deferred: list[int]  # put off by a selector that defers
+    updates: int = 1  # optimizer updates that share the rows
     advantages: Tensor | None = None  # [N]
     reduction: Reduction | None = None
 
@@ -91,6 +93,7 @@ class Objective:
         self.reducer: Reducer = made["reducer"][0]
         self.hooks: list[Hook] = made["hooks"]
         self.anchor: Anchor = section.anchor
+        self._minibatches = section.minibatches
         self._prepared: dict[int, Any] = {}
 
         putting_off = [s for s in self.selectors if s.defers]
@@ -155,6 +158,7 @@ class Objective:
         if plan.advantages is not None and self.skips_zero:
             trained = trained & (plan.advantages != 0)
         plan.rows = trained.nonzero().flatten().tolist()
+        plan.updates = max(1, min(self._minibatches, len(plan.rows)))
         return plan
 
     def put_off(self, plan: Plan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
@@ -173,7 +177,8 @@ class Objective:
         every = torch.ones(len(samples), dtype=torch.bool)
         reduction = self.reducer(samples.lengths, advantages != 0)
         table = replace(samples, counted=every)
-        return Plan(table, every.float(), list(range(len(samples))), [], advantages, reduction)
+        rows = list(range(len(samples)))
+        return Plan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
 
     def _score(self, plan: Plan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
@@ -290,10 +295,8 @@ class Objective:
 
     def lr_factor(self, plan: Plan, rows: Sequence[int]) -> float:
         """Factor of the learning rate of an update on these rows."""
-        factor = 1.0
-        for hook in self.hooks:
-            factor *= hook.lr_factor(plan.samples, rows)
-        return factor
+        size = float(plan.counted.sum()) / plan.updates
+        return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], metrics: dict[str, float]) -> None:
         """After each optimizer update, with this rank's parameters and `metrics(sums)` of the update."""

@@ -252,15 +252,33 @@ def test_effective_share_by_hand() -> None:
 
 def test_vcpo_scales_the_step_by_hand() -> None:
     samples = table([1, 0], [0, 0], log_weight=vector(0, math.log(3)))
-    assert build("hook", "vcpo").lr_factor(samples, [0, 1]) == pytest.approx(math.sqrt(0.8))
-    assert build("hook", "vcpo", shape="linear", rho0=0.9).lr_factor(samples, [0, 1]) == pytest.approx(
+    assert build("hook", "vcpo").lr_factor(samples, [0, 1], 2) == pytest.approx(math.sqrt(0.8))
+    assert build("hook", "vcpo", shape="linear", rho0=0.9).lr_factor(samples, [0, 1], 2) == pytest.approx(
         0.8 / 0.9
     )
-    assert build("hook", "vcpo", rho0=0.5).lr_factor(samples, [0, 1]) == 1
+    assert build("hook", "vcpo", rho0=0.5).lr_factor(samples, [0, 1], 2) == 1
 
 
-def test_brorl_scales_the_step() -> None:
-    assert build("hook", "brorl", samples=8).lr_factor(table([0] * 32, [0] * 32), range(32)) == 2
+def test_brorl_scales_the_step_by_all_samples_by_hand() -> None:
+    """32 samples for a rate chosen for 8: 2. Half of them without an advantage: still 2. Two updates: 16 each."""
+    assert build("hook", "brorl", samples=8).lr_factor(table([0] * 32, [0] * 32), range(4), 32) == 2
+    rewards = [1, 0] * 8 + [1] * 16
+    for minibatches in (1, 2):
+        algo = section(hooks=[{"name": "brorl", "samples": 8}], minibatches=minibatches)
+        objective = Objective(algo)
+        plan = objective.plan(table(rewards, [0] * 16 + [1] * 16))
+        assert len(plan.rows) == 16
+        rows = plan.rows[: 16 // minibatches]
+        assert objective.lr_factor(plan, rows) == pytest.approx(2 / math.sqrt(minibatches))
+
+
+def test_brorl_leaves_a_rate_that_was_chosen_for_this_batch() -> None:
+    objective = Objective(section(hooks=[{"name": "brorl", "samples": 8}]))
+    for rewards in ([1, 0] * 4, [1, 0, *[1] * 6], [1] * 8):
+        plan = objective.plan(table(rewards, [0, 0, 1, 1, 2, 2, 3, 3]))
+        assert objective.lr_factor(plan, plan.rows) == 1
+    again = objective.plan_again(table([1] * 2, [0, 1]), vector(1, -1))
+    assert objective.lr_factor(again, again.rows) == 0.5  # an extra update on a quarter of the samples
 
 
 def test_ewma_by_hand() -> None:
