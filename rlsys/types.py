@@ -117,7 +117,7 @@ class Sample:
     engine: str | None = None  # url of the engine that holds its prefix
     routes: list[RouteSpan] = field(default_factory=list)
     observed: list[TokenSpan] = field(default_factory=list)  # what a tool wrote: no model sampled it
-    tool_errors: float = 0.0  # share of its tool calls that failed: set at take
+    tool_penalty: float = 0.0  # of a response with tools, see rollout/tools.py: set at take
     masked: list[TokenSpan] = field(
         default_factory=list
     )  # sampled, but too old to be trained on: set at take

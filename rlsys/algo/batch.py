@@ -31,7 +31,7 @@ class Samples:
     truncated: Tensor | None = None  # [N] bool
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
-    tool_errors: Tensor | None = None  # [N] in [0, 1]
+    tool_penalty: Tensor | None = None  # [N] in [0, 2]
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
     counted: Tensor | None = (
         None  # [N] bool: not dropped by a `before` selector; None before these have acted

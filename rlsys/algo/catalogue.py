@@ -158,7 +158,8 @@ quickstart keeps `anchor: mu`: in float32 each push is attested to a mean differ
 engine's log-probs and the trainer's, so mu is the exact `old` already. `answers`: the text of the last `<answer>`.
 `verdicts`: `data.judge`, the run's own engines or a rule. Several named rewards: `data.reward` gives an
 object, `gdpo` sees each.
-`tool_errors`: a tool's answer counts as an error when one of its lines begins with `error`, as the calculator's do.
+`tool_penalty`: a tool's answer is an error when one of its lines begins with `error`, as the calculator's do; answers
+are those of `<answer>`.
 `prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
 done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
 group's; it is left out of mismatch_mean, and has no routes to replay.

@@ -21,7 +21,7 @@ NEEDS: dict[str, str] = {
     "prompt_index": "a stable number of the prompt, the same each time it is drawn",
     "answers": "the canonical final answer of each response",
     "verdicts": "a judge's verdict on each correct response",
-    "tool_errors": "the share of failed tool calls of each response",
+    "tool_penalty": "how untidy each response with tools is: failed calls, too many answers or none",
     "transferred": "which samples were drawn from a rewritten prompt",
     "prompt_scores": "how far policy and reference disagree on each prompt token",
 }

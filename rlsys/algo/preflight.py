@@ -74,7 +74,7 @@ def _why_not(need: str, config: Config) -> str:
             f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
             "interpolated or ewma"
         )
-    if need == "tool_errors" and config.rollout.generator == "single_turn":
+    if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"

@@ -135,8 +135,9 @@ class GrpoRoc(Selector):
     """Resample on correct: of an oversampled group keep half, all kinds of failures but only the cleanest successes.
 
     Keeps the group's proportion of successes (at least `least` of each where there are so many). Failures are drawn
-    at random; successes are those with the lowest penalty: the share of failed tool calls, or the length where there
-    are no tools. Baselines are those of the kept samples. Plan twice the group: `planners: [grpo_roc]`.
+    at random; successes are those with the lowest penalty: the share of failed tool calls (0.5 without a call) plus
+    min((answers - 1) / turns, 1), or 1 without an answer; or the length, where there are no tools. Baselines are of
+    the kept samples. Plan twice the group: `planners: [grpo_roc]`.
     """
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
@@ -145,7 +146,7 @@ class GrpoRoc(Selector):
     """Share of each group that is trained."""
     least: Annotated[int, Field(ge=0)] = 2
     """Smallest number of successes and of failures kept, where a group has them."""
-    penalty: Literal["tool_errors", "length"] = "tool_errors"
+    penalty: Literal["tools", "length"] = "tools"
     """What ranks the successes."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
@@ -153,11 +154,11 @@ class GrpoRoc(Selector):
     """Of the draw among failures."""
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"tool_errors"}) if self.penalty == "tool_errors" else frozenset()
+        return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         penalty = (
-            samples.lengths.double() if self.penalty == "length" else samples.column("tool_errors").double()
+            samples.lengths.double() if self.penalty == "length" else samples.column("tool_penalty").double()
         )
         success = (samples.reward > self.correct).cpu()
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)

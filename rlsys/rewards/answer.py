@@ -5,6 +5,7 @@ A response that does not end with the end-of-sequence token never said that it w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.types import Prompt
+
+_ANSWER = re.compile("<answer>.*?</answer>", re.DOTALL)
 
 Score = Callable[[Prompt, str], float]
 
@@ -23,6 +26,11 @@ def final_answer(response_text: str, eos_token: str) -> str | None:
     _, opened, tail = response_text.rpartition("<answer>")
     answer, closed, _ = tail.partition("</answer>")
     return answer.strip() if opened and closed else None
+
+
+def count_answers(text: str) -> int:
+    """How many <answer>...</answer> it has."""
+    return len(_ANSWER.findall(text))
 
 
 def canonical_answer(response_text: str, eos_token: str) -> str | None:

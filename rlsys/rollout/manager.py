@@ -27,7 +27,7 @@ from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.tools import error_share
+from rlsys.rollout.tools import tool_penalty
 from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
@@ -130,7 +130,7 @@ class RolloutManager:
                 part = [g for g in groups if g.group_id in ids]
             if not part:
                 return None
-            self._count_tool_errors(part)
+            self._set_tool_penalties(part)
             self._selection.mask_old(part, self._buffer.policy_step(version))
             self._parts.append([g.group_id for g in part])
             return Taken(train_step, version, part, {})
@@ -142,10 +142,10 @@ class RolloutManager:
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
         return self._policy_step
 
-    def _count_tool_errors(self, groups: list[SampleGroup]) -> None:
-        if self._tokenizer is not None:
-            for sample in (s for group in groups for s in group.samples if s.observed):
-                sample.tool_errors = error_share(sample, self._tokenizer.decode)
+    def _set_tool_penalties(self, groups: list[SampleGroup]) -> None:
+        if self._tokenizer is not None and self._config.rollout.generator != "single_turn":
+            for sample in (s for group in groups for s in group.samples):
+                sample.tool_penalty = tool_penalty(sample, self._tokenizer.decode)
 
     async def take(self, train_step: int) -> Taken | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
@@ -165,7 +165,7 @@ class RolloutManager:
                 self._buffer.take(train_step, chosen, self._parts)
             counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
-            self._count_tool_errors(groups)
+            self._set_tool_penalties(groups)
             if self._colocated:
                 await self._rest()
                 if self._config.launch.release_memory:

@@ -16,12 +16,15 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
+from rlsys.rewards.answer import count_answers
 from rlsys.types import Prompt, Sample, Status
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
 """Longest wait for a tool that has its own limit of processor time: beyond it, the machine is at fault."""
 TOOLS_AT_ONCE = 8
+NO_CALL = 0.5
+"""Penalty of a response without a tool call, between none and all of its calls failed."""
 _ERROR = re.compile(r"^error\b", re.MULTILINE)
 
 Tool = Callable[[str], Awaitable[str]]
@@ -120,10 +123,19 @@ def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
     return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
 
 
-def error_share(sample: Sample, decode: Callable[[list[int]], str]) -> float:
-    """Share of the tool's answers that are an error: that have a line which begins with `error`. 0 without any."""
-    answers = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
-    return sum(_ERROR.search(answer) is not None for answer in answers) / max(len(answers), 1)
+def tool_penalty(sample: Sample, decode: Callable[[list[int]], str]) -> float:
+    """How untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
+
+    The share of the tool's answers that are an error, which have a line that begins with `error`; NO_CALL without
+    any. And how far the model's turns are from one final answer: (answers - 1) / turns, at most 1; 1 without any.
+    """
+    told = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
+    errors = sum(_ERROR.search(text) is not None for text in told) / len(told) if told else NO_CALL
+    starts = [0, *(span.end for span in sample.observed)]
+    ends = [*(span.start for span in sample.observed), len(sample.response_ids)]
+    said = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+    answers = sum(count_answers(text) for text in said)
+    return errors + (min((answers - 1) / len(said), 1.0) if answers else 1.0)
 
 
 class Calculator:

@@ -32,8 +32,8 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
         columns["answers"] = torch.tensor([answer_id(s.answer) for s in samples])
     if "transferred" in needs:
         columns["transferred"] = torch.tensor([s.trained_prompt is not None for s in samples])
-    if "tool_errors" in needs:
-        columns["tool_errors"] = torch.tensor([s.tool_errors for s in samples])
+    if "tool_penalty" in needs:
+        columns["tool_penalty"] = torch.tensor([s.tool_penalty for s in samples])
     return replace(Samples.of(groups, train_step - 1), **columns)
 
 

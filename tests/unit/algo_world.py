@@ -79,7 +79,7 @@ class World:
             prompt_index=torch.arange(count) // self.size + 100,
             answers=torch.randint(0, 3, (count,), generator=g),
             log_likelihood=randn(count),
-            tool_errors=torch.rand(count, generator=g, dtype=DOUBLE),
+            tool_penalty=torch.rand(count, generator=g, dtype=DOUBLE),
             transferred=torch.rand(count, generator=g) > 0.7,
         )
 

@@ -191,7 +191,7 @@ def test_grpo_roc_keeps_the_proportion_but_two_of_each(won: int, lost: int, tota
     rewards = [1] * won + [0] * lost
     errors = torch.linspace(0, 1, won + lost, dtype=DOUBLE)
     weight = build("selector", "grpo_roc", keep=total / (won + lost))(
-        table(rewards, [0] * len(rewards), tool_errors=errors), None
+        table(rewards, [0] * len(rewards), tool_penalty=errors), None
     )
     assert weight[:won].tolist() == [1.0] * kept + [0.0] * (won - kept)  # the cleanest successes come first
     assert weight.sum() == total

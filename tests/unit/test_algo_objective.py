@@ -156,7 +156,7 @@ def test_selection_and_rejection_leave_the_denominator() -> None:
 
 def test_what_a_before_selector_drops_was_never_there() -> None:
     """Baselines and the denominator are those of the kept samples."""
-    samples = table([1, 1, 0, 0], [0, 0, 0, 0], [1, 9, 2, 3], tool_errors=torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    samples = table([1, 1, 0, 0], [0, 0, 0, 0], [1, 9, 2, 3], tool_penalty=torch.tensor([0.0, 1.0, 0.0, 0.0]))
     objective = Objective(
         section(selectors=[{"name": "grpo_roc", "keep": 0.5, "least": 1}], advantage="dr_grpo")
     )
@@ -268,12 +268,12 @@ def test_threshold_finds_what_sorting_finds(values: list[float], share: float) -
 
 
 def test_samples_name_a_column_of_the_wrong_length() -> None:
-    with pytest.raises(ValueError, match=r"tool_errors has shape \(2,\), rewards \(3,\)"):
+    with pytest.raises(ValueError, match=r"tool_penalty has shape \(2,\), rewards \(3,\)"):
         Samples(
             rewards=torch.zeros(3),
             group_ids=torch.zeros(3),
             lengths=torch.ones(3),
-            tool_errors=torch.zeros(2),
+            tool_penalty=torch.zeros(2),
         )
 
 

@@ -31,7 +31,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.planners=[lens]"],
             r"algo.planners\[0\] \(Lens\) needs prompt_scores, .*: engine.reference names",
         ),
-        (["algo.selectors=[grpo_roc]"], "needs tool_errors, .*: rollout.generator = single_turn calls no"),
+        (["algo.selectors=[grpo_roc]"], "needs tool_penalty, .*: rollout.generator = single_turn calls no"),
         (
             ["algo.anchor=behaviour", "launch.placement=disaggregated"],
             "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",

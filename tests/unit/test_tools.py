@@ -174,16 +174,50 @@ def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
 
 def test_failed_calls_are_counted_from_the_tokens() -> None:
     sample = Sample(1, 1, 0, prompt_ids=[1], seed=0)
-    said = {2: "<python>", 3: "tool\nerror: NameError\n", 4: "tool\n14, no error", 5: "tool\nerrors: 3"}
+    said = {
+        2: "<python>",
+        3: "tool\nerror: NameError\n",
+        4: "tool\n14, no error",
+        5: "tool\nerrors: 3",
+        6: "<answer>14</answer>",
+    }
 
     def decode(ids: list[int]) -> str:
         return "".join(said[i] for i in ids)
 
-    assert tools.error_share(sample, decode) == 0.0
+    assert tools.tool_penalty(sample, decode) == 0.5 + 1  # no call, no answer
     for answer in (3, 4, 5, 3):
         sample.append(Segment([2], [-1.0], [VersionSpan(0, 0, 1)]))
         sample.observe([answer])
-    assert tools.error_share(sample, decode) == 0.5
+    assert tools.tool_penalty(sample, decode) == 2 / 4 + 1
+    sample.append(Segment([6], [-1.0], [VersionSpan(0, 0, 1)]))
+    assert tools.tool_penalty(sample, decode) == 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("turns", "penalty"),
+    [
+        ([6], 0.5),
+        ([2, 6], 0.0),
+        ([6, 6], 1 / 2),
+        ([2, 7], 1 / 2),
+        ([7, 7, 6], 1.0),
+        ([8], 0.5 + 1),
+        ([2, 8], 1.0),
+    ],
+)
+def test_answers_too_many_or_none_cost_by_the_turn(turns: list[int], penalty: float) -> None:
+    """(answers - 1) / turns, at most 1; without a tool call, 0.5 on top. What the tool says is no answer."""
+    said = {
+        2: "<python>", 3: "<answer>4</answer>", 6: "<answer>4</answer>", 8: "<answer>4",
+        7: "<answer>4</answer>or<answer>\n5</answer>",
+    }  # fmt: skip
+    sample = Sample(1, 1, 0, prompt_ids=[1], seed=0)
+    for i, turn in enumerate(turns):
+        if i:
+            sample.observe([3])
+        sample.append(Segment([turn], [-1.0], [VersionSpan(0, 0, 1)]))
+    assert tools.tool_penalty(sample, lambda ids: "".join(said[i] for i in ids)) == penalty
 
 
 def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> None:
