@@ -240,8 +240,8 @@ class EngineConfig(Section):
 
 class RouterConfig(Section):
     strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
-    """How a sample's engine is chosen: by its prefix (unless that is a hot spot), by tokens, the better of two,
-    or by the weights that the sample began with."""
+    """How a sample's engine is chosen: by its prefix (unless that is a hot spot), by tokens, the better of two, or
+    by its weights (which is by its prefix, as long as every engine that serves has the current weights)."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
     """What becomes of samples in flight when weights are pushed while engines generate: they come back and are
     durable; the engine keeps them and computes their prefix again; it keeps them with their old keys and values."""

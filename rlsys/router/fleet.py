@@ -1,8 +1,8 @@
 """A router that stands alone: its engines, what they are, and their weights, which nobody but them knows.
 
-Engines serve with the version that most of the pool had when it started. Weights change by folder
+Engines serve with the highest version that one of them reports at the start. Weights change by folder
 (`POST /update_weights_from_disk`); an engine that joins, restarts or failed an update is then brought to the same
-folder before it serves.
+folder before it serves. Before the first such update there is no folder: an engine of another version waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
 from rlsys.router.checks import Limits
 from rlsys.router.dispatch import Dispatcher
-from rlsys.router.pool import EngineState, Pool
+from rlsys.router.pool import EngineState, Flight, Pool
 from rlsys.router.proxy import Proxy
 from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
@@ -69,6 +69,8 @@ class Fleet:
         self.limits: Limits | None = None
         self._folder: str | None = None
         self._updating = asyncio.Lock()
+        self._loading: dict[str, asyncio.Task[bool]] = {}  # by URL: engines that are being brought up to date
+        self._told: set[str] = set()  # engines that nothing can bring up to date
 
     def add(self, url: str) -> None:
         """Raises UserError for something that is no URL, or an engine that is here already."""
@@ -93,13 +95,27 @@ class Fleet:
             await self.pool.probe()
             if self.limits is None and self.pool.serving():
                 await self._learn(self.pool.serving()[0])
-            if self._folder is not None and not self._updating.locked():
-                async with self._updating:
-                    for engine in self.pool.stale():
-                        await self.dispatcher.attempt(engine, self._load(engine))
+            self._bring_up_to_date()
             if self.pool.serving() and self.limits is not None:
                 self.dispatcher.wake()
             await asyncio.sleep(PROBE_SECONDS)
+
+    def _bring_up_to_date(self) -> None:
+        """Beside the watch, each engine by itself: a folder may take minutes to load, and one that hangs longer."""
+        for url in [url for url, task in self._loading.items() if task.done()]:
+            self._loading.pop(url).result()
+        if self._updating.locked():
+            return
+        for engine in self.pool.stale():
+            if self._folder is not None and engine.url not in self._loading:
+                load = self.dispatcher.attempt(engine, self._load(engine))
+                self._loading[engine.url] = asyncio.create_task(load)
+            elif self._folder is None and engine.url not in self._told:
+                self._told.add(engine.url)
+                log.warning(
+                    "%s has weight version %d, the pool %d: it serves after POST /update_weights_from_disk",
+                    engine.url, engine.version, self.pool.version,
+                )  # fmt: skip
 
     async def _learn(self, engine: EngineState) -> None:
         """What requests must keep to. Raises UserError when the vocabulary's size is nowhere to be read."""
@@ -128,6 +144,8 @@ class Fleet:
         An engine that fails is brought up to date later. Raises RunError when all fail: then nothing changed.
         """
         async with self._updating:
+            if self._loading:  # two loads at once in one engine would mix their tensors
+                await asyncio.wait(self._loading.values())
             before = self.pool.version, self._folder
             if version is not None and version <= before[0]:
                 raise UserError(f"weight_version = {version}: expected more than {before[0]}, which is there")
@@ -158,11 +176,21 @@ class Fleet:
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:
+        """What it reports on the way is not yet what it may serve with: its cache is of the old weights.
+
+        Once probes find it dead nobody waits for it any longer, as for any flight.
+        """
         assert self._folder is not None
-        version = self.pool.version
-        await engine.client.update_weights_from_disk(self._folder, version)
-        await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
-        reported = await engine.client.weight_version()
-        if reported != version:
-            raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")
-        engine.has(version)
+        version, engine.loading = self.pool.version, True
+        flight = Flight("load", None, asyncio.timeout(None))
+        try:
+            with self.dispatcher.flying(engine, flight, 0):
+                async with flight.scope:
+                    await engine.client.update_weights_from_disk(self._folder, version)
+                    await engine.client.flush(paused=engine.paused)
+                    reported = await engine.client.weight_version()
+            if reported != version:
+                raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")
+            engine.has(version)
+        finally:
+            engine.loading = False

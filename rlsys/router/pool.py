@@ -58,6 +58,7 @@ class EngineState:
     alive: bool = False
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
+    loading: bool = False  # weights out of a folder, on its own
     quarantined: str | None = None
     refusal: str | None = (
         None  # to the last probe, in words: somebody listens there, but not as an engine does
@@ -149,7 +150,7 @@ class EngineState:
                 self.died()
             return
         self.silent, self.refusal = 0, None
-        if self.version != expected:
+        if self.version != expected or self.loading:
             return  # a push went on meanwhile
         if self.trusted:
             reported = max(reported, 0)

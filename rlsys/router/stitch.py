@@ -56,7 +56,7 @@ def continuation(body: Mapping[str, Any], prompt: list[int], made: list[int]) ->
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any], *, incremental: bool) -> dict[str, Any]:
     """`second` as if it had come behind `first` in one request. incremental: chunks bring new tokens only, so those
-    of `first` are with the client already.
+    of `first` are with the client already. Routed experts are null unless both have them: a part is not the whole's.
     """
     meta_1, meta_2 = first["meta_info"], second["meta_info"]
     made = meta_1["completion_tokens"]
@@ -74,8 +74,9 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any], *, incremental: bo
     ]
     if spans:
         meta["weight_versions"] = [*(meta_1.get("weight_versions") or []), *spans]
-    if "routed_experts" in meta_1 and "routed_experts" in meta_2:
-        meta["routed_experts"] = _join_base64(meta_1["routed_experts"], meta_2["routed_experts"])
+    if meta_2.get("routed_experts") is not None:
+        begun = meta_1.get("routed_experts")  # absent where the engine died before it handed them over
+        meta["routed_experts"] = None if begun is None else _join_base64(begun, meta_2["routed_experts"])
     reason = meta_2.get("finish_reason") or {}
     if "length" in reason:
         meta["finish_reason"] = {**reason, "length": made + reason["length"]}

@@ -5,7 +5,10 @@ A strategy is named in the config (`router.strategy`):
     prefix_affinity  the engine that holds the prefix, unless it is a hot spot
     least_tokens     the fewest tokens in flight: a long sample weighs more than a short one
     power_of_two     the better of two engines that the request's key picks: no herd when figures are late
-    version_aware    the weights that the sample began with, as long as some engine has them
+    version_aware    the weights that made the sample's last token, as long as some candidate has them
+
+The router's candidates all have the pool's current weights (pool.py), so there version_aware chooses as
+prefix_affinity does. It differs for a caller whose candidates have several versions.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 
 IMBALANCE = 1.25
 SLACK = 16
+"""When a prefix's engine is too busy for it: more than IMBALANCE times the least busy one's requests, plus SLACK.
+SLACK lets up to 16 siblings start together on an idle engine; IMBALANCE lets loads of hundreds differ by chance."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class HttpEngine:
         self.fail_with: int | None = None
         self.loads: list[str] = []
         self.calls: list[str] = []  # of what changes the server, in order
-        self.paused = False
+        self.may_load = asyncio.Event()
+        self.may_load.set()
         self._server: TestServer | None = None
 
     async def start(self) -> str:
@@ -82,6 +83,7 @@ class HttpEngine:
         if body["model_path"] == "bad":
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         self.loads.append(body["model_path"])
+        await self.may_load.wait()
         self.version = int(body["weight_version"])
         return web.json_response({"success": True, "message": ""})
 

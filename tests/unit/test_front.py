@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import FORWARDED, Front, FrontLimits
 from rlsys.router.serve import RouterOptions, is_loopback, read_token
 from rlsys.router.skip import Broken, skipper
-from rlsys.router.stitch import can_go_on
+from rlsys.router.stitch import can_go_on, join
 
 PROMPT = [1, 2, 3, 4]
 
@@ -270,6 +271,28 @@ def test_of_a_repeated_stream_only_what_is_new_is_left(incremental: bool) -> Non
 )
 def test_only_what_follows_from_its_tokens_goes_on_from_them(sampling: dict[str, Any], goes_on: bool) -> None:
     assert can_go_on({"input_ids": PROMPT, "sampling_params": sampling}) is goes_on
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whole"), [(b"ab", b"cd", b"abcd"), (None, b"cd", None), (b"ab", None, None)]
+)
+def test_routes_of_a_part_are_not_passed_as_the_wholes(
+    first: bytes | None, second: bytes | None, whole: bytes | None
+) -> None:
+    def answer(routes: bytes | None) -> dict[str, Any]:
+        meta: dict[str, Any] = {"completion_tokens": 1, "prompt_tokens": 1}
+        if routes is not None:
+            meta["routed_experts"] = base64.b64encode(routes).decode()
+        return {"text": "a", "output_ids": [1], "meta_info": meta}
+
+    def routes(answer: dict[str, Any]) -> bytes | None:
+        found = answer["meta_info"].get("routed_experts")
+        return None if found is None else base64.b64decode(found)
+
+    joined = join(answer(first), answer(second), incremental=False)
+    assert routes(joined) == whole
+    again = join(joined, answer(b"ef"), incremental=False)  # interrupted once more
+    assert routes(again) == (None if whole is None else whole + b"ef")
 
 
 def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
@@ -554,6 +577,56 @@ def test_engines_join_are_brought_up_to_date_and_leave() -> None:
             assert (await rig.post("/engines", bad))[0] == 400
         assert (await rig.client.delete("/engines?url=http://nobody:1")).status == 400
         await joiner.stop()
+
+
+def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        slow, quick = HttpEngine(), HttpEngine()
+        slow.may_load.clear()
+        urls = [await e.start() for e in (slow, quick)]
+        for url in urls:
+            await rig.post("/engines", {"url": url})
+        await rig.until(lambda: slow.loads == ["next"] and len(rig.fleet.pool.serving()) == 2)
+        slow.version = 1  # it has them, and its cache is not flushed yet
+        await rig.fleet.pool.probe()
+        assert len(rig.fleet.pool.serving()) == 2
+        later = asyncio.create_task(rig.post("/update_weights_from_disk", {"model_path": "later"}))
+        await asyncio.sleep(0.05)
+        assert not later.done(), "one load after the other"
+        slow.may_load.set()
+        assert (await later)[1]["weight_version"] == 2
+        assert (slow.loads, quick.loads) == (["next", "later"], ["next", "later"])
+        quick.may_load.clear()
+        last = asyncio.create_task(rig.post("/update_weights_from_disk", {"model_path": "last"}))
+        await rig.until(lambda: "last" in quick.loads)
+        state = rig.fleet.pool.find(urls[1])
+        assert state is not None
+        state.died()  # as probes find
+        assert (await last)[1]["weight_version"] == 3
+        quick.may_load.set()
+        for engine in (slow, quick):
+            await engine.stop()
+
+
+def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @scenario()
+    async def _(rig: Rig) -> None:
+        other = HttpEngine(version=3)
+        url = await other.start()
+        await rig.post("/engines", {"url": url})
+        told = f"{url} has weight version 3, the pool 0: it serves after POST /update_weights_from_disk"
+        await rig.until(lambda: told in caplog.messages)
+        for _ in range(3):
+            rig.fleet._bring_up_to_date()
+        assert caplog.messages.count(told) == 1
+        assert len(rig.fleet.pool.serving()) == 1
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        assert len(rig.fleet.pool.serving()) == 2
+        await other.stop()
 
 
 @pytest.mark.parametrize(
