@@ -85,6 +85,21 @@ class Limits:
                 raise RefusedPrompt(f"{name} = {count}: expected 0 to {self.vocab_size}, the vocabulary")
 
 
+def samples_of(body: Mapping[str, Any]) -> int:
+    """Responses that a request asks for, prompts times `n`; no prompt is looked at. A malformed number counts as one:
+    it is for check_request to refuse."""
+    prompts = max(_rows(body.get(name)) for name in ("input_ids", "text", "prompt"))
+    sampling = body.get("sampling_params")
+    params = [body, *(sampling if isinstance(sampling, list) else [sampling])]
+    choices = [p.get(name) for p in params if isinstance(p, Mapping) for name in ("n", "best_of")]
+    return prompts * max((c for c in choices if type(c) is int and 0 < c <= MOST_CHOICES), default=1)
+
+
+def _rows(value: Any) -> int:
+    """How many prompts: a list of texts or of lists is so many."""
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else 1
+
+
 def check_sampling(params: Mapping[str, Any]) -> None:
     """Raises RefusedPrompt for a value that is no number, not finite or out of its range."""
     for name, (low, high) in _RANGES.items():

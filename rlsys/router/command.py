@@ -64,5 +64,5 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--vocab-size", type=int, metavar="N", help="where the model's folder cannot be read")
     sub.add_argument("--queue-seconds", type=float, default=120.0, help="longest wait for an engine")
     sub.add_argument("--max-body-mb", type=float, default=limits.body_bytes / 2**20, help="largest request")
-    sub.add_argument("--concurrency", type=int, default=limits.concurrency, help="requests served at once")
-    sub.add_argument("--queue", type=int, default=limits.queue, help="requests that may wait beyond that")
+    sub.add_argument("--concurrency", type=int, default=limits.concurrency, help="samples served at once")
+    sub.add_argument("--queue", type=int, default=limits.queue, help="samples that may wait beyond that")

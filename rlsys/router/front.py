@@ -11,10 +11,10 @@ Every refusal is JSON: {"error": {"message", "type", "code"}}.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from aiohttp import web
 
 from rlsys.engine.client import DeadEngine
 from rlsys.errors import RunError, UserError
-from rlsys.router.checks import RefusedPrompt, short
+from rlsys.router.checks import RefusedPrompt, samples_of, short
 from rlsys.router.fleet import Fleet
 from rlsys.router.metrics import Metrics
+from rlsys.router.places import Places
 from rlsys.router.proxy import Job, Unavailable, error_body
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +40,8 @@ RETRY_SECONDS = "1"
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """`queue`: requests that wait while `concurrency` others are being served; more are refused with 429."""
+    """In samples, of which a request may ask for several: `queue` wait while `concurrency` others are being served;
+    more are refused with 429, and a request for more than `concurrency` with 413."""
 
     body_bytes: int = 16 * 2**20
     concurrency: int = 1024
@@ -47,7 +49,7 @@ class FrontLimits:
 
 
 class Front:
-    """Owns how many requests are inside."""
+    """Owns how many samples are inside."""
 
     def __init__(self, fleet: Fleet, token: str | None, limits: FrontLimits) -> None:
         self._fleet = fleet
@@ -55,7 +57,7 @@ class Front:
         self._limits = limits
         self._metrics = Metrics(fleet, lambda: self._inside)
         self._inside = 0
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._places = Places(limits.concurrency)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[self._guard])
@@ -115,27 +117,38 @@ class Front:
     # -- requests for engines -----------------------------------------------------------------------------------
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        most = self._limits.concurrency + self._limits.queue
-        if self._inside >= most:
-            raise _Refused(
-                429, f"{self._inside} requests are here already, of at most {most}; try again later"
-            )
-        self._inside += 1
-        try:
+        with self._inside_for(1):  # before its body is read
             raw = await _read(request)
             body = _object(raw)
-            limits = self._fleet.limits
-            if limits is None:
-                raise Unavailable("no engine has answered yet")
-            try:
-                limits.check_request(body)
-            except RefusedPrompt:
-                self._metrics.refused.inc()
-                raise
-            async with self._slots:
-                return await self._fleet.proxy.run(Job.of(request.path, body, raw), request)
+            samples = samples_of(body)
+            if samples > self._limits.concurrency:
+                raise _Refused(
+                    413, f"{samples} samples in one request; expected at most {self._limits.concurrency}"
+                )
+            with self._inside_for(samples - 1):
+                limits = self._fleet.limits
+                if limits is None:
+                    raise Unavailable("no engine has answered yet")
+                try:
+                    limits.check_request(body)
+                except RefusedPrompt:
+                    self._metrics.refused.inc()
+                    raise
+                async with self._places.take(samples):
+                    return await self._fleet.proxy.run(Job.of(request.path, body, raw), request)
+
+    @contextmanager
+    def _inside_for(self, samples: int) -> Iterator[None]:
+        most = self._limits.concurrency + self._limits.queue
+        if self._inside + samples > most:
+            raise _Refused(
+                429, f"{self._inside} samples are here already, of at most {most}; try again later"
+            )
+        self._inside += samples
+        try:
+            yield
         finally:
-            self._inside -= 1
+            self._inside -= samples
 
     async def _ask(self, request: web.Request) -> web.Response:
         for engine in self._fleet.pool.serving():

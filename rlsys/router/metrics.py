@@ -51,7 +51,7 @@ class _State:
         pool, dispatcher = self._fleet.pool, self._fleet.dispatcher
         serving = {e.url for e in pool.serving()}
         gauge, count = GaugeMetricFamily, CounterMetricFamily
-        yield gauge("rlsys_router_inside", "Requests here, in engines or waiting", self._inside())
+        yield gauge("rlsys_router_inside", "Samples here, in engines or waiting", self._inside())
         yield gauge("rlsys_router_waiting", "Requests that wait for an engine", dispatcher.waiting)
         yield gauge("rlsys_router_weight_version", "What engines should have", pool.version)
         yield count(

@@ -17,8 +17,10 @@ from http_engine import HttpEngine, letters, token_at
 from rlsys.cli import main
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
+from rlsys.router.checks import samples_of
 from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import FORWARDED, Front, FrontLimits
+from rlsys.router.places import Places
 from rlsys.router.serve import RouterOptions, is_loopback, read_token
 from rlsys.router.skip import Broken, skipper
 from rlsys.router.stitch import can_go_on, join
@@ -523,6 +525,78 @@ def test_too_large_too_many_and_nobody_there() -> None:
         assert (status, answer["error"]["message"]) == (503, "no engine has answered yet")
         assert (await rig.client.get("/health")).status == 200
         assert (await rig.client.get("/ready")).status == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "samples"),
+    [
+        ({"input_ids": PROMPT}, 1),
+        ({"input_ids": [PROMPT] * 3, "sampling_params": {"n": 4}}, 12),
+        ({"input_ids": [PROMPT] * 3, "sampling_params": [{"n": 2}, {}, {"n": 5}]}, 15),
+        ({"text": ["a", "b"]}, 2),
+        ({"prompt": [[1], [2]], "n": 2, "best_of": 6}, 12),
+        ({"messages": [{}, {}], "n": 3}, 3),
+        ({"prompt": "abc", "n": "many", "best_of": 10**9, "sampling_params": 3}, 1),
+    ],
+)
+def test_a_request_counts_as_what_it_asks_for(body: dict[str, Any], samples: int) -> None:
+    assert samples_of(body) == samples
+
+
+def test_one_request_does_not_get_round_the_limits() -> None:
+    @scenario(limits=FrontLimits(concurrency=4, queue=2))
+    async def _(rig: Rig) -> None:
+        status, answer = await rig.post("/generate", {"input_ids": [[]] * 5})
+        assert (status, answer["error"]["message"]) == (413, "5 samples in one request; expected at most 4")
+        status, answer = await rig.post("/v1/completions", {"prompt": ["a"] * 4, "n": 2})
+        assert (status, answer["error"]["code"]) == (413, 413)
+        rig.engines[0].hold_at = 1
+        bodies: list[dict[str, Any]] = [{"messages": [], "n": n} for n in (3, 2, 1)]
+        tasks = []
+        for body in bodies:
+            tasks.append(asyncio.create_task(rig.post("/v1/chat/completions", body)))
+            await asyncio.sleep(0.05)
+        assert len(rig.engines[0].requests) == 1, "the second does not fit beside, the third not before it"
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer["error"]["message"]) == (
+            429,
+            "6 samples are here already, of at most 6; try again later",
+        )
+        tasks[1].cancel()
+        await rig.until(lambda: len(rig.engines[0].requests) == 2)
+        rig.engines[0].free.set()
+        assert [(await t)[0] for t in (tasks[0], tasks[2])] == [200, 200]
+        assert rig.fleet.pool.in_flight == 0
+
+
+def test_places_are_given_in_order_and_come_back() -> None:
+    async def main() -> None:
+        places, order = Places(3), []
+
+        async def taker(name: str, n: int, free: asyncio.Event) -> None:
+            async with places.take(n):
+                order.append(name)
+                await free.wait()
+
+        free, never = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(taker(*x)) for x in (("a", 2, free), ("b", 3, never), ("c", 1, never))]
+        await asyncio.sleep(0)
+        assert order == ["a"], "c would fit, but b was there first"
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert order == ["a", "c"]
+        tasks += [asyncio.create_task(taker("d", 2, never))]
+        await asyncio.sleep(0)
+        free.set()
+        tasks[3].cancel()  # in the moment in which its places come free
+        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
+        last = asyncio.create_task(taker("e", 2, free))
+        await last
+        assert order == ["a", "c", "e"]
+        tasks[2].cancel()
+
+    asyncio.run(main())
 
 
 def test_a_token_is_asked_for() -> None:
