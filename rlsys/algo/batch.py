@@ -37,7 +37,7 @@ class Samples:
         None  # [N] bool: not dropped by a `before` selector; None before these have acted
     )
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
-    kl: Tensor | None = None  # [N] sum over tokens of (old - ref)
+    kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
 
     def __post_init__(self) -> None:
         n = len(self.rewards)

@@ -6,6 +6,7 @@ multiplies the policy's loss; a rejection takes a token out of it. Neither chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -14,8 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.losses import LOG_RATIO_LIMIT, View
-from rlsys.algo.plugin import Plugin
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Preparing, View
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import group_index, running_min, sum_by
 
@@ -30,12 +30,11 @@ class Correction(NamedTuple):
     keep: Tensor
 
 
-class CorrectionPlugin(Plugin):
+class CorrectionPlugin(Preparing):
     """Weights and rejections of tokens."""
 
-    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Before the backward of an optimizer update: whatever needs all its tokens. Handed to each call."""
-        return None
+    of_anchor: ClassVar[bool] = False
+    """It acts on exp(anchor - mu): with `algo.anchor: mu` on nothing."""
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         """Added to the anchor `[T]`: a factor inside the ratio."""
@@ -55,7 +54,38 @@ def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
     return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[batch.ids]
 
 
-class Tis(CorrectionPlugin):
+class Normalised(CorrectionPlugin):
+    """Weights of mean 1 over the tokens that it keeps, if asked for."""
+
+    of_anchor: ClassVar[bool] = True
+    normalise: bool = False
+    """Divide by the mean weight of the update's kept tokens."""
+
+    def correct(self, view: View) -> Correction:
+        """As they are."""
+        raise NotImplementedError
+
+    @property
+    def prepares(self) -> bool:
+        return self.normalise
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """The mean weight, or None."""
+        if not self.normalise:
+            return None
+        sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)
+        for part, anchor in zip(parts, anchors, strict=True):
+            weight, keep = self.correct(View(part, anchor, anchor))
+            sums += torch.stack([weight[keep].double().sum(), keep.double().sum()])
+        total, count = reduce(sums)
+        return (total / count.clamp(min=1)).clamp(min=math.exp(-LOG_RATIO_LIMIT))
+
+    def __call__(self, view: View, prepared: Any) -> Correction:
+        weight, keep = self.correct(view)
+        return Correction(weight if prepared is None else weight / prepared.to(weight), keep)
+
+
+class Tis(Normalised):
     """Truncated importance weights: min(rho, cap).
 
     `sequence` takes the product over the sequence, `geometric` its mean. `normalise` divides by the mean weight of
@@ -69,32 +99,18 @@ class Tis(CorrectionPlugin):
     """Largest weight (8 at sequence level)."""
     level: Level = "token"
     """What the ratio is taken over."""
-    normalise: bool = False
-    """Divide by the mean weight."""
 
-    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        if not self.normalise:
-            return None
-        sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)
-        for part, anchor in zip(parts, anchors, strict=True):
-            weight = self._weight(View(part, anchor, anchor))
-            sums += torch.stack([part.masked(weight).double().sum(), part.keep.double().sum()])
-        total, count = reduce(sums)
-        return (total / count.clamp(min=1)).clamp(min=1e-8)
-
-    def _weight(self, view: View) -> Tensor:
-        return at_level(view.log_behaviour_ratio, view.batch, self.level).clamp(max=self.cap)
-
-    def __call__(self, view: View, prepared: Any) -> Correction:
-        weight = self._weight(view)
-        return Correction(weight if prepared is None else weight / prepared.to(weight), view.keep)
+    def correct(self, view: View) -> Correction:
+        weight = at_level(view.log_behaviour_ratio, view.batch, self.level).clamp(max=self.cap)
+        return Correction(weight, view.keep)
 
 
-class IcePop(CorrectionPlugin):
+class IcePop(Normalised):
     """Reject what lies outside [low, high] of rho, weight the rest by rho (IcePop; masked importance sampling).
 
     `geometric` with bounds like 0.9999 and 1.0001 rejects whole sequences by their mean. `veto` rejects a sequence
-    as soon as one of its tokens has rho below it.
+    as soon as one of its tokens has rho below it. `normalise` divides by the mean weight of the kept tokens: a
+    rejection still scales nothing up.
     """
 
     paper: ClassVar[str] = "IcePop (Ring-1T technical report); masked importance sampling"
@@ -109,7 +125,7 @@ class IcePop(CorrectionPlugin):
     veto: Annotated[float, Field(ge=0)] = 0.0
     """Reject the whole sequence when a token's ratio is below this (1e-4 is usual); 0 turns it off."""
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def correct(self, view: View) -> Correction:
         batch, log_rho = view.batch, view.log_behaviour_ratio
         ratio = at_level(log_rho, batch, self.level)
         keep = view.keep & (ratio >= self.low) & (ratio <= self.high)
@@ -141,6 +157,7 @@ class DecoupledPPO(CorrectionPlugin):
     """
 
     paper: ClassVar[str] = "AReaL, eq. 5; Batch size-invariance for policy optimisation (Hilton et al. 2022)"
+    of_anchor: ClassVar[bool] = True
     cap: PositiveFloat = 5.0
     """Largest weight."""
     above: Literal["clamp", "mask"] = "mask"

@@ -1,4 +1,4 @@
-"""Policy losses on packed tokens. Pure functions: tensors in, token losses and sums of metrics out.
+"""Policy losses on packed tokens. Pure functions: tensors in, token losses and figures for metrics out.
 
 Shapes: T tokens of several samples behind each other. `logp` carries the gradient; the anchor is what the clipped
 ratio is taken against. A sum, never a mean: the caller divides by a denominator that was fixed over all ranks
@@ -22,6 +22,8 @@ from rlsys.algo.reduction import Reduce
 
 Sums = dict[str, Tensor]
 """Sums over tokens, for metrics: they are added over micro-batches and ranks."""
+Figures = dict[str, Tensor]
+"""What a loss term tells of each token, `[T]`, for metrics. `clipped`, bool: the term took its gradient."""
 
 Width = Annotated[float, Field(ge=0, lt=1)]
 LOG_RATIO_LIMIT = 20.0
@@ -70,18 +72,27 @@ class View:
         return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-class Loss(Plugin):
-    """One term of the objective."""
-
-    policy: ClassVar[bool] = True
-    """Whether corrections apply to it: they belong to the policy's term only."""
+class Preparing(Plugin):
+    """May look at all tokens of an optimizer update before one of them goes backward."""
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         """Before the backward of an optimizer update: whatever needs all its tokens. Handed to each call."""
         return None
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
-        """Token losses `[T]` (masked tokens are ignored) and sums for metrics."""
+    @property
+    def prepares(self) -> bool:
+        """Whether it does."""
+        return type(self).prepare is not Preparing.prepare
+
+
+class Loss(Preparing):
+    """One term of the objective."""
+
+    policy: ClassVar[bool] = True
+    """Whether corrections apply to it: they belong to the policy's term only."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        """Token losses and figures `[T]`; masked tokens are ignored in both."""
         raise NotImplementedError
 
 
@@ -155,12 +166,10 @@ class Clip(Loss):
     dual: Annotated[float, Field(gt=1)] | None = None
     """Cap of the ratio where the advantage is negative."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
         loss = clipped_surrogate(view.ratio, view.advantages, *bounds)
-        return loss, {
-            "clipped": (lost_gradient(view.ratio.detach(), view.advantages, *bounds) & view.keep).sum()
-        }
+        return loss, {"clipped": lost_gradient(view.ratio.detach(), view.advantages, *bounds)}
 
 
 class DualClip(Clip):
@@ -187,13 +196,13 @@ class Gspo(Loss):
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
     """Upper width."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
         mean = (batch.per_sequence(view.log_ratio) / batch.lengths).detach()
         ratio = mean.exp()[batch.ids] * batch.masked(view.logp - view.logp.detach()).exp()
         bounds = (1 - self.clip_low, 1 + self.clip_high)
-        lost = lost_gradient(ratio.detach(), view.advantages, *bounds) & view.keep
-        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost.sum()}
+        lost = lost_gradient(ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost}
 
 
 class Cispo(Loss):
@@ -205,10 +214,10 @@ class Cispo(Loss):
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         ratio = view.ratio.detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return -weight * view.advantages * view.logp, {"clipped": ((weight != ratio) & view.keep).sum()}
+        return -weight * view.advantages * view.logp, {"clipped": weight != ratio}
 
 
 class Sapo(Loss):
@@ -223,7 +232,7 @@ class Sapo(Loss):
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
     """Temperature elsewhere."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)
         return -(4 / tau) * torch.sigmoid(tau * (view.ratio - 1)) * view.advantages, {}
 
@@ -233,8 +242,12 @@ class Reinforce(Loss):
 
     paper: ClassVar[str] = "REINFORCE (Williams 1992)"
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp, {}
+
+
+KlKind = Literal["k1", "k2", "k3"]
+KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
 
 
 def kl_estimate(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
@@ -257,16 +270,16 @@ class Kl(Loss):
     policy: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 1e-3
     """Weight."""
-    kind: Literal["k1", "k2", "k3"] = "k3"
+    kind: KlKind = "k3"
     """Estimator."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"ref"})
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
         kl = kl_estimate(batch.masked(view.logp), batch.masked(batch.signal("ref")), self.kind)
-        return self.beta * kl, {"kl": batch.masked(kl).sum().detach()}
+        return self.beta * kl, {"kl": kl.detach()}
 
 
 class EntropyBonus(Loss):
@@ -280,7 +293,7 @@ class EntropyBonus(Loss):
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"})
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         if view.entropy is None:
             raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
         return -self.coefficient * view.entropy, {}
@@ -302,10 +315,10 @@ class ValueLoss(Loss):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         if view.values is None:
             raise ValueError("the loss was called without values, which the term 'value' needs")
         old, target = view.batch.signal("values").detach(), view.batch.signal("returns")
         near = old + (view.values - old).clamp(-self.clip, self.clip)
         error = torch.maximum((view.values - target) ** 2, (near - target) ** 2) / 2
-        return self.coefficient * error, {"value_error": view.batch.masked(error).sum().detach()}
+        return self.coefficient * error, {"value_error": error.detach()}

@@ -1,4 +1,7 @@
-"""How far the trainer's log-probs are from the engine's, by the age of the token. Sums, to be added over ranks."""
+"""How far the trainer's log-probs are from the engine's, and what becomes of it, by the age of the token.
+
+Sums, to be added over ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, Sums
 
 AGES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
 """Classes of token age in weight versions, both ends included."""
+SHARES = {"clipped": "clip_share", "rejected": "rejected_share"}
+"""Sum -> metric: a share of the trained tokens. A rejected token is not clipped as well."""
 
 
-def mismatch_sums(logp: Tensor, batch: Batch) -> Sums:
-    """Per age class `[5]`: tokens, |d|, k3, w, w^2, with d = logp - mu and w = exp(d); float64."""
+def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor) -> Sums:
+    """Per age class `[5]`: tokens, |d|, k3, w, w^2, with d = logp - mu and w = exp(d); and how many of the tokens
+    are clipped or rejected, both `[T]` bool. float64."""
     gap = batch.masked(logp.detach() - batch.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     age = batch.version - batch.versions
     classes = torch.stack([batch.keep & (age >= low) & (age <= high) for low, high in AGES]).double()
@@ -24,12 +30,15 @@ def mismatch_sums(logp: Tensor, batch: Batch) -> Sums:
         "k3": weight - 1 - gap,
         "w": weight,
         "w2": weight**2,
+        "clipped": clipped.double(),
+        "rejected": rejected.double(),
     }
     return {f"mismatch_{name}": classes @ value for name, value in fields.items()}
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, float]:
-    """mean |d|, k3 and the effective share of tokens, over all and per age class that has tokens."""
+    """mean |d|, k3, the effective share of tokens, the shares of clipped and of rejected ones: over all tokens and
+    per age class that has any."""
     out: dict[str, float] = {}
     tokens = sums["mismatch_tokens"]
     picks = [("", slice(None)), *((f"_age{low}", slice(i, i + 1)) for i, (low, _) in enumerate(AGES))]
@@ -40,4 +49,6 @@ def mismatch_metrics(sums: Sums) -> dict[str, float]:
             out[f"drift_mean{name}"] = float(sums["mismatch_abs"][pick].sum()) / n
             out[f"drift_k3{name}"] = float(sums["mismatch_k3"][pick].sum()) / n
             out[f"drift_ess{name}"] = w * w / w2 / n
+            for what, share in SHARES.items():
+                out[f"{share}{name}"] = float(sums[f"mismatch_{what}"][pick].sum()) / n
     return out

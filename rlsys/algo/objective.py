@@ -25,8 +25,8 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
 from rlsys.algo.hooks import Hook
-from rlsys.algo.losses import Loss, Sums, View
-from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
+from rlsys.algo.losses import KL_KINDS, Figures, Loss, Preparing, Sums, View, kl_estimate
+from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
@@ -108,7 +108,9 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        return ANCHOR_NEEDS[self.anchor].union(*(p.needs() for p in self.plugins))
+        needs = ANCHOR_NEEDS[self.anchor].union(*(p.needs() for p in self.plugins))
+        moving = self.anchor == "interpolated" and any(p.prepares for p in self._preparing)
+        return needs | {"now"} if moving else needs
 
     @property
     def passes(self) -> frozenset[str]:
@@ -131,7 +133,7 @@ class Objective:
     def needs_whole_step(self) -> list[str]:
         """Class names of the plug-ins that look at all samples of a step before one goes backward. If there is none,
         finished groups may go backward early: only the denominator needs the rest, and it divides at the end."""
-        preparing = [p for base, ps in self._preparing() for p in ps if type(p).prepare is not base.prepare]
+        preparing = [p for p in self._preparing if p.prepares]
         waiting = [p for p in self.shaping if p.needs() & PASSES]
         found: list[Plugin] = [*waiting, *self.selectors, *preparing, *self.hooks]
         a = self.advantage
@@ -141,8 +143,9 @@ class Objective:
             found.append(self.reducer)
         return [type(p).__name__ for p in found]
 
-    def _preparing(self) -> tuple[tuple[type[Any], Sequence[Any]], ...]:
-        return (Loss, self.losses), (CorrectionPlugin, self.corrections)
+    @property
+    def _preparing(self) -> list[Preparing]:
+        return [*self.losses, *self.corrections]
 
     # -- one train step -----------------------------------------------------------------------------------------
 
@@ -223,20 +226,25 @@ class Objective:
         """The table with what only the trainer's log-probs can tell."""
         rows = [part.rows for part in parts]
         columns: dict[str, Any] = {}
-        for name, other in (("log_weight", "mu"), ("kl", "ref")):
-            if "old" in self.needs and (other == "mu" or other in self.needs):
-                sums = [part.per_sequence(part.signal("old") - part.signal(other)) for part in parts]
-                columns[name] = table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
+
+        def column(values: Iterable[Tensor]) -> Tensor:
+            sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
+            return table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
+
+        if "old" in self.needs:
+            columns["log_weight"] = column(part.signal("old") - part.mu for part in parts)
+        if {"old", "ref"} <= self.needs:
+            kinds = [
+                column(kl_estimate(part.signal("old"), part.signal("ref"), kind) for part in parts)
+                for kind in KL_KINDS
+            ]
+            columns["kl"] = torch.stack(kinds, 1)
         return replace(samples, **columns)
 
     def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """Before each optimizer update, with all its parts."""
         anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
-        self._prepared = {
-            id(plugin): plugin.prepare(parts, anchors, reduce)
-            for _, plugins in self._preparing()
-            for plugin in plugins
-        }
+        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
 
     def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked."""
@@ -265,31 +273,30 @@ class Objective:
                 f"logp has shape {tuple(logp.shape)}, the batch's tokens {tuple(batch.mask.shape)}"
             )
         view = View(batch, batch.masked(logp), batch.masked(self.anchor_of(batch, logp)), entropy, values)
-        weight, keep, sums = self._corrected(view)
-        total = logp.new_zeros(())
+        weight, keep = self._corrected(view)
+        total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
+        figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}
         for term in self.losses:
-            loss, term_sums = term(view, self._prepared.get(id(term)))
+            loss, found = term(view, self._prepared.get(id(term)))
             scale = batch.signal("weight") * (weight * keep if term.policy else 1.0)
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
-            sums |= term_sums
-        sums["tokens"] = batch.keep.sum()
-        sums["entropy"] = batch.masked(entropy.detach()).sum() if entropy is not None else logp.new_zeros(())
+            clipped = clipped | (keep & found.pop("clipped", clipped))
+            figures |= found
+        figures["entropy"] = torch.zeros_like(weight) if entropy is None else entropy
         if self.anchor == "behaviour":
-            stale = batch.keep & batch.signal("behaviour").isnan() & (batch.versions != batch.version)
-            sums["anchor_missing"] = stale.sum()
-        return total, {name: value.detach() for name, value in {**sums, **mismatch_sums(logp, batch)}.items()}
+            figures["anchor_missing"] = (
+                batch.signal("behaviour").isnan() & (batch.versions != batch.version)
+            ).to(weight)
+        sums = {name: batch.masked(values.detach()).sum() for name, values in figures.items()}
+        return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~keep)
 
-    def _corrected(self, view: View) -> tuple[Tensor, Tensor, Sums]:
-        """Product of weights, intersection of what is kept."""
+    def _corrected(self, view: View) -> tuple[Tensor, Tensor]:
+        """Product of weights, intersection of what is kept; both `[T]`."""
         weight, keep = torch.ones_like(view.anchor), view.keep
         for correction in self.corrections:
             factor, kept = correction(view, self._prepared.get(id(correction)))
             weight, keep = weight * factor.detach(), keep & kept
-        return (
-            weight,
-            keep,
-            {"rejected": (view.keep & ~keep).sum(), "weight": view.batch.masked(weight).sum()},
-        )
+        return weight, keep
 
     # -- around the optimizer -----------------------------------------------------------------------------------
 
@@ -307,16 +314,15 @@ class Objective:
             plugin.observe(metrics)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Sums over micro-batches, ranks and updates -> a step's metrics."""
+        """Sums over micro-batches, ranks and updates -> a step's metrics.
+
+        policy_kl: KL(version before || weights at the update), k3 over the tokens which that version sampled; where
+        there are none, the movement within the step, over those of the current version (0 at its first update).
+        """
         tokens = max(float(sums["tokens"]), 1.0)
-        clipped, rejected = float(sums.get("clipped", torch.zeros(()))), float(sums["rejected"])
-        out = {
-            "clip_share": clipped / tokens,
-            "rejected_share": rejected / tokens,
-            "active_share": max(0.0, 1 - (clipped + rejected) / tokens),
-            "weight_mean": float(sums["weight"]) / tokens,
-            **mismatch_metrics(sums),
-        }
+        out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
+        out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
+        out["weight_mean"] = float(sums["weight"]) / tokens
         out |= {
             name: float(sums[name]) / tokens
             for name in ("kl", "value_error", "anchor_missing")
@@ -324,7 +330,8 @@ class Objective:
         }
         if "entropy" in self.needs:
             out["entropy"] = float(sums["entropy"]) / tokens
-        return out | ({"policy_kl": out["drift_k3"]} if "drift_k3" in out else {})
+        moved = out.get("drift_k3_age1", out.get("drift_k3_age0"))
+        return out if moved is None else out | {"policy_kl": moved}
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What every plug-in has: typed parameters, what it needs, its state. No torch.
 
 A plug-in is a class whose fields are its parameters, and which is called. It may keep state in private attributes;
-`state_dict` then gives it as plain JSON values for the checkpoint, and `observe` tells it a step's metrics.
+`state_dict` then gives it as plain JSON values for the checkpoint, and `observe` tells it an update's metrics.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Plugin(Section):
         return frozenset()
 
     def observe(self, metrics: dict[str, float]) -> None:
-        """Hear a finished train step's metrics."""
+        """Hear a finished optimizer update's metrics."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values that a checkpoint keeps."""

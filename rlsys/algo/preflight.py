@@ -25,6 +25,7 @@ def check(config: Config) -> None:
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
     _check_reducer(made)
+    _check_anchor(config.algo.anchor, made)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
 
@@ -64,6 +65,16 @@ def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:
             "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
             f"({type(advantage).__name__}) gives each token its own: use all"
         )
+
+
+def _check_anchor(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
+    """Against mu itself, the distance of the anchor from mu corrects nothing."""
+    for i, correction in enumerate(made["corrections"]):
+        if anchor == "mu" and correction.of_anchor:
+            raise UserError(
+                f"algo.corrections[{i}] ({type(correction).__name__}) acts on exp(anchor - mu), which is 1 "
+                "everywhere with algo.anchor = 'mu': use algo.anchor = old, behaviour, interpolated or ewma"
+            )
 
 
 def _why_not(need: str, config: Config) -> str:

@@ -158,7 +158,7 @@ class OutcomeExploration(Advantage):
 
     ucb_con: min(1, 1/sqrt(N)) - b0, N = how often this answer came up for this prompt before (negative beyond four
     visits with b0 = 1/2); ucb_mean: the same minus the step's mean; batch: minus the share of siblings with the same
-    answer. c was not found in the paper; responses without an answer get no bonus.
+    answer. c was not found in the paper; responses without an answer get no bonus, and are not in the mean.
     """
 
     paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
@@ -179,8 +179,8 @@ class OutcomeExploration(Advantage):
         base = grpo(samples.reward, samples.group_ids)
         answers = samples.column("answers")
         bonus = self._rare_in_group(samples) if self.mode == "batch" else self._rare_in_history(samples)
-        if self.mode == "ucb_mean":
-            bonus = bonus - bonus.mean()
+        if self.mode == "ucb_mean" and (answers >= 0).any():
+            bonus = bonus - bonus[answers >= 0].mean()
         return base + self.c * torch.where(answers >= 0, bonus.to(base), torch.zeros_like(base))
 
     def _rare_in_group(self, samples: Samples) -> Tensor:

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
+from rlsys.algo.losses import KL_KINDS, KlKind
 from rlsys.algo.plugin import Plugin
 
 
@@ -45,15 +46,20 @@ class Overlong(Shaping):
 
 
 class KlReward(Shaping):
-    """R - beta * sum over tokens of (old - ref): the KL penalty inside the reward, before the group's baseline."""
+    """R - beta * sum over tokens of an estimate of KL(old || ref): inside the reward, before the group's baseline.
 
-    paper: ClassVar[str] = "InstructGPT, eq. 2"
+    The estimates are those of the loss term `kl`, from the log-probs at the start of the step; k1 = old - ref.
+    """
+
+    paper: ClassVar[str] = "InstructGPT, eq. 2; Schulman, Approximating KL divergence"
     beta: Annotated[float, Field(ge=0)] = 1e-3
     """Weight."""
+    kind: KlKind = "k1"
+    """Estimator."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"old", "ref"})
 
     def __call__(self, samples: Samples) -> Tensor:
-        penalty = self.beta * samples.column("kl").to(samples.rewards)
+        penalty = self.beta * samples.column("kl")[:, KL_KINDS.index(self.kind)].to(samples.rewards)
         return take_off(samples.rewards, penalty)

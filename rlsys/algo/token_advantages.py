@@ -147,8 +147,10 @@ class Mssr(Advantage):
 
     v = alpha / (alpha + beta) from before this sample; a = whiten(r - v) over the step; then
     alpha <- eta alpha + r, beta <- eta beta + 1 - r, with eta falling from eta_max to eta_min as the policy moves
-    (KL of the last steps against kl_target). A_t = a + min(|a| / gamma, lam H_t), H the token's entropy.
-    The start alpha = beta = 1 is ours.
+    (mean KL of the last updates against kl_target). A_t = a + min(|a| / gamma, lam H_t), H the token's entropy. The
+    KL is the metric `policy_kl`, between successive versions on the tokens of the earlier one: with one update a step
+    and no tokens of an earlier version, nothing shows it, and memory stays at eta_max. The start alpha = beta = 1 is
+    ours.
     """
 
     paper: ClassVar[str] = "MSSR: memory-surrogate single-rollout RL"
@@ -165,7 +167,7 @@ class Mssr(Advantage):
     kl_target: Annotated[float, Field(gt=0)] = 0.01
     """KL between versions at which memory is shortest."""
     window: Annotated[int, Field(gt=0)] = 20
-    """Train steps whose mean KL counts."""
+    """Optimizer updates whose mean KL counts."""
     _record: dict[str, list[float]] = PrivateAttr(default_factory=dict)
     _kl: list[float] = PrivateAttr(default_factory=list)
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.algo.losses import LOG_RATIO_LIMIT, Loss, Sums, View, clipped_surrogate, lost_gradient
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View, clipped_surrogate, lost_gradient
 from rlsys.algo.reduction import Reduce, threshold
 
 
@@ -87,15 +87,15 @@ class M2PO(Loss):
         high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
         return low, high
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         if self.form == "mask":
             delta = view.batch.masked(view.batch.signal("now") - view.anchor).clamp(
                 -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
             )
             inside = delta**2 <= prepared
-            return -view.ratio * view.advantages * inside, {"clipped": (~inside & view.keep).sum()}
-        lost = lost_gradient(view.ratio.detach(), view.advantages, *prepared) & view.keep
-        return clipped_surrogate(view.ratio, view.advantages, *prepared), {"clipped": lost.sum()}
+            return -view.ratio * view.advantages * inside, {"clipped": ~inside}
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *prepared)
+        return clipped_surrogate(view.ratio, view.advantages, *prepared), {"clipped": lost}
 
 
 class Bapo(Loss):
@@ -147,10 +147,10 @@ class Bapo(Loss):
         enough = (positive >= self.target * negative).tolist()
         return path[enough.index(True)] if True in enough else path[-1]
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Sums]:
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         bounds = (*prepared, self.dual)
-        lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds) & view.keep
-        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost.sum()}
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost}
 
 
 def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:

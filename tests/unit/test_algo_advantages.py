@@ -138,6 +138,18 @@ def test_outcome_exploration_within_a_batch_and_centred() -> None:
     close(build("advantage", "outcome_exploration", c=1.0, mode="ucb_mean")(samples), vector(0, 0, 0, 0))
 
 
+def test_outcome_exploration_centres_on_responses_with_an_answer_by_hand() -> None:
+    """After 16 visits 1/4, unseen 1: their mean is 5/8. The one without an answer neither gets nor moves anything."""
+    method = build("advantage", "outcome_exploration", c=1.0, mode="ucb_mean")
+    one = torch.zeros(1, dtype=torch.long)
+    for _ in range(16):
+        method(table([1], [0], answers=one + 7, prompt_index=one))
+    samples = table([1, 1, 1], [0] * 3, answers=torch.tensor([7, 9, -1]), prompt_index=torch.zeros(3).long())
+    close(method(samples), vector(-3 / 8, 3 / 8, 0))
+    silent = table([1, 1], [0, 0], answers=torch.tensor([-1, -1]), prompt_index=torch.zeros(2).long())
+    close(method(silent), vector(0, 0))
+
+
 def test_minimum_variance_by_hand() -> None:
     """w^2 = 1, 4; |g|^2 ~ 3, 1: b = (3 R1 + 4 R2) / 7 with R = 1, 0; std = 1/sqrt 2."""
     samples = table([1, 0], [0, 0], [3, 1], log_weight=vector(0, math.log(2)))

@@ -65,6 +65,37 @@ def test_icepop_by_hand() -> None:
     assert correct("icepop", batch, anchor, low=0.1, veto=0.2).keep.tolist() == [False, False, True]
 
 
+def test_icepop_normalises_over_what_it_keeps_by_hand() -> None:
+    """2 and 1 are kept, 1/8 is not: their mean is 1.5. Nothing kept: nothing divided."""
+    batch, anchor = packed([2, 1]), [LOG2, -3 * LOG2, 0.0]
+    got = correct("icepop", batch, anchor, normalise=True)
+    assert got.keep.tolist() == [True, False, True]
+    close(got.weight[got.keep], vector(2, 1) / 1.5)
+    assert not correct("icepop", packed([1]), [-9.0], normalise=True).keep.any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("gaps", [[50.0, -50.0, -50.0], [-50.0] * 3, [50.0] * 3])
+def test_tis_normalise_at_log_ratios_of_fifty_has_mean_one(level: str, gaps: list[float]) -> None:
+    got = correct("tis", packed([2, 1]), gaps, level=level, normalise=True)
+    assert torch.isfinite(got.weight).all()
+    assert got.weight.mean() == pytest.approx(1)
+
+
+def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_hand() -> None:
+    """Halfway to now - mu = 2 ln 2 on the token of the version before: weights 2 and 1, mean 1.5."""
+    algo = section(anchor="interpolated", corrections=[{"name": "tis", "normalise": True}])
+    objective = Objective(algo)
+    assert objective.passes == {"now"}
+    assert not Objective(section(anchor="interpolated", corrections=["tis"])).passes
+    batch = packed([2], versions=[0.0, 1.0], now=[2 * LOG2, 2 * LOG2])
+    batch.version = 1
+    objective.finish(objective.plan(table([1], [0], [2])), [batch])
+    objective.prepare([batch])
+    sums = objective(batch.signal("now"), batch)[1]
+    assert sums["weight"] == pytest.approx(2)
+
+
 def test_opsm_by_hand() -> None:
     """Mean of anchor - logp: 0.1 for the first and the second; only the second has A < 0."""
     batch = packed([2, 2, 1], advantages=[1, 1, -1, -1, -1])
@@ -225,7 +256,24 @@ def test_overlong_by_hand() -> None:
 
 
 def test_kl_reward_by_hand() -> None:
-    close(build("shaping", "kl_reward", beta=0.5)(table([1, 0], [0, 0], kl=vector(0.2, 4))), vector(0.9, -2))
+    kl = torch.stack([vector(0.2, 4), vector(1, 2), vector(3, 0)], 1)
+    for kind, expected in (("k1", (0.9, -2)), ("k2", (0.5, -1)), ("k3", (-0.5, 0))):
+        close(
+            build("shaping", "kl_reward", beta=0.5, kind=kind)(table([1, 0], [0, 0], kl=kl)),
+            vector(*expected),
+        )
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("k1", 0.0), ("k2", LOG2**2), ("k3", 0.5)])
+def test_kl_in_the_reward_is_summed_over_tokens_by_hand(kind: str, expected: float) -> None:
+    """old - ref = ln 2, -ln 2: k1 cancels; k2 = 2 ln^2 2 / 2; k3 = 1/2 - 1 + ln 2 + 2 - 1 - ln 2."""
+    objective = Objective(
+        section(shaping=[{"name": "kl_reward", "beta": 1.0, "kind": kind}], advantage="dr_grpo")
+    )
+    part = packed([3, 1], old=[LOG2, -LOG2, 9.0, 0.0], ref=[0.0] * 4, mask=[1.0, 1.0, 0.0, 1.0])
+    plan = objective.plan(table([1, 1], [0, 0], [2, 1]))
+    objective.finish(plan, [part])
+    close(plan.advantages, vector(-expected / 2, expected / 2))
 
 
 def test_reducers_by_hand() -> None:
@@ -297,9 +345,53 @@ def test_mismatch_by_hand() -> None:
     """d = 0 on the current version, ln 2 and -ln 2 on older ones; a masked token does not count."""
     batch = packed([4], versions=[7.0, 6.0, 4.0, 7.0], mask=[1.0, 1.0, 1.0, 0.0])
     batch.version = 7
-    got = mismatch_metrics(mismatch_sums(vector(0, LOG2, -LOG2, 9), batch))
+    clipped, rejected = (torch.tensor(f) > 0 for f in ([0, 1, 0, 1], [0, 0, 1, 1]))
+    got = mismatch_metrics(mismatch_sums(vector(0, LOG2, -LOG2, 9), batch, clipped, rejected))
     assert got["drift_mean"] == pytest.approx(2 * LOG2 / 3)
     assert got["drift_mean_age0"] == 0
     assert got["drift_k3_age1"] == pytest.approx(1 - LOG2)
     assert got["drift_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
     assert "drift_mean_age4" not in got
+    assert got["clip_share"] == got["rejected_share"] == pytest.approx(1 / 3)
+    assert [got[f"clip_share_age{age}"] for age in (0, 1, 2)] == [0, 1, 0]
+    assert [got[f"rejected_share_age{age}"] for age in (0, 1, 2)] == [0, 0, 1]
+
+
+def stepped(objective: Objective, batch: Batch, logp: torch.Tensor) -> dict[str, float]:
+    """Metrics of one update on one sample of advantage 1."""
+    batch.advantages, batch.weight = torch.ones_like(logp), torch.ones_like(logp)
+    return objective.metrics(objective(logp, batch)[1])
+
+
+def test_a_token_that_is_rejected_is_not_clipped_as_well() -> None:
+    """Ratios 2, 2, 1, 1 to the anchor, which is at 8, 1, 8, 1 times mu: one clipped, two rejected, one active."""
+    objective = Objective(section(anchor="old", corrections=["icepop"], loss=["clip", "dual_clip"]))
+    batch = packed([4], old=[3 * LOG2, 0.0, 3 * LOG2, 0.0], versions=[0.0, 0.0, 1.0, 1.0])
+    batch.version = 1
+    got = stepped(objective, batch, vector(4 * LOG2, LOG2, 3 * LOG2, 0))
+    assert (got["clip_share"], got["rejected_share"], got["active_share"]) == (0.25, 0.5, 0.25)
+    assert (got["clip_share_age1"], got["rejected_share_age1"]) == (0.5, 0.5)
+    assert (got["clip_share_age0"], got["rejected_share_age0"]) == (0, 0.5)
+
+
+def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() -> None:
+    """One of ten tokens is both: 0.9 are active, which is enough; counted twice it would start again."""
+    objective = Objective(section(anchor="old", corrections=["icepop"], hooks=["ewma"]))
+    batch = packed([10], old=[3 * LOG2] + [0.0] * 9)
+    weights = torch.tensor([1.0])
+    for value in (1.0, 4.0):
+        metrics = stepped(objective, batch, vector(4 * LOG2, *[0.0] * 9))
+        objective.after_step([("w", weights.fill_(value))], metrics)
+    assert metrics["active_share"] == pytest.approx(0.9)
+    assert objective.average()["w"].item() == pytest.approx(2.8)
+
+
+def test_policy_kl_is_that_of_the_version_before_by_hand() -> None:
+    """w = 2 on its token: 1 - ln 2, whatever older tokens say; without one, what moved within the step."""
+    objective = Objective(section())
+    batch = packed([3], versions=[7.0, 6.0, 4.0])
+    batch.version = 7
+    assert stepped(objective, batch, vector(LOG2, LOG2, 9))["policy_kl"] == pytest.approx(1 - LOG2)
+    fresh = packed([2], versions=[7.0, 7.0])
+    fresh.version = 7
+    assert stepped(objective, fresh, vector(0, -LOG2))["policy_kl"] == pytest.approx((LOG2 - 0.5) / 2)

@@ -53,6 +53,13 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
             r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own: use all",
         ),
+        *[
+            (
+                [f"algo.corrections=[opsm, {name}]", "algo.anchor=mu"],
+                r"algo.corrections\[1\] \(\w+\) acts on .* everywhere with algo.anchor = 'mu': use algo.anchor = old",
+            )
+            for name in ("tis", "icepop", "decoupled_ppo")
+        ],
     ],
 )
 def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
