@@ -286,6 +286,9 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("router")
     data["run"].pop("dir")
     data["rollout"].pop("repeat")
+    data["data"].pop("judge_timeout")
+    if "://" in (data["data"]["judge"] or ""):
+        data["data"]["judge"] = "url"  # its server may move
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
     for key in ("steps", "checkpoint_every", "export_every", "keep_checkpoints"):
         data["trainer"].pop(key)

@@ -40,7 +40,10 @@ class DataConfig(Section):
     reward: str = "reasoning_gym"
     """Short name of a reward function, or an import path `package.module:function`."""
     judge: str | None = None
-    """What group rewards ask for verdicts: engines (the run's own), chain_sum (a rule), or an import path."""
+    """What group rewards ask for verdicts: the URL of an OpenAI-compatible server, engines (the run's own), chain_sum
+    (a rule), or an import path."""
+    judge_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that a verdict may take, not counted while the engines rest; after them there is none."""
 
 
 class EvalConfig(Section):

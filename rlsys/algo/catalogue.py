@@ -156,8 +156,9 @@ the samples that are not done; the rollout process keeps that beside their token
 samples should take its ratios against, and what `configs/experiments/` do (disaggregated ones: `interpolated`). The
 quickstart keeps `anchor: mu`: in float32 each push is attested to a mean difference of at most 1e-6 between the
 engine's log-probs and the trainer's, so mu is the exact `old` already. `answers`: the text of the last `<answer>`.
-`verdicts`: `data.judge`, the run's own engines or a rule. Several named rewards: `data.reward` gives an
-object, `gdpo` sees each.
+`verdicts`: `data.judge`, a generative reward model behind an OpenAI-compatible URL (`rlsys router` before its own
+engines, say), the run's own engines, or a rule; `judge_hung` and `judge_failed` count questions without a verdict.
+Several named rewards: `data.reward` gives an object, `gdpo` sees each.
 `tool_penalty`: a tool's answer is an error when one of its lines begins with `error`, as the calculator's do; answers
 are those of `<answer>`.
 `prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is

@@ -1,7 +1,7 @@
 """Rewards that need all samples of a group: votes instead of a key, verdicts of a judge. No torch.
 
 For the rollout process. `answers` are canonical strings, None where a response has none; a judge is any async
-function from a text to a text, so a generative reward model behind the same router serves it.
+function from a text to a text: a generative reward model behind the same router, or behind one of its own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from rlsys.algo.plugin import Plugin
 
-Judge = Callable[[str], Awaitable[str]]
-"""Text for a judge model -> its response."""
+Judge = Callable[[str], Awaitable[str | None]]
+"""Text for a judge model -> its response; None when it gave none in time."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Fapo(GroupReward):
     """1 for a correct and sound response, 1 - penalty for a correct one with a flaw, -1 for a wrong one.
 
     A judge names the first wrong step of a correct response in \\boxed{}, -1 for none. Only correct responses are
-    judged, all at once. A judge that gives no verdict censors the sample.
+    judged, all at once. One that fails, takes longer than `data.judge_timeout`, or names no step gives no verdict.
     """
 
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
@@ -122,6 +122,8 @@ class Fapo(GroupReward):
     """What a flaw costs."""
     correct: float = 0.5
     """A response is correct when its verified reward is above this."""
+    no_verdict: Literal["censor", "sound"] = "censor"
+    """What a correct response without a verdict is: censored, with its group, or taken as sound."""
     question: str = (
         "Problem:\n{prompt}\n\nSolution:\n{response}\n\nThe final answer is right. Name the first paragraph, counted "
         "from 0, that has an error, or -1 if there is none, in \\boxed{}."
@@ -144,8 +146,10 @@ class Fapo(GroupReward):
         if response.reward <= self.correct:
             return -1.0
         asked = self.question.replace("{prompt}", prompt).replace("{response}", response.text)
-        step = flaw(await judge(asked))
-        return None if step is None else 1.0 if step < 0 else 1.0 - self.penalty
+        step = flaw(await judge(asked) or "")
+        if step is None:
+            return None if self.no_verdict == "censor" else 1.0
+        return 1.0 if step < 0 else 1.0 - self.penalty
 
 
 def flaw(verdict: str) -> int | None:

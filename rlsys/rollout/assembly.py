@@ -45,6 +45,12 @@ def build_router(
     )
 
 
+async def ask_engines(router: Router, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
+    """The run's own model says what it thinks of a question, greedily and outside the ledger, over interruptions."""
+    ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
+    return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)
+
+
 def read_model_limits(path: Path) -> tuple[int, int]:
     """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
     file = path / "config.json"

@@ -8,6 +8,7 @@ from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
@@ -27,12 +28,14 @@ class Figures:
         scorer: Scorer,
         runner: SampleRunner,
         selection: Selection,
+        planning: Planning,
     ) -> None:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
         self._runner = runner
         self._selection = selection
+        self._planning = planning
         self._bias = BiasMonitor(config, buffer)
         self._over_provision = OverProvision(config, buffer.over_provision)
         runner.slots = self._over_provision.slots
@@ -74,6 +77,7 @@ class Figures:
             "resumes_total": stats["resumes"],
             "reward_hung": self._scorer.hung,
             "reward_failed": self._scorer.failed,
+            **self._planning.judge_counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
         }
 

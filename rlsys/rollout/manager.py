@@ -81,7 +81,7 @@ class RolloutManager:
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
         self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat)
         self._selection = Selection(config, buffer, repeat)
-        self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection)
+        self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection, planning)
         self._colocated = config.launch.placement == "colocated"
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
         """Tokens of a full micro-batch on every trainer rank."""

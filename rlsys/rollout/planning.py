@@ -12,13 +12,14 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rlsys.algo.group_rewards import GroupReward, Judge, Response
+from rlsys.algo.group_rewards import GroupReward, Response
 from rlsys.algo.planners import Decision, Planner, decide, largest_size, start_size
 from rlsys.algo.prompts import PromptChooser, Template
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
+from rlsys.rewards.judges import PatientJudge
 from rlsys.types import Prompt, SampleGroup
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
@@ -36,7 +37,7 @@ class Planning:
         config: Config,
         source: PromptSource,
         tokenizer: Tokenizer | None,
-        judge: Judge | None = None,
+        judge: PatientJudge | None = None,
         prompt_scores: PromptScores | None = None,
     ) -> None:
         made = make_all(config.algo, FIELDS)
@@ -83,10 +84,18 @@ class Planning:
         ]
         rewards = await self._reward(prompt.text, responses, self._judge)
         if None in rewards:
-            return f"{type(self._reward).__name__} could not judge {rewards.count(None)} samples of the group"
+            why = f"; {self._judge.last}" if self._judge and self._judge.last else ""
+            name = type(self._reward).__name__
+            return f"{name} could not judge {rewards.count(None)} samples of the group{why}"
         for sample, before, reward in zip(group.samples, plain, rewards, strict=True):
             sample.plain_reward, sample.reward, sample.named_rewards = before, reward, None
         return None
+
+    @property
+    def judge_counts(self) -> dict[str, float]:
+        """Questions to the judge that had no verdict; empty where there is none."""
+        judge = self._judge
+        return {} if judge is None else {"judge_hung": judge.hung, "judge_failed": judge.failed}
 
     async def score_prompt(self, group: SampleGroup) -> None:
         """Tell the planners that want it how far policy and reference disagree on the group's prompt."""

@@ -6,7 +6,7 @@ from rlsys.config import Config
 from rlsys.data import SOURCES
 from rlsys.plugins import resolve
 from rlsys.rewards import REWARDS
-from rlsys.rewards.judges import JUDGES
+from rlsys.rewards.judges import find_judge
 from rlsys.rollout.generator import GENERATORS
 
 
@@ -16,4 +16,4 @@ def check_names(config: Config) -> None:
     resolve("data.reward", config.data.reward, REWARDS)
     resolve("rollout.generator", config.rollout.generator, GENERATORS)
     if config.data.judge is not None:
-        resolve("data.judge", config.data.judge, JUDGES)
+        find_judge(config.data.judge)

@@ -26,7 +26,7 @@ from rlsys.errors import RlsysError, UserError
 from rlsys.obs.role import run_role
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
-from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
@@ -126,13 +126,13 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     scorer = build_scorer(config, rewards, tokenizer)
 
     async def ask(question: str) -> str:
-        ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
-        return tokenizer.decode((await router.greedy(ids, config.rollout.max_response_tokens)).ids)
+        return await ask_engines(router, tokenizer, config.rollout.max_response_tokens, question)
 
     async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
         return await reference_scores(ids)
 
-    planning = Planning(config, source, tokenizer, build_judge(config, ask), prompt_scores)
+    judge = build_judge(config, ask, lambda: router.open)
+    planning = Planning(config, source, tokenizer, judge, prompt_scores)
     buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
     try:
         async with make_session() as session:

@@ -290,6 +290,11 @@ class Router:
         """Open the gate; samples that were interrupted go on."""
         self._dispatcher.resume()
 
+    @property
+    def open(self) -> bool:
+        """Whether samples may go to engines: not from an interrupt to the next `resume`."""
+        return self._dispatcher.open
+
     async def rest_engines(self) -> None:
         """After `interrupt`: engines give their memory to the trainer until the next push."""
         engines = self._pool.alive()
