@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from test_manager import Numbers, ids, make_config, rig, run, settle
 
-from rlsys.algo.group_rewards import Judge, Response
+from rlsys.algo.group_rewards import Response
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
+from rlsys.rewards.judges import Judge, PatientJudge
 from rlsys.rollout.planning import Planning
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup
 
@@ -142,7 +143,8 @@ class Lengths:
 
 def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **algo: Any) -> Planning:
     tokenizer: Any = Lengths()
-    return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, judge)
+    patient = None if judge is None else PatientJudge(judge, 5.0)
+    return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, patient)
 
 
 def group_of(answers: Sequence[str | None], rewards: Sequence[float]) -> SampleGroup:
