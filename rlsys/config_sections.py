@@ -100,7 +100,8 @@ class RolloutConfig(Section):
     reward_concurrency: Positive = 4
     """Rewards computed at once; a plain reward function has up to so many processes, an async one none."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a new token after which a take gives up and the run stops with a message."""
+    """Seconds without a new token after which a take gives up and the run stops with a message; as many seconds in
+    which code in the rollout's event loop (an async reward) does not let go of it stop the run, too."""
 
 
 class TrainerConfig(Section):

@@ -1,7 +1,8 @@
 """Rewards: `reward_fn(prompt, response_text) -> Reward in [0, 1]`.
 
 A reward function, built in or named by import path, is made as `function(config)` and may be async or plain. An
-async one runs in the event loop and must not hold it. A plain one runs in processes of its own, each of which makes
+async one runs in the event loop and must not hold it: a loop that stands still for rollout.stall_timeout ends the
+run. A plain one runs in processes of its own, each of which makes
 the function for itself: one that hangs can be killed there. Whoever calls has the time limit and censors the sample.
 """
 
@@ -53,13 +54,18 @@ def check_reward(name: str, prompt: Prompt, value: Any) -> Reward:
     return marks if isinstance(value, dict) else marks["reward"]
 
 
+def _is_async(score: Callable[..., Any]) -> bool:
+    """A function, a method, or an object that is called like one."""
+    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
+
+
 class Rewards:
     """The reward function of a run. Raises UserError for an unknown name."""
 
     def __init__(self, config: Config) -> None:
         self._name = config.data.reward
         score = make_score(config)
-        self._async_score = score if inspect.iscoroutinefunction(score) else None
+        self._async_score = score if _is_async(score) else None
         self._workers = RewardWorkers(config)
 
     @asynccontextmanager

@@ -52,6 +52,8 @@ class Scorer:
         self._answer = answer
         self._timeout = timeout
         self._places = asyncio.Semaphore(concurrency)
+        self.scoring: list[Prompt] = []
+        """Prompts whose responses the reward function has now."""
         self._names: list[str] | None = None  # of the parts of the first reward; empty for a plain number
         self.hung = self.failed = 0
 
@@ -59,10 +61,12 @@ class Scorer:
         text = self._decode(response_ids)
         async with self._places, self._open_reward() as reward_fn:
             task = asyncio.ensure_future(reward_fn(prompt, text))
+            self.scoring.append(prompt)
             try:
                 # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
                 done, _ = await asyncio.wait({task}, timeout=self._timeout)
             finally:
+                self.scoring.remove(prompt)
                 task.cancel()
         if not done:
             self.hung += 1

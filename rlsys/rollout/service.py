@@ -28,6 +28,7 @@ from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
@@ -144,7 +145,13 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
             manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
             watch = EngineWatch([*engines, *references], router)
-            await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
+
+            def rewards_in_flight() -> str:
+                asked = ", ".join(str(p.index) for p in scorer.scoring) or "none"
+                return f"data.reward = {config.data.reward} in flight for prompts: {asked}"
+
+            with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
+                await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
             log.info("stopping: parking what is in flight")
             try:
                 async with asyncio.timeout(config.launch.grace_seconds / 2):

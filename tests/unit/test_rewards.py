@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
 from rlsys.rewards import Rewards, check_reward, make_score
 from rlsys.rewards.answer import final_answer
+from rlsys.rollout.loop_watch import CHECKS, Stillness
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
 
@@ -124,6 +127,54 @@ def test_an_async_reward_by_import_path_runs_in_this_process(model: Path) -> Non
         assert rewards._workers.started == 0
 
     asyncio.run(main())
+
+
+class AsyncScore:
+    async def __call__(self, prompt: Prompt, text: str) -> float:
+        return await scores_async(prompt, text)
+
+
+def makes_an_async_object(config: Config) -> object:
+    return AsyncScore()
+
+
+def test_an_object_with_an_async_call_is_an_async_reward(model: Path) -> None:
+    async def main() -> None:
+        rewards = Rewards(config_of(model, "makes_an_async_object"))
+        scorer = Scorer(rewards.open, lambda ids: "", timeout=5)
+        assert (await scorer.score(Prompt(0, "", [], {}), [])).reward == 0.5
+        assert (rewards._workers.started, scorer.scoring) == (0, [])
+
+    asyncio.run(main())
+
+
+BLOCKS = """
+import asyncio, threading
+from rlsys.rollout.loop_watch import loop_watch
+
+async def reward():
+    threading.Event().wait()
+
+async def main():
+    with loop_watch(0.5, lambda: "data.reward = mine:reward in flight for prompts: 7"):
+        await reward()
+
+asyncio.run(main())
+"""
+
+
+def test_an_async_reward_that_blocks_the_loop_ends_the_process_in_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith("rlsys: error: the event loop has stood still for 0.5 s at <string>:6 (reward)")
+    assert line.endswith("; data.reward = mine:reward in flight for prompts: 7 [exit 1]")
+
+
+def test_only_a_loop_that_never_beats_stands_still() -> None:
+    stillness = Stillness()
+    assert not any(stillness.look(i // CHECKS) for i in range(50 * CHECKS))
+    assert [stillness.look(99) for _ in range(CHECKS + 1)] == [False] * CHECKS + [True]
 
 
 def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
