@@ -79,7 +79,8 @@ class RolloutConfig(Section):
     """A sample that has been resumed so often is not interrupted again: the step waits for it. No bound when not
     given."""
     group_deadline: Annotated[float, Field(gt=0)] | None = None
-    """Seconds from its admission, pauses included, after which an unfinished group is censored. By default none."""
+    """Seconds from its admission by this process, pauses included, after which a take that waits censors an
+    unfinished group. By default none."""
     max_response_tokens: Positive = 256
     """Budget of one response, counted over all its segments."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
