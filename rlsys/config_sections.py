@@ -97,7 +97,7 @@ class RolloutConfig(Section):
     flush_tokens: Positive = 16384
     """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds after which a reward counts as failed and its sample as censored."""
+    """Seconds after which a reward counts as failed and its sample, of a group reward its group, as censored."""
     reward_concurrency: Positive = 4
     """Rewards computed at once; a plain reward function has up to so many processes, an async one none."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0

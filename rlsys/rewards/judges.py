@@ -21,7 +21,7 @@ from rlsys.plugins import call, resolve
 Judge = Callable[[str], Awaitable[str]]
 
 LOOK_SECONDS = 0.5
-"""How often a waiting judge looks whether its time counts."""
+"""How often a wait looks whether its time counts."""
 TOKEN = "RLSYS_JUDGE_TOKEN"
 _SOLUTION = re.compile(r"Solution:\n(.*)\n\n", re.DOTALL)
 _LINE = re.compile(r"(-?\d+)([+-]\d+)=(-?\d+)")
@@ -50,7 +50,7 @@ class PatientJudge:
     async def __call__(self, text: str) -> str | None:
         task = asyncio.ensure_future(self._judge(text))
         try:
-            await self._wait_for(task)
+            await wait_for_work(task, self._seconds, self._working)
             if not task.done():
                 self.hung += 1
                 self.last = f"the judge took longer than data.judge_timeout = {self._seconds:g} s"
@@ -64,13 +64,14 @@ class PatientJudge:
         log.warning("%s", self.last)
         return None
 
-    async def _wait_for(self, task: asyncio.Future[str]) -> None:
-        """Until it is done or its time is up. Not wait_for: that waits for a task that may not end when cancelled."""
-        left = self._seconds
-        while left > 0 and not task.done():
-            seconds = min(left, LOOK_SECONDS)
-            await asyncio.wait({task}, timeout=seconds)
-            left -= seconds * self._working()
+
+async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Callable[[], bool]) -> None:
+    """Until it is done or its time is up. Not wait_for: that waits for a task that may not end when cancelled."""
+    left = seconds
+    while left > 0 and not task.done():
+        look = min(left, LOOK_SECONDS)
+        await asyncio.wait({task}, timeout=look)
+        left -= look * working()
 
 
 def engines(config: Config, ask: Judge) -> Judge:

@@ -77,7 +77,7 @@ class Figures:
             "resumes_total": stats["resumes"],
             "reward_hung": self._scorer.hung,
             "reward_failed": self._scorer.failed,
-            **self._planning.judge_counts,
+            **self._planning.counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
         }
 

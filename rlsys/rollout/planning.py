@@ -20,6 +20,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
+from rlsys.rollout.group_scoring import GroupScorer
 from rlsys.types import Prompt, SampleGroup
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
@@ -44,6 +45,10 @@ class Planning:
         self._chooser: PromptChooser = made["prompt"][0]
         self._planners: list[Planner] = made["planners"]
         self._reward: GroupReward | None = next(iter(made["group_reward"]), None)
+        self._scorer: GroupScorer | None = None
+        if self._reward is not None and config.algo.group_reward is not None:
+            name = config.algo.group_reward.name
+            self._scorer = GroupScorer(name, self._reward, config.rollout.reward_timeout)
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._prompt_scores = prompt_scores
         group_size = config.rollout.group_size
@@ -75,27 +80,34 @@ class Planning:
 
     async def reward(self, prompt: Prompt, group: SampleGroup) -> str | None:
         """Set the rewards that need the whole group; why the group cannot be used, None when it can."""
-        if self._reward is None:
+        if self._scorer is None:
             return None
         plain = [s.reward if s.plain_reward is None else s.plain_reward for s in group.samples]
         responses = [
             Response(self._text.decode(s.response_ids), s.answer, s.mu, reward)
             for s, reward in zip(group.samples, plain, strict=True)
         ]
-        rewards = await self._reward(prompt.text, responses, self._judge)
-        if None in rewards:
-            why = f"; {self._judge.last}" if self._judge and self._judge.last else ""
-            name = type(self._reward).__name__
-            return f"{name} could not judge {rewards.count(None)} samples of the group{why}"
+        rewards = await self._scorer.score(prompt.text, responses, self._judge)
+        if isinstance(rewards, str):
+            return rewards
         for sample, before, reward in zip(group.samples, plain, rewards, strict=True):
             sample.plain_reward, sample.reward, sample.named_rewards = before, reward, None
         return None
 
     @property
-    def judge_counts(self) -> dict[str, float]:
-        """Questions to the judge that had no verdict; empty where there is none."""
-        judge = self._judge
-        return {} if judge is None else {"judge_hung": judge.hung, "judge_failed": judge.failed}
+    def counts(self) -> dict[str, float]:
+        """Groups without a reward of the group reward, questions without a verdict; only of what there is."""
+        counts: dict[str, float] = {}
+        if (scorer := self._scorer) is not None:
+            counts |= {"group_reward_hung": scorer.hung, "group_reward_failed": scorer.failed}
+        if (judge := self._judge) is not None:
+            counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
+        return counts
+
+    @property
+    def hung(self) -> bool:
+        """A task of a plug-in may still run, and not let itself be cancelled."""
+        return any(n for name, n in self.counts.items() if name.endswith("_hung"))
 
     async def score_prompt(self, group: SampleGroup) -> None:
         """Tell the planners that want it how far policy and reference disagree on the group's prompt."""

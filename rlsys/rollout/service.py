@@ -161,7 +161,9 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     finally:
         buffer.close()
         await rewards.close()
-    if scorer.hung:  # an async one may not let itself be cancelled, and asyncio would wait for it
+    if (
+        scorer.hung or planning.hung
+    ):  # an async one may not let itself be cancelled, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)
 

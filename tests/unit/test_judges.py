@@ -33,6 +33,10 @@ async def nobody(question: str) -> str:
     raise AssertionError("the engines are not asked")
 
 
+def judged(plan: Planning) -> dict[str, float]:
+    return {name: n for name, n in plan.counts.items() if name.startswith("judge")}
+
+
 def judged_by(tmp_path: Path, judge: PatientJudge, **fapo: Any) -> Planning:
     tokenizer: Any = Lengths()
     config = config_of(tmp_path, group_reward={"name": "fapo", **fapo})
@@ -97,7 +101,7 @@ def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: Path, s
             assert [a["model"] for a in server.asked] == ["judge-7b"] * 2
             assert {a["temperature"] for a in server.asked} == {0}
             assert all("Problem:\n0\n" in a["messages"][0]["content"] for a in server.asked)
-            assert plan.judge_counts == {"judge_hung": 0, "judge_failed": 0}
+            assert judged(plan) == {"judge_hung": 0, "judge_failed": 0}
             asked = server.model_questions
             await judge("once more")
             assert server.model_questions == asked
@@ -155,10 +159,10 @@ def test_a_server_that_fails_gives_no_verdict_and_is_counted(
             reason = await plan.reward(Numbers().train(0), group_of(["a", "b", "c"], [1, 1, 0]))
             assert reason is not None
             assert reason.startswith(
-                "Fapo could not judge 2 samples of the group; the judge failed: JudgeErr"
+                "algo.group_reward fapo could not judge 2 samples of the group; the judge failed: JudgeErr"
             )
             assert told in reason
-            assert plan.judge_counts == {"judge_hung": 0, "judge_failed": 2}
+            assert judged(plan) == {"judge_hung": 0, "judge_failed": 2}
 
     run(test())
 
@@ -197,14 +201,15 @@ def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: 
                 Numbers().train(0), group_of(["a", "b"], [1, 1])
             )
             assert censored == (
-                "Fapo could not judge 1 samples of the group; the judge took longer than data.judge_timeout = 0.3 s"
+                "algo.group_reward fapo could not judge 1 samples of the group; "
+                "the judge took longer than data.judge_timeout = 0.3 s"
             )
             await gone.wait()  # its connection was closed
             group = group_of(["a", "b", "c"], [1, 1, 0])
             plan = judged_by(tmp_path, judge, no_verdict="sound")
             assert await plan.reward(Numbers().train(0), group) is None
             assert [s.reward for s in group.samples] == [1, 1, -1]
-            assert plan.judge_counts == {"judge_hung": 2, "judge_failed": 0}
+            assert judged(plan) == {"judge_hung": 2, "judge_failed": 0}
 
     run(test())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_engine import run_virtual
 from test_manager import Numbers, ids, make_config, rig, run, settle
 
 from rlsys.algo.group_rewards import Response
@@ -205,6 +208,65 @@ def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
             assert r.buffer.counts[GroupState.CENSORED] >= 4
 
     run(test())
+
+
+async def rude(prompt: str, responses: Sequence[Response], judge: Judge | None) -> Any:
+    """Does to prompts 0 to 6 what a group reward must not."""
+    deed = int(prompt)
+    if deed == 0:
+        raise ZeroDivisionError("no such thing")
+    if deed == 1:
+        with contextlib.suppress(asyncio.CancelledError):  # nor is it impressed by being cancelled
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+    if deed == 2:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+    bad = {3: [math.nan, 1.0], 4: [1.0] * 3, 5: ["full", "marks"], 6: None}
+    return bad.get(deed, [1.0, 0.0])
+
+
+RUDE = "algo.group_reward test_planning:rude "
+
+
+def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> None:
+    async def test() -> None:
+        rollout = {
+            "rollout": {**BUDGET["rollout"], "reward_timeout": 5, "over_provision": 4, "max_staleness": 4}
+        }
+        config = make_config(tmp_path, algo={"group_reward": "test_planning:rude"}, **rollout)
+        plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
+        told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
+        assert told == [
+            RUDE + "raised ZeroDivisionError: no such thing",
+            RUDE + "took longer than rollout.reward_timeout = 5 s",
+            RUDE + "was cancelled",
+            RUDE + "gave nan, not a finite number",
+            RUDE + "gave [1.0, 1.0, 1.0], expected a list of 2 rewards",
+            RUDE + "gave 'full', not a finite number",
+            RUDE + "gave None, expected a list of 2 rewards",
+            None,
+        ]
+        assert plan.counts == {"group_reward_hung": 1, "group_reward_failed": 6}
+
+    run_virtual(test())
+
+
+def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
+    async def test() -> None:
+        config = config_of(tmp_path, group_reward="test_planning:zero_raises")
+        async with rig(config) as r:
+            r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
+            await r.start()
+            taken = await r.take(1)
+            assert ids(taken.groups) == [1, 2]
+            assert (taken.metrics["censored"], taken.metrics["group_reward_failed"]) == (1, 1)
+
+    run(test())
+
+
+async def zero_raises(prompt: str, responses: Sequence[Response], judge: Judge | None) -> list[float]:
+    return [1.0 / int(prompt)] * len(responses)
 
 
 class Questions(Numbers):
