@@ -59,7 +59,7 @@ class Normalised(CorrectionPlugin):
 
     of_anchor: ClassVar[bool] = True
     normalise: bool = False
-    """Divide by the mean weight of the update's kept tokens."""
+    """Divide by the mean weight of the update's kept tokens (with `anchor: interpolated` that needs `now`)."""
 
     def correct(self, view: View) -> Correction:
         """As they are."""

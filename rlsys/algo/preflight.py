@@ -8,6 +8,7 @@ from typing import Any
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import make_all
+from rlsys.algo_section import AlgoSection
 from rlsys.config import Config
 from rlsys.errors import UserError
 
@@ -26,6 +27,7 @@ def check(config: Config) -> None:
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
     _check_reducer(made)
     _check_anchor(config.algo.anchor, made)
+    _check_lens(config.algo)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
 
@@ -75,6 +77,16 @@ def _check_anchor(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
                 f"algo.corrections[{i}] ({type(correction).__name__}) acts on exp(anchor - mu), which is 1 "
                 "everywhere with algo.anchor = 'mu': use algo.anchor = old, behaviour, interpolated or ewma"
             )
+
+
+def _check_lens(algo: AlgoSection) -> None:
+    """Who samples from cleaned prompts has to sort the samples out and to train them on the original ones."""
+    fields = {"planners": algo.planners, "selectors": algo.selectors, "corrections": algo.corrections}
+    having = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
+    if "planners" in having and (missing := sorted(set(fields) - set(having))):
+        raise UserError(
+            f"algo.planners has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
+        )
 
 
 def _why_not(need: str, config: Config) -> str:

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import Sums
-from rlsys.algo.objective import Objective
+from rlsys.algo.objective import Objective, Plan
 from rlsys.algo.reduction import Reduce, alone
 from rlsys.algo_section import AlgoSection
+from rlsys.types import Sample, SampleGroup
 
 DOUBLE = torch.float64
 PASSED = ("old", "now", "ewma", "ref", "entropy", "values")
 """Fields of a part that come out of forward passes."""
+LEAVES = ("logp", "entropy", "values")
+"""What has gradients."""
 
 
 def section(**fields: object) -> AlgoSection:
@@ -52,12 +55,14 @@ def packed(lengths: Sequence[int], mu: Sequence[float] | None = None, **fields: 
 
 @dataclass
 class World:
-    """`groups` groups of `size` samples: prompts of 2 tokens, responses of 1 to 9, weights of versions 4 to 7."""
+    """`groups` groups of `size` samples with `kinds` rewards: prompts of 2 tokens, responses of 1 to 9, weights of
+    versions 4 to 7."""
 
     seed: int = 0
     groups: int = 4
     size: int = 5
     scale: float = 0.3
+    kinds: int = 1
     samples: Samples = field(init=False)
     sequences: list[dict[str, Tensor]] = field(init=False)
 
@@ -70,9 +75,9 @@ class World:
         count = self.groups * self.size
         lengths = torch.randint(1, 10, (count,), generator=g)
         self.sequences = [self._sequence(int(n), randn, g) for n in lengths]
-        won = torch.rand(count, generator=g, dtype=DOUBLE)
+        won = torch.rand((count, self.kinds), generator=g, dtype=DOUBLE)
         self.samples = Samples(
-            rewards=(won > 0.5).to(DOUBLE),
+            rewards=(won > 0.5).to(DOUBLE).squeeze(1),
             group_ids=torch.arange(count) // self.size,
             lengths=lengths,
             step=3,
@@ -95,6 +100,15 @@ class World:
             "behaviour": behaviour, "versions": versions,
             "entropy": randn(n + 2).abs(), "values": randn(n + 2), "logp": now + 0.02 * randn(n + 2),
         }  # fmt: skip
+
+    def records(self) -> list[SampleGroup]:
+        """The groups, as the trainer takes them; a sample's id is its row."""
+        rewards = self.samples.reward.tolist()
+        rows = [range(g * self.size, (g + 1) * self.size) for g in range(self.groups)]
+        return [
+            SampleGroup(g, g, [Sample(r, g, i, [1], 0, reward=rewards[r]) for i, r in enumerate(members)])
+            for g, members in enumerate(rows)
+        ]
 
     def part(self, rows: Sequence[int]) -> Batch:
         picked = [self.sequences[r] for r in rows]
@@ -136,44 +150,87 @@ def run(
     reduce: Reduce = alone,
     share: Share = all_of_it,
 ) -> Outcome:
-    """One update. `cut`: rows to train -> rows of each of this rank's parts. `share`: see Share."""
+    """One train step: its updates, and the extra one on what was put off, if that is due.
+
+    `cut`: rows of an update -> rows of each of this rank's parts. `share`: see Share.
+    """
     objective = Objective(algo)
     plan = objective.plan(world.samples)
-    split = cut(plan.rows)
-    parts = [world.part(rows) for rows in split]
-    for part in parts:
+    outcome = Outcome(0.0, {}, {}, {}, 0.0, 1.0, plan.rows)
+    step = _Step(world, objective, reduce, share, outcome)
+    updates = [rows for k in range(algo.minibatches) if (rows := plan.rows[k :: algo.minibatches])]
+    step.optimise(plan, updates, [cut(rows) for rows in updates], list(range(len(world.sequences))))
+    if later := objective.put_off(plan, world.records(), world.samples.step):
+        rows = [group.samples[0].sample_id for group, _ in later]
+        advantages = torch.tensor([a for _, a in later], dtype=DOUBLE)
+        again = objective.plan_again(world.samples.take(torch.tensor(rows)), advantages)
+        step.optimise(again, [again.rows], [cut(again.rows)], rows)
+        outcome.rows = outcome.rows + rows
+    outcome.denominator = plan.denominator
+    outcome.metrics = objective.metrics(outcome.sums)
+    return outcome
+
+
+@dataclass
+class _Step:
+    """What rlsys.trainer.update does, on a world; adds to `outcome`."""
+
+    world: World
+    objective: Objective
+    reduce: Reduce
+    share: Share
+    outcome: Outcome
+
+    def optimise(
+        self, plan: Plan, updates: list[list[int]], cuts: list[list[list[int]]], known: list[int]
+    ) -> None:
+        """An update for each list of rows of the plan's table, cut into parts. `known`: their rows in the world."""
+        batches = [[self.part(rows, known) for rows in cut] for cut in cuts]
+        self.objective.finish(plan, [part for batch in batches for part in batch], self.reduce)
+        for i, (batch, rows) in enumerate(zip(batches, updates, strict=True)):
+            if i:
+                self.rescore(batch, known)
+            self.objective.prepare(batch, self.reduce)
+            sums: Sums = {}
+            for part in batch:
+                more = self.backward(part, plan.denominator / len(updates), known)
+                sums = {k: v + sums.get(k, 0) for k, v in more.items()}
+            summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
+            self.outcome.loss += float(summed.pop("loss"))
+            self.objective.after_step([], self.objective.metrics(summed))
+            self.outcome.sums = {k: v + self.outcome.sums.get(k, 0) for k, v in summed.items()}
+            self.outcome.lr_factor *= self.objective.lr_factor(plan, rows)
+
+    def part(self, rows: list[int], known: list[int]) -> Batch:
+        part = self.world.part([known[r] for r in rows])
+        part.rows = torch.tensor(rows)
         for name in PASSED:
-            setattr(part, name, share(part, part.signal(name)))
-    objective.finish(plan, parts, reduce)
-    objective.prepare(parts, reduce)
-    gradients: dict[int, Tensor] = {}
-    loss, sums = torch.zeros((), dtype=DOUBLE), {}
-    for rows, part in zip(split, parts, strict=True):
-        leaves = {
-            r: {k: world.sequences[r][k].clone().requires_grad_() for k in ("logp", "entropy", "values")}
-            for r in rows
+            setattr(part, name, self.share(part, part.signal(name)))
+        return part
+
+    def rescore(self, batch: list[Batch], known: list[int]) -> None:
+        """Other weights than at the start of the step."""
+        for part in batch:
+            moved = [self.world.sequences[known[r]]["logp"] + 0.1 for r in part.rows.tolist()]
+            part.now = self.share(part, torch.cat(moved))
+
+    def backward(self, part: Batch, denominator: float, known: list[int]) -> Sums:
+        leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in part.rows.tolist()}
+        current = {k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])) for k in LEAVES}
+        total, sums = self.objective(**current, batch=part)
+        (total / denominator).backward()
+        self.outcome.gradients |= {
+            row: torch.stack([_gradient(leaf[k]) for k in LEAVES]) for row, leaf in leaves.items()
         }
-        current = {k: torch.cat([leaves[r][k] for r in rows]) for k in ("logp", "entropy", "values")}
-        total, more = objective(**{k: share(part, v) for k, v in current.items()}, batch=part)
-        (total / plan.denominator).backward()
-        loss = loss + total.detach() / plan.denominator
-        sums = {k: v + sums.get(k, 0) for k, v in more.items()}
-        for r in rows:
-            found = [leaves[r][k].grad for k in ("logp", "entropy", "values")]
-            gradients[r] = torch.stack(
-                [torch.zeros_like(leaves[r]["logp"]) if f is None else f for f in found]
-            )
-    names = sorted(sums)
-    summed = dict(zip(names, (reduce(sums[n].double()) for n in names), strict=True))
-    return Outcome(
-        loss=float(reduce(loss)),
-        gradients=gradients,
-        sums=summed,
-        metrics=objective.metrics(summed),
-        denominator=plan.denominator,
-        lr_factor=objective.lr_factor(plan, plan.rows),
-        rows=plan.rows,
-    )
+        return {**sums, "loss": total.detach() / denominator}
+
+
+def _leaves(sequence: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: sequence[k].clone().requires_grad_() for k in LEAVES}
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def on_ranks(count: int, work: Callable[[int, Reduce], Outcome]) -> list[Outcome]:

@@ -176,6 +176,26 @@ def test_reinforce_pp_takes_off_the_kl_to_come_by_hand() -> None:
     close(got, vector(-1, 1) / math.sqrt(2))
 
 
+def test_reinforce_pp_baseline_by_hand() -> None:
+    """Rewards 3, 1 | 5, 5 less their groups' means: 1, -1, 0, 0 on 1, 2, 1, 1 tokens, mean -1/5, variance
+    (1.44 + 2 * 0.64 + 2 * 0.04) / 4 = 0.7."""
+    method, samples = build("advantage", "reinforce_pp_baseline", eps=0.0), table([3, 1, 5, 5], [0, 0, 1, 1])
+    (got,) = method.per_token(method(samples), samples, [packed([1, 2, 1, 1])], alone)
+    close(got, vector(1.2, -0.8, -0.8, 0.2, 0.2) / math.sqrt(0.7))
+
+
+def test_gae_whitens_by_default_by_hand() -> None:
+    """gamma 1, lambda 0.95. V = 1, 2 | 1/2, r = 0, 3 | 0: delta = 1, 1 | -1/2, A = 1.95, 1 | -0.5 of mean 2.45 / 3.
+    The critic's targets are those before the whitening."""
+    method, samples = build("advantage", "gae"), table([3, 0], [0, 0], [2, 1])
+    part = packed([2, 1], values=[1.0, 2.0, 0.5])
+    (got,) = method.per_token(method(samples), samples, [part], alone)
+    plain = [1.95 - 2.45 / 3, 1 - 2.45 / 3, -0.5 - 2.45 / 3]
+    deviation = math.sqrt(sum(x * x for x in plain) / 2)
+    close(got, vector(*plain) / deviation, atol=1e-5, rtol=0)
+    close(part.returns, vector(2.95, 3, 0))
+
+
 def test_gae_by_hand() -> None:
     """gamma 1/2, lambda 1/2, V = 1, 2; r = 0, 3. delta = 0 + 1/2 * 2 - 1 = 0; 3 - 2 = 1. A = 0 + 1/4 * 1, 1."""
     got = gae(vector(0, 3, 5), vector(1, 2, 4), torch.tensor([0, 0, 1]), 0.5, 0.5)
@@ -251,6 +271,20 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards: list[int], name: str) -
     method, groups = build("advantage", name), [0] * 3 + [1] * 3 + [2] * 3
     base = method(table(rewards, groups, **columns(9)))
     close(method(table([r + 4 for r in rewards], groups, **columns(9))), base, atol=1e-6, rtol=1e-6)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 8), min_size=4, max_size=4))
+def test_a_shift_of_all_rewards_leaves_the_tokens_of_reinforce_pp(rewards: list[int]) -> None:
+    """Without a group baseline it is the whitening that takes the shift off."""
+    method, part = build("advantage", "reinforce_pp"), packed([1, 2, 3, 1])
+
+    def tokens(shift: int) -> torch.Tensor:
+        samples = table([r + shift for r in rewards], [0, 1, 2, 3])
+        (got,) = method.per_token(method(samples), samples, [part], alone)
+        return torch.as_tensor(got)
+
+    close(tokens(4), tokens(0), atol=1e-6, rtol=1e-6)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -174,6 +174,43 @@ def test_rorecomp_puts_the_rest_off() -> None:
     assert plan.deferred == [0, 2, 4, 6]
 
 
+def test_two_updates_share_the_denominator() -> None:
+    """Each divides by half of it: with the same log-probs, their losses and gradients are twice those of one."""
+    one, two = run(World(), section(), whole), run(World(), section(minibatches=2), whole)
+    assert (two.denominator, two.rows) == (one.denominator, one.rows)
+    assert two.loss == pytest.approx(2 * one.loss)
+    for row, gradient in one.gradients.items():
+        torch.testing.assert_close(two.gradients[row], 2 * gradient)
+
+
+def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None:
+    """M2PO: a log-ratio of 0.1 is within the budget of 0.04, one of 0.5 gives a cap of 0.2: then it is clipped."""
+    objective = Objective(section(loss=["m2po"]))
+    batch = packed([1], advantages=[1.0], weight=[1.0])
+    shares = []
+    for now in (0.1, 0.5):
+        batch.now = torch.tensor([now], dtype=DOUBLE)
+        objective.prepare([batch])
+        sums = objective(torch.tensor([0.5], dtype=DOUBLE), batch)[1]
+        shares.append(objective.metrics(sums)["clip_share"])
+    assert shares == [0, 1]
+
+
+def test_the_extra_update_trains_what_was_put_off_with_the_advantages_of_its_group() -> None:
+    """Four of the samples that alpha leaves, the oldest, over their own denominator."""
+    alpha = {"name": "rorecomp", "alpha": 0.5}
+    world, plain = World(), run(World(), section(selectors=[{**alpha, "capacity": 99}]), whole)
+    both = run(world, section(selectors=[{**alpha, "capacity": 4}]), whole)
+    rows = both.rows[len(plain.rows) :]
+    assert len(rows) == 4 and not set(rows) & set(plain.rows)
+    for row in plain.rows:
+        torch.testing.assert_close(both.gradients[row], plain.gradients[row])
+    every = run(world, section(), whole)
+    scale = every.denominator / float(world.samples.lengths[rows].sum())
+    for row in rows:
+        torch.testing.assert_close(both.gradients[row], scale * every.gradients[row])
+
+
 def test_needs_name_exactly_the_passes() -> None:
     assert Objective(section()).passes == frozenset()
     assert Objective(section(anchor="old")).passes == {"old"}

@@ -53,6 +53,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
             r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own: use all",
         ),
+        (
+            ["algo.planners=[lens]", "algo.corrections=[lens]", "engine.reference=own"],
+            "algo.planners has lens, but algo.selectors has not: name it in all of planners, selectors, corrections",
+        ),
         *[
             (
                 [f"algo.corrections=[opsm, {name}]", "algo.anchor=mu"],

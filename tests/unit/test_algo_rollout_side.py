@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algo import build
+from rlsys.algo import build, prompts
 from rlsys.algo.group_rewards import Response, flaw, judge_reward, majority
 from rlsys.algo.planners import Accept, Drop, More, decide, purified, start_size, student_quantile
 from rlsys.algo.registry import TABLE
@@ -82,6 +85,17 @@ def test_student_quantile_against_tables() -> None:
         assert student_quantile(0.975, freedom) == pytest.approx(value, rel=2e-3)
 
 
+def test_xrpo_score_by_hand() -> None:
+    """Rewards 0, 1: s = 1/sqrt 2. At 90 %: t = tan(0.45 pi) with 2, 0.9 / sqrt(0.095) with 3 samples. Of two groups
+    seen, the bonus is c sqrt(ln 2 / 2)."""
+    xrpo = build("planner", "xrpo", alpha=0.1, round=1, bonus=0.05)
+    two = math.tan(0.45 * math.pi) * math.sqrt(0.5) / math.sqrt(2)
+    three = 0.9 / math.sqrt(0.095) * math.sqrt(0.5) / math.sqrt(3)
+    assert (two, three) == (pytest.approx(3.15688, abs=1e-5), pytest.approx(1.19208, abs=1e-5))
+    assert xrpo.score([0, 1]) == pytest.approx(two - three + 0.05 * math.sqrt(math.log(2) / 2))
+    assert xrpo.score([1, 1]) == pytest.approx(0.05 * math.sqrt(math.log(2) / 2))
+
+
 def test_xrpo_prefers_uncertain_groups_up_to_its_share() -> None:
     xrpo = build("planner", "xrpo", largest=12)
     assert xrpo.score([0, 1] * 4) > xrpo.score([0, 0, 0, 0, 0, 0, 0, 1]) > xrpo.score([0] * 8)
@@ -117,6 +131,14 @@ def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() 
     one.hear(group([1, 0], 2, drawn[2]))
     other.load_state_dict(one.state_dict())
     assert one.index(6) == other.index(6) == drawn[2]  # the only one that is free
+
+
+def test_vade_takes_the_largest_p_times_1_minus_p_squared_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws 0.1, 1/3, 1/2, 0.9: scores 0.081, 0.148, 0.125, 0.009. p (1 - p) would take 1/2 first."""
+    drawn = SimpleNamespace(beta=lambda *_: np.array([0.1, 1 / 3, 0.5, 0.9]))
+    monkeypatch.setattr(prompts, "stream", lambda *_: drawn)
+    vade = build("prompt", "vade", pool=4)
+    assert [vade.index(g) for g in range(4)] == [1, 2, 0, 3]
 
 
 def test_vade_learns_which_prompts_are_of_medium_difficulty() -> None:
