@@ -150,6 +150,16 @@ def flat(reward: float, **shape: int) -> World:
     return world
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 0.9])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "gapo", "mc_grpo", "xrpo", "vcpo", "gdpo"])
+def test_rewards_of_float32_that_are_equal_have_no_advantage_at_all(advantage: str, reward: float) -> None:
+    """A mean that is off by a rounding error, over a deviation of the same, would be an advantage of 0.2."""
+    for n in (3, 7, 33):
+        samples = table([reward] * n, [0] * n, log_likelihood=torch.linspace(-2, -1, n))
+        weighted = replace(samples, rewards=samples.rewards.float(), log_weight=torch.linspace(-1, 1, n))
+        assert not build("advantage", advantage)(weighted).any()
+
+
 @pytest.mark.parametrize("reward", [0.0, 1.0, 1e6])
 @pytest.mark.parametrize("advantage", TOKENWISE, ids=str)
 def test_tokens_of_equal_rewards_are_finite(advantage: Any, reward: float) -> None:
