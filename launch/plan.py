@@ -211,7 +211,9 @@ def _reference(config: Config, layout: Layout, port: int, engine_command: Engine
             "give its URL"
         )
     engine = config.engine.model_copy(update={"host": LOOPBACK, "tp": 1})
-    argv, env = engine_command(config.model_copy(update={"engine": engine}), config.engine.count, port)
+    model = config.model.model_copy(update={"fp8": "none"})  # nobody pushes to it
+    own = config.model_copy(update={"engine": engine, "model": model})
+    argv, env = engine_command(own, config.engine.count, port)
     url = f"http://{LOOPBACK}:{port}/health"
     return Role("reference", "engine", argv, env, ready_url=url, start_timeout=engine.start_timeout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
+from rlsys.precision import check_device, device_capability
 from rlsys.router.command import add_router
 
 
@@ -44,6 +46,9 @@ def train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     check_model(config)
     check_algo(config)
+    if config.launch.backend == "local":  # other nodes say it themselves
+        found = importlib.util.find_spec("transformer_engine") is not None
+        check_device(config, device_capability(), found)
     layout = lay_out(config)
 
     def plan(backend: Backend) -> Plan:

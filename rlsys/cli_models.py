@@ -111,7 +111,7 @@ class Subject:
             yield self.config.model_copy(
                 update={
                     "run": self.config.run.model_copy(update={"dir": self.folder}),
-                    "model": self.config.model.model_copy(update={"path": model}),
+                    "model": self.config.model.model_copy(update={"path": model, "fp8": "none"}),
                 }
             )
         finally:

@@ -28,6 +28,14 @@ class ModelConfig(Section):
     """Hugging Face folder (config.json, *.safetensors, tokenizer.json) that the run starts from."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's and the engine's weights."""
+    fp8: Literal["none", "rollout", "both"] = "none"
+    """What computes in FP8: nothing, the engines, or engines and trainer alike; needs dtype = bfloat16."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.fp8 != "none" and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16, here it is {self.dtype}")
+        return self
 
 
 class DataConfig(Section):

@@ -24,6 +24,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Taken
 from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync
 
 
@@ -39,7 +40,7 @@ def train(config: Config, rollout: RolloutClient) -> None:
         start, checksums = time.monotonic(), EngineChecksums(trainer.hf, config.engine.tp)
         ticket = on_main(rollout.begin_push)
         tensors = trainer.named_hf_tensors()
-        sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
+        sync.push(checksums.watch(for_engines(config, tensors)) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
         attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
         attested["time_checksums"] += checksums.seconds

@@ -128,7 +128,8 @@ Where the twelve interfaces of the method catalogue are: PromptSource = `rlsys.d
 `planner` (it filters too); Rewarder = `rlsys.rewards` and `group_reward`; Selector = `selector`, AdvantageEstimator =
 `advantage` and `shaping`, Correction = `correction` and the field `anchor`, PolicyLoss + Reducer = `loss` and
 `reducer`, OptimizerHook = `hook`; ReplayStore = `rlsys.algo.replay` for what a selector puts off, the rollout buffer
-for all else; RolloutScheduler and Generator belong to the rollout service and the router.
+for all else; RolloutScheduler and Generator belong to the rollout service and the router; PrecisionPlan is the field
+`model.fp8` (rlsys.precision), never run on a GPU yet.
 
 ## Two rules
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
+from rlsys.precision import BLOCK
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
@@ -42,8 +43,28 @@ def check_layout(config: Config, hf: HFConfig) -> None:
             raise UserError(f"{name} = {size} does not divide {what} = {total} of {path}")
 
 
+def check_fp8(config: Config, hf: HFConfig) -> None:
+    """Raises UserError when an engine's rank would hold part of a block of weights."""
+    if config.model.fp8 == "none":
+        return
+    tp, path = config.engine.tp, config.model.path
+    for what, size, ranks in (
+        ("the hidden size", hf.hidden_size, 1),
+        ("the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size, tp),
+        ("the experts' feed-forward size", hf.expert_ffn_size, tp),
+        ("the shared experts' feed-forward size", hf.shared_ffn_size, tp),
+        ("the size of all attention heads", hf.heads * hf.head_dim, tp),
+    ):
+        if size % (BLOCK * ranks):
+            raise UserError(
+                f"model.fp8 = {config.model.fp8}: {what} = {size} of {path} is no multiple of {BLOCK} on each of "
+                f"engine.tp = {tp} ranks"
+            )
+
+
 def check_asked(config: Config, hf: HFConfig) -> None:
     """Raises UserError for what is asked of a model that has none of it."""
+    check_fp8(config, hf)
     t, path = config.trainer, config.model.path
     balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
     for field, value in balance:

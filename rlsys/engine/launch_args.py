@@ -6,6 +6,7 @@ import shutil
 import sys
 
 from rlsys.config import Config
+from rlsys.precision import engine_args
 
 
 def have_cuda() -> bool:
@@ -36,10 +37,12 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
-    if (
-        config.model.path / ".metadata"
-    ).is_file():  # a Megatron checkpoint: the first push brings the weights
-        argv += ["--load-format", "dummy"]
+    argv += engine_args(config)
+    if config.model.fp8 != "none" or (config.model.path / ".metadata").is_file():
+        argv += [
+            "--load-format",
+            "dummy",
+        ]  # in another format than the folder's: the first push brings the weights
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
     if have_cuda():

@@ -10,7 +10,8 @@ import numpy as np
 
 from rlsys.config import Config
 
-DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5)}
+DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
+"""Those of FP8 are a guess: no engine has been compared yet."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Bounds:
 
     @classmethod
     def of(cls, config: Config) -> Bounds:
-        mean, p999 = DEFAULT_BOUNDS[config.model.dtype]
+        mean, p999 = DEFAULT_BOUNDS["fp8" if config.model.fp8 != "none" else config.model.dtype]
         w = config.weights
         return cls(w.canary_mean or mean, w.canary_p999 or p999)
 

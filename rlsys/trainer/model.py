@@ -17,6 +17,7 @@ from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import stage_layers
+from rlsys.precision import trainer_fields
 from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
@@ -131,6 +132,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         perform_initialization=False,
         calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
+        **trainer_fields(config),
         **_experts(hf, config),
         **_recompute(config),
         **_latent_attention(hf),

@@ -12,8 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.errors import UserError
+from rlsys.precision import check_device
 
 log = logging.getLogger("rlsys.trainer")
 
@@ -24,9 +26,10 @@ _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 def init_distributed(config: Config) -> torch.device:
     """Process groups of `config.parallel` (NCCL, or gloo without CUDA), then seeds; returns this rank's device.
 
-    Raises UserError when the layout needs another number of ranks than were started.
+    Raises UserError when the layout needs another number of ranks than were started, or `model.fp8` other hardware.
     """
     cuda = torch.cuda.is_available()
+    check_device(config, torch.cuda.get_device_capability() if cuda else None, have_transformer_engine())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -33,12 +33,13 @@ def chunk_order(lengths: list[int], cp: int) -> Tensor:
     return torch.cat(chunks)
 
 
-def padded_lengths(lengths: list[int], tp: int, cp: int, total: int = 0) -> list[int]:
-    """Lengths that every rank can cut evenly, at least `total` tokens; what is missing is a sequence of its own."""
+def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -> list[int]:
+    """Lengths that every rank can cut evenly, its share a `multiple` of tokens; at least `total` tokens. What is
+    missing is a sequence of its own."""
     chunks = 2 * cp if cp > 1 else 1
     padded = [-(-n // chunks) * chunks for n in lengths]
     missing = max(0, total - sum(padded))
-    missing += -(sum(padded) + missing) % (chunks * tp)
+    missing += -(sum(padded) + missing) % (chunks * multiple)
     return [*padded, missing] if missing else padded
 
 
@@ -62,13 +63,13 @@ class Share:
 
     @classmethod
     def of(
-        cls, micro: MicroBatch, tp: int, cp_group: ProcessGroup, device: torch.device, total: int = 0
+        cls, micro: MicroBatch, multiple: int, cp_group: ProcessGroup, device: torch.device, total: int = 0
     ) -> Share:
         """Padded to at least `total` tokens."""
         cp = cp_group.size()
         starts, ends = micro.cu_seqlens[:-1].long().cpu(), micro.cu_seqlens[1:].long().cpu()
         sizes = ends - starts
-        padded = padded_lengths(sizes.tolist(), tp, cp, total)
+        padded = padded_lengths(sizes.tolist(), multiple, cp, total)
         padded_starts = torch.tensor([0, *padded]).cumsum(0)[: len(sizes)]
         at = torch.arange(len(micro.tokens)) + torch.repeat_interleave(padded_starts - starts, sizes)
         order = chunk_order(padded, cp)

@@ -31,6 +31,7 @@ from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
+from rlsys.precision import token_multiple
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_scores
@@ -236,7 +237,9 @@ class Trainer:
         p = self.config.parallel
         length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
         self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
-        self._computed_tokens += sum(sum(padded_lengths(_lengths(m), p.tp, p.cp, length)) for m in batch)
+        self._computed_tokens += sum(
+            sum(padded_lengths(_lengths(m), token_multiple(self.config), p.cp, length)) for m in batch
+        )
 
     def _padding_share(self) -> float:
         """Of the tokens that all ranks computed for this update: padding, and copies that fill a round."""
@@ -261,7 +264,7 @@ class Trainer:
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(batches).to(self._device)
-            share = Share.of(micro, self.config.parallel.tp, cp_group, self._device, length)
+            share = Share.of(micro, token_multiple(self.config), cp_group, self._device, length)
             chunk = self._models.index(model)
             self._routing.begin(chunk, micro, share)
             output = model(
@@ -293,7 +296,8 @@ class Trainer:
         """The length that the longest of all ranks' micro-batches has once it can be cut."""
         p = self.config.parallel
         longest = torch.tensor(
-            max(sum(padded_lengths(_lengths(m), p.tp, p.cp)) for m in batch), device=self._device
+            max(sum(padded_lengths(_lengths(m), token_multiple(self.config), p.cp)) for m in batch),
+            device=self._device,
         )
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return int(longest)

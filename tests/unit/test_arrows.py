@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("rlsys", "launch", "megatron_patches")
 
 # A room is a sub-package or a top-level module. These import each other only.
-BASE = {"types", "errors", "section", "algo_section", "config_sections", "config", "obs"}
+BASE = {"types", "errors", "section", "algo_section", "config_sections", "config", "precision", "obs"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
@@ -37,6 +37,7 @@ TORCH_FREE = (
     "algo_section",
     "config_sections",
     "config",
+    "precision",
     "obs",
     "plugins",
     "rewards",
