@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # Unit tests do not know of one another; a worker is some 600 MB.
 UNIT   := $(VENV)/python -m pytest -q -m "not slow" -n logical --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: help setup setup-dev quickstart check test test-slow
+.PHONY: help setup setup-dev setup-test quickstart check test test-slow
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (about 10 minutes)"
@@ -22,6 +22,9 @@ setup:
 setup-dev:
 	@$(PYTHON) launch/bootstrap.py --dev
 
+setup-test:
+	@$(PYTHON) launch/bootstrap.py --dev --parity
+
 quickstart: setup
 	@$(VENV)/rlsys train configs/quickstart.yaml $(ARGS)
 
@@ -30,7 +33,7 @@ check: setup-dev
 	$(VENV)/mypy
 	$(UNIT)
 
-test: setup-dev
+test: setup-test
 	$(VENV)/ruff check .
 	$(VENV)/mypy
 	$(UNIT)

@@ -1,6 +1,6 @@
 """`make setup`: creates .venv and installs what this machine can run. Standard library only, no root.
 
-    python3 launch/bootstrap.py [--dev]
+    python3 launch/bootstrap.py [--dev] [--parity]
 
 Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
 nothing while pyproject.toml, this file and the Python are the same; an interrupted set-up goes on.
@@ -30,6 +30,16 @@ TORCH = "torch==2.13.0"
 # Without what their metadata asks for, which is CUDA; what SGLang needs on a CPU stands in pyproject.toml's extra
 # `cpu`, and torchvision it only imports at start.
 SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
+
+# What tests compare our formulas with, and what that imports: in a folder of its own, without dependencies, so that
+# neither our environment nor torch changes. Packages that the environment has are left out.
+PARITY_FOLDER = VENV / "parity"
+PARITY_STAMP = PARITY_FOLDER / "rlsys-parity.json"
+PARITY = {
+    "trl": "1.16.0", "verl": "0.9.1", "accelerate": "1.10.1", "tensordict": "0.15.3", "omegaconf": "2.3.0",
+    "hydra-core": "1.3.2", "antlr4-python3-runtime": "4.9.3", "codetiming": "1.4.0", "pyvers": "0.2.3",
+    "cloudpickle": "3.1.2", "ray": "2.56.1", "msgpack": "1.1.2",
+}  # fmt: skip
 
 CAUSES = (
     ("No space left on device", "the disk is full"),
@@ -163,11 +173,34 @@ def set_up(dev: bool) -> None:
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
+def set_up_parity() -> None:
+    """After `set_up`: the libraries that parity tests compare with. A folder of other versions is made anew."""
+    if PARITY_STAMP.exists() and json.loads(PARITY_STAMP.read_text()) == PARITY:
+        return
+    shutil.rmtree(PARITY_FOLDER, ignore_errors=True)
+    ask = "import importlib.metadata as m; print(*(d.name.lower() for d in m.distributions()))"
+    have = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    missing = [f"{name}=={version}" for name, version in PARITY.items() if name not in have]
+    pip(
+        "trl and verl, for parity tests",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(PARITY_FOLDER),
+        *missing,
+    )
+    PARITY_STAMP.write_text(json.dumps(PARITY))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create .venv and install what this machine can run.")
     parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    parser.add_argument("--parity", action="store_true", help="also TRL and verl, in a folder of their own")
     try:
-        set_up(parser.parse_args().dev)
+        args = parser.parse_args()
+        set_up(args.dev)
+        if args.parity:
+            set_up_parity()
     except SetupError as e:
         print(f"rlsys: error: {e}", file=sys.stderr)
         return 2

@@ -1,16 +1,11 @@
 """The same numbers as TRL and verl on random inputs, where they compute the same thing; differences in the names.
 
-Neither library is a dependency. To run these, put them and what they import into a folder, and name it:
-
-    pip install --no-deps --target DIR trl==1.16.0 verl==0.9.1 accelerate datasets tensordict omegaconf hydra-core \\
-        antlr4-python3-runtime==4.9.3 codetiming ray msgpack pyvers cloudpickle pandas python-dateutil pytz \\
-        multiprocess pyarrow
-    RLSYS_PARITY_PACKAGES=DIR pytest -m slow tests/unit/test_algo_parity.py
+Neither library is a dependency: `make test` puts them, and what they import, into a folder that nothing else sees
+(launch/bootstrap.py --parity).
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,15 +17,15 @@ import torch
 from algo_world import DOUBLE
 from torch import Tensor
 
+from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
+from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective
 from rlsys.algo_section import AlgoSection
 
-FOLDER = os.environ.get("RLSYS_PARITY_PACKAGES")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER, reason="RLSYS_PARITY_PACKAGES names no folder with TRL and verl"),
-]
+pytestmark = pytest.mark.skipif(
+    not PARITY_STAMP.is_file(), reason="TRL and verl: launch/bootstrap.py --parity"
+)
 
 LENGTHS = [1, 7, 4, 9, 3, 2, 8, 5]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 1]
@@ -47,15 +42,20 @@ def libraries() -> Iterator[SimpleNamespace]:
     for module in (transformers.utils, transformers.utils.import_utils):
         for name in ("is_torchvision_available", "is_torchvision_v2_available"):
             patch.setattr(module, name, lambda: False, raising=False)
-    sys.path.append(str(FOLDER))
+    sys.path.append(str(PARITY_FOLDER))
+    from trl.rewards import get_soft_overlong_punishment
     from trl.trainer.grpo_trainer import GRPOTrainer
     from verl.trainer.ppo import core_algos, rollout_corr_helper
     from verl.workers.config import ActorConfig
 
     yield SimpleNamespace(
-        trl=GRPOTrainer, verl=core_algos, corrections=rollout_corr_helper, actor=ActorConfig
+        trl=GRPOTrainer,
+        overlong=get_soft_overlong_punishment,
+        verl=core_algos,
+        corrections=rollout_corr_helper,
+        actor=ActorConfig,
     )
-    sys.path.remove(str(FOLDER))
+    sys.path.remove(str(PARITY_FOLDER))
     patch.undo()
 
 
@@ -97,7 +97,9 @@ class Padded:
         objective.finish(plan, [batch])
         return batch.signal("advantages")
 
-    def loss(self, advantages: Tensor, reducer: Any, **fields: Any) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, advantages: Tensor, reducer: Any, entropy: Tensor | None = None, **fields: Any
+    ) -> tuple[Tensor, Tensor]:
         """rlsys's loss with the advantages `[B]` given, and its gradient `[T]`."""
         objective = Objective(section(reducer=reducer, **{"anchor": "old", **fields}))
         plan, batch = objective.plan(self.samples()), self.batch()
@@ -106,7 +108,7 @@ class Padded:
         batch.advantages = batch.expand(advantages)
         objective.prepare([batch])
         leaf = self.flat(self.logp).clone().requires_grad_()
-        total = objective(leaf, batch)[0] / plan.denominator
+        total = objective(leaf, batch, entropy)[0] / plan.denominator
         total.backward()
         assert leaf.grad is not None
         return total.detach(), leaf.grad
@@ -231,15 +233,65 @@ def test_verl_tis_but_verl_normalises_sequences_and_we_tokens(
     close(gradient, data.flat(-weights * advantages[:, None]) / sum(LENGTHS))
 
 
-def test_verl_icepop(libraries: SimpleNamespace) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_verl_icepop(libraries: SimpleNamespace, level: str) -> None:
     data = Padded()
     weights, _ = libraries.corrections.compute_rollout_correction_weights(
-        data.old - data.mu, data.mask, "token", "0.7_1.5"
+        data.old - data.mu, data.mask, level, "0.7_1.5"
     )
+    kept = data.flat(weights) > 0
+    assert kept.any() and not kept.all()
     ones = torch.ones(B, dtype=DOUBLE)
-    correction = {"name": "icepop", "low": 0.7, "high": 1.5}
+    correction = {"name": "icepop", "low": 0.7, "high": 1.5, "level": level}
     _, gradient = data.loss(ones, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
     close(gradient, data.flat(-weights) / sum(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("level", "theirs"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
+def test_verl_rejection_but_verl_bounds_the_inverse_ratio(
+    libraries: SimpleNamespace, level: str, theirs: str
+) -> None:
+    """Masked importance sampling without weights, geometric included: their k1 is mu - old."""
+    data = Padded()
+    mask, _ = libraries.corrections.compute_rollout_rejection_mask(
+        data.old - data.mu, data.mask, theirs, "0.8_1.25"
+    )
+    kept = data.flat(mask)
+    assert 0 < kept.sum() < len(kept)
+    correction = {"name": "icepop", "low": 1 / 1.25, "high": 1 / 0.8, "level": level, "weighted": False}
+    ones = torch.ones(B, dtype=DOUBLE)
+    _, gradient = data.loss(ones, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
+    close(gradient, -kept / sum(LENGTHS))
+
+
+@pytest.mark.parametrize(("above", "threshold"), [("clamp", "1.5"), ("mask", "1e-9_1.5")])
+def test_verl_decoupled_ppo(libraries: SimpleNamespace, above: str, threshold: str) -> None:
+    """Their three policies: clip around old, weighted by old / mu, clamped or rejected above the cap."""
+    data, config = Padded(), actor(libraries)
+    advantages = torch.linspace(-2, 2, B, dtype=DOUBLE)
+    weights, _ = libraries.corrections.compute_rollout_correction_weights(
+        data.old - data.mu, data.mask, "token", threshold
+    )
+    leaf = data.logp.clone().requires_grad_()
+    expected, _ = libraries.verl.compute_policy_loss_vanilla(
+        data.old, leaf, advantages[:, None].expand(B, L), data.mask, "token-mean", config, weights
+    )
+    expected.backward()
+    correction = {"name": "decoupled_ppo", "cap": 1.5, "above": above}
+    got, gradient = data.loss(advantages, TOKEN_MEAN, loss=["clip"], corrections=[correction])
+    close(got, expected.detach())
+    close(gradient, data.flat(leaf.grad))
+
+
+def test_trl_overlong_punishment(libraries: SimpleNamespace) -> None:
+    """Up to the cap, which no response of ours exceeds."""
+    data = Padded()
+    theirs = libraries.overlong(9, 4)(completion_ids=[[1] * n for n in LENGTHS])
+    got = build("shaping", "overlong", cap=9, buffer=4)(data.samples())
+    close(got - data.rewards[:, 0], torch.tensor(theirs))
+    assert min(theirs) == -1 and len(set(theirs)) > 3
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -254,7 +306,6 @@ def test_verl_kl_estimates_within_their_clamp_of_ten(libraries: SimpleNamespace,
 
 
 def test_verl_value_loss(libraries: SimpleNamespace) -> None:
-    from rlsys.algo import build
     from rlsys.algo.losses import View
 
     data, batch = Padded(), Padded().batch()
@@ -268,19 +319,21 @@ def test_verl_value_loss(libraries: SimpleNamespace) -> None:
 
 
 def trl_loss(
-    libraries: SimpleNamespace, data: Padded, advantages: Tensor, **fields: Any
+    libraries: SimpleNamespace, data: Padded, advantages: Tensor, entropy: Tensor | None = None, **fields: Any
 ) -> tuple[Tensor, Tensor]:
     """GRPOTrainer._compute_loss on given log-probs: only what it asks of `self` is there."""
     leaf = data.logp.clone().requires_grad_()
+    entropy = torch.zeros_like(leaf) if entropy is None else entropy
     quiet = SimpleNamespace(
-        gather=lambda t: t, num_processes=1, gather_for_metrics=lambda t: t, reduce=lambda t, reduction: t
+        gather=lambda t: t, num_processes=1, sync_gradients=True, gather_for_metrics=lambda t: t,
+        reduce=lambda t, reduction: t,
     )  # fmt: skip
     args = SimpleNamespace(
         use_bias_correction_kl=False, delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
         steps_per_generation=1,
     )  # fmt: skip
     this = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, torch.zeros_like(leaf), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, entropy, None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, args=args,
         importance_sampling_level="token", loss_type="grpo", epsilon_low=0.2, epsilon_high=0.28, use_vllm=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=L,
@@ -321,6 +374,23 @@ def test_trl_losses_and_gradients(
     got, gradient = data.loss(advantages, **ours)
     close(got, expected)
     close(gradient, expected_gradient)
+
+
+def test_trl_entropy_bonus_but_trl_takes_its_mean_over_tokens_whatever_the_reducer(
+    libraries: SimpleNamespace,
+) -> None:
+    data, advantages = Padded(), torch.linspace(-2, 2, B, dtype=DOUBLE)
+    theirs, ours = data.values.abs().requires_grad_(), data.flat(data.values.abs()).requires_grad_()
+    expected, expected_gradient = trl_loss(
+        libraries, data, advantages, theirs,
+        loss_type="dapo", _entropy_bonus_enabled=True, use_adaptive_entropy=False, entropy_coef=0.3,
+    )  # fmt: skip
+    terms = ["clip", {"name": "entropy", "coefficient": 0.3}]
+    got, gradient = data.loss(advantages, TOKEN_MEAN, ours, loss=terms)
+    close(got, expected)
+    close(gradient, expected_gradient)
+    assert theirs.grad is not None and ours.grad is not None
+    close(ours.grad, data.flat(theirs.grad))
 
 
 def test_trl_sequence_level_is_gspo_but_trl_lets_each_token_share_the_sum(libraries: SimpleNamespace) -> None:
