@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
 SIGNALS = ("entropy", "values", "ref")
 STALE_EVERY, STALE_BY = 7, 1.8
+OTHER = 1.3
+"""What the reference's weights, and those of the average, are of the policy's: their log-probs must differ."""
 
 
 def recorded() -> Taken:
@@ -69,10 +71,35 @@ def single_rewards(taken: Taken) -> Taken:
     return replace(taken, groups=[plain(g) for g in taken.groups])
 
 
+def partly_transferred(taken: Taken) -> Taken:
+    """Of each group, every second success was drawn from a prompt without its first token."""
+
+    def drawn(group: SampleGroup) -> SampleGroup:
+        moved = {s.sample_id for s in [s for s in group.samples if s.reward][::2]}
+        samples = [
+            replace(s, prompt_ids=s.prompt_ids[1:], trained_prompt=s.prompt_ids)
+            if s.sample_id in moved
+            else s
+            for s in group.samples
+        ]
+        return replace(group, samples=samples)
+
+    return replace(taken, groups=[drawn(g) for g in taken.groups])
+
+
 def batch_of(recipe: str) -> Taken:
     taken = stale(recorded())
     taken = taken if recipe == "gdpo" else single_rewards(taken)
-    return odd(taken) if recipe == "mc_grpo" else taken
+    change = {"mc_grpo": odd, "lens": partly_transferred}.get(recipe)
+    return taken if change is None else change(taken)
+
+
+def trainer_of(run: Path, *overrides: str) -> Trainer:
+    """It serves every signal, and its reference is not its policy."""
+    trainer = Trainer(config_of(None, run, *overrides), SIGNALS)
+    for weight in trainer.first_weights.values():
+        weight *= OTHER
+    return trainer
 
 
 def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
@@ -81,10 +108,12 @@ def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
     return load_config(path, [f"run.dir={run}", "trainer.lr=1e-30", "trainer.token_budget=512", *overrides])
 
 
-def outcome(trainer: Trainer, recipe: str | None, run: Path) -> dict[str, Any]:
-    """Metrics of one step, with the plug-ins of the recipe on the trainer that is there."""
-    config, taken, early = config_of(recipe, run), batch_of(recipe or ""), None
+def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) -> dict[str, Any]:
+    """Metrics of one step, with the recipe's plug-ins on the trainer that is there; averages are the reference."""
+    config, taken, early = config_of(recipe, run, *overrides), batch_of(recipe or ""), None
     objective = Objective(config.algo)
+    for hook in objective.hooks:
+        hook.after_step(trainer.first_weights.items(), active_share=1.0)
     if config.trainer.early_backward:
         early = Early()
         for groups in (taken.groups[:2], taken.groups[2:3]):
@@ -97,7 +126,7 @@ def main(workplace: Path, layouts: list[str]) -> None:
     seen: dict[str, Any] = {}
     for layout in layouts:
         parallel = [f"parallel.{pair}" for pair in layout.split(",")]
-        trainer = Trainer(config_of(None, workplace / "run", *parallel), SIGNALS)
+        trainer = trainer_of(workplace / "run", *parallel)
         seen[layout] = {recipe: outcome(trainer, recipe, workplace / "run") for recipe in RECIPES}
         if trainer.is_main:
             (workplace / "seen.json").write_text(json.dumps(seen))

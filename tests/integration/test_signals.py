@@ -143,45 +143,75 @@ def test_an_objectives_state_is_restored_exactly(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every recipe's metrics on the recorded step; "" is the quickstart's."""
+    """Every recipe's metrics on the recorded step; "" is the quickstart's, "NAME without" a recipe's as WITHOUT."""
     run = tmp_path_factory.mktemp("run")
-    trainer = Trainer(cases.config_of(None, run), cases.SIGNALS)
+    trainer = cases.trainer_of(run)
     found = {"": cases.outcome(trainer, None, run)}
     found |= {recipe: cases.outcome(trainer, recipe, run) for recipe in cases.RECIPES}
+    found |= {f"{r} without": cases.outcome(trainer, r, run, *o) for r, o in WITHOUT.items()}
     trainer.close()
     return found
 
 
 CLAIMS = {
     "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
-    "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean",
-    "decoupled_ppo": "rejected_share",
-    "dr_grpo": "loss", "dual_clip": "clip_share", "early_backward": "early_share", "entropy": "loss",
-    "exact_old": "rejected_share", "gae": "value_error", "gapo": "loss", "gdpo": "loss", "grpo": "loss",
-    "grpo_roc": "clip_share", "gspo": "clip_share",
-    "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "kl", "kl_reward": "loss",
-    "lens": "loss", "m2po": "loss",
-    "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean", "mssr": "loss", "opsm": "rejected_share",
-    "outcome_exploration": "loss", "puzzlecraft": "loss", "reinforce_pp": "loss", "reinforce_pp_baseline": "loss",
-    "rloo": "weight_mean", "rorecomp": "loss", "sapo": "loss", "tis": "weight_mean", "ttrl": "effective_groups",
-    "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
+    "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean", "decoupled_ppo": "rejected_share",
+    "dr_grpo": "loss", "dual_clip": "clip_share", "entropy": "loss", "exact_old": "rejected_share", "gae": "loss",
+    "gapo": "loss", "gdpo": "loss", "grpo": "loss", "grpo_roc": "clip_share", "gspo": "clip_share",
+    "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "loss", "kl_reward": "loss",
+    "lens": "loss", "m2po": "loss", "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean",
+    "mssr": "loss", "opsm": "rejected_share", "outcome_exploration": "loss", "puzzlecraft": "loss",
+    "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
+    "tis": "weight_mean", "ttrl": "effective_groups", "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
 }  # fmt: skip
-"""Recipe -> the metric of the step that it changes (or adds)."""
+"""Recipe -> the metric of the step that it changes."""
+CLIP = "algo.loss=[{name: clip, clip_high: 0.2}]"
+WITHOUT = {
+    "decoupled_ewma": ("algo.anchor=old",), "decoupled_interpolated": ("algo.anchor=old",),
+    "exact_old": ("algo.anchor=old",),
+    "brorl": ("algo.hooks=[]",), "entropy": ("algo.loss=[clip]",), "kl": ("algo.loss=[clip]",),
+    "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
+    "grpo": ("algo.reducer=token_mean",),
+    **dict.fromkeys(
+        ("dr_grpo", "gdpo", "mc_grpo", "puzzlecraft", "rloo", "vcpo_baseline"), ("algo.advantage=grpo",)
+    ),
+}  # fmt: skip
+"""Recipe -> itself without its plug-in, where it is more than the quickstart and that, or has a batch of its own."""
 ROLLOUT_SIDE = {"dapo", "dare", "fapo", "prompt_augmentation", "vade"}
 """Recipes that change what is rolled out: tests/unit/test_planning.py."""
 
 
 def test_every_recipe_changes_what_it_claims(outcomes: dict[str, Any]) -> None:
-    assert set(CLAIMS) | ROLLOUT_SIDE == set(cases.RECIPES)
+    assert set(CLAIMS) | ROLLOUT_SIDE | {"early_backward"} == set(cases.RECIPES)
     plain = outcomes[""]
     unchanged = [
         (recipe, name, outcomes[recipe][name])
         for recipe, name in CLAIMS.items()
-        if name in plain and outcomes[recipe][name] == pytest.approx(plain[name], rel=1e-6, abs=0)
+        if outcomes[recipe][name]
+        == pytest.approx(outcomes.get(f"{recipe} without", plain)[name], rel=1e-6, abs=0)
     ]
     assert not unchanged
     for recipe in ROLLOUT_SIDE - {"dapo"}:  # dapo punishes long responses; these are short
         assert outcomes[recipe]["loss"] == plain["loss"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weight", "figure"),
+    [("kl", 0.001, "kl"), ("entropy", -0.001, "entropy"), ("gae", 0.5, "value_error")],
+)
+def test_a_further_term_adds_its_weighted_mean(
+    outcomes: dict[str, Any], recipe: str, weight: float, figure: str
+) -> None:
+    """Its mean over the tokens is in the metrics, and the loss differs by just that."""
+    whole, without = outcomes[recipe], outcomes[f"{recipe} without"]
+    assert whole[figure] > 0.01
+    assert whole["loss"] - without["loss"] == pytest.approx(weight * whole[figure], rel=5e-3)
+
+
+def test_brorl_steps_by_the_root_of_its_batch(outcomes: dict[str, Any]) -> None:
+    """48 samples, and a learning rate that was chosen for 128."""
+    ratio = outcomes["brorl"]["lr"] / outcomes["brorl without"]["lr"]
+    assert ratio == pytest.approx((48 / 128) ** 0.5)
 
 
 def test_a_step_in_portions_is_the_step(outcomes: dict[str, Any]) -> None:
