@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlsys.algo.plugin import NEEDS
-from rlsys.algo.registry import KINDS, TABLE, load
+from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
+from rlsys.algo_section import AlgoSection, Spec
+from rlsys.config import read_layers
 from rlsys.errors import UserError
+
+RECIPES = Path(__file__).parents[2] / "configs/algorithms"
 
 EVIDENCE = {
     "R": "read in the authors' or a framework's code",
@@ -18,6 +24,32 @@ EVIDENCE = {
     "A": "a reading of the abstract",
     "own": "ours",
 }
+
+STAGES = {
+    "prompt": "control",
+    "planner": "control",
+    "group_reward": "filter",
+    "shaping": "filter",
+    "advantage": "advantage",
+    "selector": "filter",
+    "correction": "correction",
+    "loss": "policy loss",
+    "reducer": "policy loss",
+    "hook": "optimizer",
+}
+"""Kind -> where its plug-ins act: a stage before the trainer (generate, filter, control, replay), or within it."""
+OTHER_STAGES = {
+    ("prompt", "prompt_augmentation"): "generate",
+    ("planner", "dapo"): "filter",
+    ("planner", "mc_grpo"): "generate",
+    ("planner", "grpo_roc"): "generate",
+    ("planner", "ttrl"): "generate",
+    ("planner", "lens"): "generate",
+    ("selector", "rorecomp"): "filter, replay",
+    ("advantage", "outcome_exploration"): "advantage, replay",
+    ("hook", "ewma"): "correction",
+}
+"""Those that act elsewhere than others of their kind."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +62,7 @@ class Entry:
     doc: str
     paper: str
     evidence: str
+    stage: str
     needs: tuple[str, ...]
     fields: tuple[tuple[str, str, str, str], ...]
 
@@ -60,6 +93,7 @@ def _entry(kind: str, name: str, path: str) -> Entry:
         doc=doc,
         paper=plugin.paper,
         evidence=plugin.evidence,
+        stage=OTHER_STAGES.get((kind, name), STAGES[kind]),
         needs=tuple(sorted(plugin().needs())),
         fields=tuple(
             (field, _type_name(info.annotation), repr(info.default), info.description or "")
@@ -83,7 +117,9 @@ def render_list() -> str:
             lines.append(f"  {'':22} {source}")
             if entry.fields:
                 fields = ", ".join(f"{name}={default}" for name, _, default, _ in entry.fields)
-                lines.append(f"  {'':22} {fields[:160]}")
+                lines += textwrap.wrap(
+                    fields, 110, initial_indent=" " * 25, subsequent_indent=" " * 27, break_long_words=False
+                )
     return "\n".join(lines)
 
 
@@ -92,7 +128,7 @@ def render_show(name: str) -> str:
     blocks = []
     for e in find(name):
         lines = [f"{e.kind}: {e.name}", "", e.doc, "", f"paper:    {e.paper or '-'}"]
-        lines.append(f"evidence: {EVIDENCE[e.evidence]}")
+        lines += [f"evidence: {EVIDENCE[e.evidence]}", f"stage:    {e.stage}"]
         lines.append(
             f"needs:    {', '.join(e.needs) or 'nothing beyond rewards and log-probs of the engine'}"
         )
@@ -175,6 +211,21 @@ how much was hidden behind the tail; a repeated step gets the same portions agai
 """
 
 
+def recipes() -> dict[tuple[str, str], str]:
+    """(kind, name) -> the recipe that shows it: of its own name, else the first that names it."""
+    out: dict[tuple[str, str], str] = {}
+    for path in sorted(RECIPES.glob("*.yaml")):
+        section = AlgoSection.model_validate(read_layers(path)["algo"])
+        for field in section.model_fields_set & set(SECTION_KINDS):
+            value = getattr(section, field)
+            specs = value if isinstance(value, list) else [value]
+            for spec in (s for s in specs if isinstance(s, Spec)):
+                key = SECTION_KINDS[field], spec.name
+                if spec.name == path.stem or key not in out:
+                    out[key] = path.stem
+    return out
+
+
 def render_docs() -> str:
     """docs/algorithms.md: the rules, one table, one short section for each plug-in."""
     evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
@@ -185,12 +236,16 @@ def render_docs() -> str:
         "",
         "## All plug-ins",
         "",
-        "| kind | name | needs | paper | evidence |",
-        "|---|---|---|---|---|",
+        "| kind | name | stage | needs | paper | evidence | config |",
+        "|---|---|---|---|---|---|---|",
     ]
+    found = recipes()
     for e in entries():
         needs = ", ".join(f"`{n}`" for n in e.needs)
-        lines.append(f"| {e.kind} | [`{e.name}`](#{e.kind}-{e.name}) | {needs} | {e.paper} | {e.evidence} |")
+        recipe = found.get((e.kind, e.name))
+        config = f"[{recipe}](../configs/algorithms/{recipe}.yaml)" if recipe else ""
+        name = f"[`{e.name}`](#{e.kind}-{e.name})"
+        lines.append(f"| {e.kind} | {name} | {e.stage} | {needs} | {e.paper} | {e.evidence} | {config} |")
     for kind, (_, what) in KINDS.items():
         lines += ["", f"## Kind {kind}: {what}"]
         for e in (e for e in entries() if e.kind == kind):

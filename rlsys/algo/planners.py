@@ -109,7 +109,7 @@ class Fixed(Planner):
 class Dapo(Planner):
     """Dynamic sampling: a group of equal rewards teaches nothing; drop it and start another.
 
-    Filters on the plain reward, before any shaping. After `rounds` drops in a row groups are accepted as they come,
+    Filters on the plain reward, before any shaping. After `drops` drops in a row groups are accepted as they come,
     so that a step always ends.
     """
 

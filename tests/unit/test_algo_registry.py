@@ -11,7 +11,15 @@ from algo_world import table
 from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Samples
-from rlsys.algo.catalogue import EVIDENCE, entries, render_docs, render_list, render_show
+from rlsys.algo.catalogue import (
+    EVIDENCE,
+    OTHER_STAGES,
+    entries,
+    recipes,
+    render_docs,
+    render_list,
+    render_show,
+)
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.algo_section import AlgoSection
@@ -115,11 +123,22 @@ def test_recipes_are_a_base_and_a_few_lines(path: Path) -> None:
 def test_list_and_show() -> None:
     text = render_list()
     assert all(name in text for names in TABLE.values() for name in names)
+    for entry in entries():
+        assert all(f" {name}=" in text for name, _, _, _ in entry.fields), entry.name
     shown = render_show("vcpo")
     assert "hook: vcpo" in shown and "advantage: vcpo" in shown and "rho0 (" in shown
     assert "a reading of the abstract" in render_show("minpro")
     with pytest.raises(UserError, match=r"no algorithm 'grpoo'; did you mean grpo\?"):
         render_show("grpoo")
+
+
+def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:
+    """What has none: defaults, and the parts that recipes leave out."""
+    found = recipes()
+    assert found["advantage", "gae"] == "gae" and found["loss", "value"] == "gae"
+    assert set(OTHER_STAGES) <= {(e.kind, e.name) for e in entries()}
+    without = {(e.kind, e.name) for e in entries()} - set(found)
+    assert without == {("prompt", "in_order"), ("planner", "fixed")}
 
 
 def test_the_docs_are_what_the_plugins_say() -> None:
