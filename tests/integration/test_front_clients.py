@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import openai
+import psutil
 import pytest
 
 from rlsys.config import Config
@@ -242,6 +243,63 @@ def said(answer: Any) -> str:
 def second_engine(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running_engine(engine_config, tmp_path_factory.mktemp("second")) as url:
         yield url
+
+
+@pytest.mark.slow
+def test_requests_in_a_stopped_engine_are_answered_by_another(
+    engine: str, second_engine: str, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """SIGSTOP: its sockets stay open and nobody says a word. Whether they go on from their tokens or are made again,
+    they give what they give undisturbed, each token once."""
+
+    def body(i: int) -> dict[str, Any]:
+        sampling = {**LONG, "sampling_seed": i, "ignore_eos": True} | (
+            {"frequency_penalty": 0.2} if i % 2 else {}
+        )
+        return {"input_ids": PROMPT, "sampling_params": sampling, "session_id": str(i), "stream": True}
+
+    async def all_of_them(url: str) -> list[list[int]]:
+        answers = await asyncio.gather(*(once(url, "/generate", body(i)) for i in range(6)))
+        return [[i for chunk in chunks for i in chunk["output_ids"]] for chunks in answers]
+
+    async def stopped(url: str) -> list[list[int]]:
+        async with make_session() as session:
+            clients = [EngineClient(e, session) for e in (engine, second_engine)]
+            processes = tree_of(second_engine)
+            for client in clients:
+                await client.slow_down(SLOW)
+            try:
+                task = asyncio.create_task(all_of_them(url))
+                await asyncio.sleep(SLOW * 30)
+                assert not task.done()
+                for process in processes:
+                    process.suspend()
+                await clients[0].slow_down(None)
+                return await task
+            finally:
+                for process in processes:
+                    process.resume()
+                for client in clients:
+                    await client.slow_down(None)
+
+    with running_router(tmp_path, "--engine", engine, "--engine", second_engine) as url:
+        asyncio.run(once(url, "/update_weights_from_disk", {"model_path": str(tiny_moe)}))
+        whole = asyncio.run(all_of_them(url))
+        assert asyncio.run(stopped(url)) == whole
+        assert [len(ids) for ids in whole] == [80] * 6
+    log = next(tmp_path.glob("router-*.log")).read_text()
+    assert f"{second_engine}: has not answered 5 probes" in log
+
+
+def tree_of(url: str) -> list[psutil.Process]:
+    """The server's processes, without its keeper."""
+    words = ["--port", url.rpartition(":")[2]]
+    [server] = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if set(words) <= set(c := p.info["cmdline"] or []) and "launch.keeper" not in c
+    ]
+    return [server, *server.children(recursive=True)]
 
 
 def test_interrupted_five_times_and_moved_equals_unbroken(
