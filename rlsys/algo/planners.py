@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, stdev
+from statistics import stdev
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
@@ -230,78 +230,6 @@ class Dars(Planner):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stage = {k: int(v) for k, v in state["stage"].items()}
-
-
-def student_quantile(p: float, freedom: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3."""
-    if freedom == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z, f = NormalDist().inv_cdf(p), float(freedom)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / f + second / f**2 + third / f**3
-
-
-class Xrpo(Planner):
-    """More samples where they shrink the uncertainty of the mean reward most, in rounds.
-
-    h = t(1 - alpha/2, n - 1) s / sqrt(n), half the confidence interval of the group's mean reward. The score of
-    `round` more samples is h's expected drop plus an exploration bonus c sqrt(ln(groups seen) / n). A group gets a
-    round when its score is among the top `share` of recent ones. The bonus, the sizes and the threshold against
-    recent groups (the paper allots in a closed round) are our reading.
-    """
-
-    paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
-    evidence: ClassVar[str] = "P"
-    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """1 minus the confidence of the interval."""
-    round: PositiveInt = 4
-    """Samples of one round."""
-    largest: PositiveInt = 32
-    """Most samples of a group."""
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of groups that get a further round."""
-    bonus: Annotated[float, Field(ge=0)] = 0.05
-    """Weight c of the exploration bonus."""
-    recent: PositiveInt = 128
-    """Scores that the share is taken of."""
-    _scores: list[float] = PrivateAttr(default_factory=list)
-    _seen: int = PrivateAttr(default=0)
-
-    def limit(self, size: int) -> int:
-        return max(size, self.largest)
-
-    def half_width(self, spread: float, n: int) -> float:
-        return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
-
-    def score(self, rewards: Sequence[float]) -> float:
-        """Expected drop of the half-width from a further round, plus the bonus."""
-        n = len(rewards)
-        if n < 2:
-            return math.inf
-        spread = stdev(rewards)
-        drop = self.half_width(spread, n) - self.half_width(spread, n + self.round)
-        return drop + self.bonus * math.sqrt(math.log(max(self._seen, 2)) / n)
-
-    def decide(self, group: SampleGroup) -> Decision:
-        score = self.score(rewards_of(group))
-        self._seen += 1
-        earlier = sorted(self._scores)
-        self._scores = [*self._scores, score][-self.recent :]
-        room = min(self.round, self.largest - len(group.samples))
-        if room <= 0 or not earlier:
-            return Accept()
-        bar = earlier[min(len(earlier) - 1, math.floor((1 - self.share) * len(earlier)))]
-        return More(room) if score > bar else Accept()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scores": self._scores, "seen": self._seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scores, self._seen = [float(s) for s in state["scores"]], int(state["seen"])
 
 
 def purified(

@@ -42,7 +42,7 @@ TABLE: dict[str, dict[str, str]] = {
         "grpo_roc": "rlsys.algo.planners:Oversample",
         "brorl": "rlsys.algo.planners:Broad",
         "dars": "rlsys.algo.planners:Dars",
-        "xrpo": "rlsys.algo.planners:Xrpo",
+        "xrpo": "rlsys.algo.allocation:Xrpo",
         "lens": "rlsys.algo.planners:Lens",
         "ttrl": "rlsys.algo.planners:Votes",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algo import build, prompts
+from rlsys.algo.allocation import student_quantile
 from rlsys.algo.group_rewards import Response, flaw, judge_reward, majority
-from rlsys.algo.planners import Accept, Drop, More, decide, purified, start_size, student_quantile
+from rlsys.algo.planners import Accept, Drop, More, decide, purified, start_size
 from rlsys.algo.registry import TABLE
-from rlsys.types import Sample, SampleGroup
+from rlsys.types import Sample, SampleGroup, Status
 
 
 def group(rewards: list[float | None], group_id: int = 0, prompt_index: int = 0) -> SampleGroup:
@@ -105,6 +107,43 @@ def test_xrpo_prefers_uncertain_groups_up_to_its_share() -> None:
     assert Counter(type(d) for i, d in enumerate(decisions) if i % 4)[More] == 0
     assert decisions[100] == More(4)
     assert xrpo.decide(group([0.0, 1.0] * 6)) == Accept()  # no room left
+
+
+def solved_or_not(group_id: int, prompt_index: int, responses: dict[tuple[int, ...], float]) -> SampleGroup:
+    samples = [
+        Sample(
+            i,
+            group_id,
+            i,
+            [90 + prompt_index],
+            0,
+            list(ids),
+            [-1.0] * len(ids),
+            status=Status.FINISHED,
+            reward=r,
+        )
+        for i, (ids, r) in enumerate(responses.items())
+    ]
+    return SampleGroup(group_id, prompt_index, samples)
+
+
+def test_xrpo_shows_solved_problems_to_a_group_without_success() -> None:
+    xrpo = build("planner", "xrpo", exemplars=2, round=3, largest=12, exemplar_tokens=5)
+    hard = solved_or_not(0, 0, {(1, 2): 0.0, (3,): 0.0})
+    assert xrpo.seeded_prompt(hard) == ()  # nobody has solved anything
+    for index, right in ((1, (5, 6, 7)), (2, (8,)), (3, (9, 9, 9, 9, 9)), (4, (4, 4))):
+        xrpo.decide(solved_or_not(index, index, {right: 1.0, (1,) * 6: 1.0, (2,): 0.0}))
+    expected = (92, 8, 94, 4, 4, 90)  # the latest two; the third problem's responses are too long
+    assert xrpo.seeded_prompt(hard) == expected
+    assert xrpo.decide(hard) == More(3, expected)
+    again = build("planner", "xrpo", exemplars=2)
+    again.load_state_dict(json.loads(json.dumps(xrpo.state_dict())))
+    for sample in hard.samples:
+        sample.trained_prompt, sample.reward = [90], 1.0
+    assert again.decide(hard) == Accept()  # seeded once
+    assert 0 not in again._solved  # what was seeded shows nobody how to do it
+    assert again.seeded_prompt(solved_or_not(7, 4, {(1,): 0.0})) == (91, 5, 6, 7, 92, 8, 94)
+    assert build("planner", "xrpo", exemplars=0).decide(solved_or_not(9, 9, {(1,): 0.0})) == Accept()
 
 
 def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:

@@ -109,6 +109,7 @@ def test_only_tensor_files_of_algo_import_torch() -> None:
     for name in (
         "__init__",
         "planners",
+        "allocation",
         "prompts",
         "group_rewards",
         "replay",

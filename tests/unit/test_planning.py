@@ -131,6 +131,23 @@ def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as_it_wa
     run(test())
 
 
+def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own(tmp_path: Path) -> None:
+    """Even lengths are wrong: group 1 takes longer, so group 0 has been solved before it."""
+
+    async def test() -> None:
+        config = config_of(tmp_path, planners=[{"name": "xrpo", "round": 2, "largest": 4, "bonus": 0.0}])
+        async with rig(config, lambda s: 4 if s.group_id == 1 else 3) as r:
+            await r.start()
+            easy, hard = (await r.take(1)).groups
+            assert {s.trained_prompt for s in easy.samples} == {None}
+            plain, seeded = hard.samples[:2], hard.samples[2:]
+            assert [(s.prompt_ids, s.trained_prompt) for s in plain] == [([5, 6, 1], None)] * 2
+            shown = [5, 6, 0, 0, 1, 2]
+            assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [([*shown, 5, 6, 1], [5, 6, 1])] * 2
+
+    run(test())
+
+
 class Lengths:
     """A tokenizer of text that is as long as its ids; it answers with the length."""
 
