@@ -1,5 +1,6 @@
 """Over real processes, in float64: two data-parallel or two context-parallel gloo ranks give the loss, the gradients
-and the metrics of one process, for every recipe and every plug-in of the trainer by itself, all in one launch."""
+and the metrics of one process, for every recipe and every plug-in of the trainer by itself, for several rewards, two
+updates of a step and an extra one, all in one launch."""
 
 from __future__ import annotations
 
@@ -42,12 +43,20 @@ def cases() -> dict[str, AlgoSection]:
         "corrections": [{"name": "tis", "normalise": True}, "minpro"],
     }
     found["several"] = {"anchor": "old", "selectors": ["d3s"], "hooks": ["vcpo"], **everything}
+    found["two updates"] = {"anchor": "old", "minibatches": 2, "hooks": ["brorl"], **everything}
+    normalised = {"corrections": [{"name": "tis", "normalise": True}]}
+    found["two updates between mu and current"] = {"anchor": "interpolated", "minibatches": 2, **normalised}
+    found[EXTRA] = {"selectors": [{"name": "rorecomp", "alpha": 0.5, "capacity": 4}], "minibatches": 2}
+    found[NAMED] = {"advantage": "gdpo"}
     return {name: AlgoSection.model_validate(given) for name, given in found.items()}
 
 
-def world() -> World:
+EXTRA, NAMED = "an extra update on what was put off", "two rewards"
+
+
+def world(case: str) -> World:
     """Log-ratios large enough that every bound acts on some tokens; groups of odd size, as mc_grpo wants them."""
-    return World(groups=4, size=5, scale=0.5)
+    return World(groups=4, size=5, scale=0.5, kinds=2 if case == NAMED else 1)
 
 
 def added_up(value: Tensor) -> Tensor:
@@ -77,8 +86,8 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found = {}
     for name, algo in cases().items():
-        dp = run(world(), algo, partial(one_part_each, rank), added_up)
-        cp = run(world(), algo, whole, alone, through_the_trainers_share)
+        dp = run(world(name), algo, partial(one_part_each, rank), added_up)
+        cp = run(world(name), algo, whole, alone, through_the_trainers_share)
         found[name] = {"dp2": dp, "cp2": cp}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
@@ -117,7 +126,7 @@ def test_every_recipe_and_plug_in_is_the_same_on_one_process_dp2_and_cp2(tmp_pat
     loaded = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     wrong, moved = {}, 0
     for name, algo in cases().items():
-        one = run(world(), algo, whole, share=all_of_it)
+        one = run(world(name), algo, whole, share=all_of_it)
         moved += any(g.abs().sum() > 0 for g in one.gradients.values())
         for layout in ("dp2", "cp2"):
             found = gaps(one, [rank[name][layout] for rank in loaded])
