@@ -68,9 +68,9 @@ class StoreWriter:
 
     def flush(self) -> None:
         """Commit: on disk when this returns. A commit that fails is not tried again: SQLite may have undone it."""
-        if not self.db.in_transaction:
-            return
         with sqlite_errors(self.path):
+            if not self.db.in_transaction:
+                return
             try:
                 self.db.execute("COMMIT")
             except BaseException as e:
