@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
-from rlsys.rollout.manager import CANARIES, CANARY_TOKENS
+from rlsys.rollout.canaries import CANARIES, CANARY_TOKENS
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router

@@ -101,9 +101,8 @@ class RolloutBuffer:
         group = SampleGroup(group_id, prompt.index, [])
         samples = self._new_samples(group, prompt.ids, seeds)
         with self._file.writing():
-            row = (
-                group_id, prompt.index, group.state.value, None, None, ids_to_blob(prompt.ids), len(samples)
-            )  # fmt: skip
+            blob, size = ids_to_blob(prompt.ids), len(samples)
+            row = (group_id, prompt.index, group.state.value, None, None, blob, size)
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for sample in samples:
                 self._write(sample)
@@ -200,27 +199,16 @@ class RolloutBuffer:
         """Oldest first."""
         return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
 
-    @property
-    def planning(self) -> str:
-        """What `set_planning` stored last; empty before."""
-        query = "SELECT value FROM meta WHERE key = 'planning'"
-        return str(self.read(lambda db: db.execute(query).fetchone()[0]))
+    def note(self, key: str) -> str | None:
+        """What `set_note` stored last; None before."""
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self.read(lambda db: db.execute(query, (f"note.{key}",)).fetchone())
+        return None if row is None else str(row[0])
 
-    def set_planning(self, state: str) -> None:
-        """The planners' state, committed together with what they decided."""
+    def set_note(self, key: str, value: str) -> None:
+        """State of somebody else, committed together with what was decided by it."""
         with self._file.writing():
-            self._db.execute("UPDATE meta SET value = ? WHERE key = 'planning'", (state,))
-
-    @property
-    def over_provision(self) -> float | None:
-        """What `set_over_provision` stored last."""
-        query = "SELECT value FROM meta WHERE key = 'over_provision'"
-        row = self.read(lambda db: db.execute(query).fetchone())
-        return None if row is None else float(row[0])
-
-    def set_over_provision(self, factor: float) -> None:
-        with self._file.writing():
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('over_provision', ?)", (factor,))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"note.{key}", value))
 
     # Train steps
 
@@ -260,9 +248,8 @@ class RolloutBuffer:
     def parts(self, train_step: int) -> list[list[int]]:
         """Group ids of the portions in which a step of the journal began."""
         query = "SELECT parts FROM takes WHERE train_step = ?"
-        parts: list[list[int]] = json.loads(
-            self.read(lambda db: db.execute(query, (train_step,)).fetchone()[0])
-        )
+        text = self.read(lambda db: db.execute(query, (train_step,)).fetchone()[0])
+        parts: list[list[int]] = json.loads(text)
         return parts
 
     def restore(self, train_step: int) -> None:
@@ -342,8 +329,8 @@ class RolloutBuffer:
     def record_admission(self, group: SampleGroup) -> None:
         """The group may start, or go on after a restart, under the current weight version."""
         with self._file.writing():
-            row = (group.group_id, self._version)
-            self._db.execute("INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)", row)
+            insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
+            self._db.execute(insert, (group.group_id, self._version))
 
     def record_interrupts(self, samples: Iterable[Sample]) -> None:
         """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""

@@ -37,7 +37,8 @@ class Figures:
         self._selection = selection
         self._planning = planning
         self._bias = BiasMonitor(config, buffer)
-        self._over_provision = OverProvision(config, buffer.over_provision)
+        factor = buffer.note("over_provision")
+        self._over_provision = OverProvision(config, None if factor is None else float(factor))
         runner.slots = self._over_provision.slots
         self._control = self._over_provision.figures(idle_share=0.0)
         """What over_provision was in the step taken last."""
@@ -53,7 +54,7 @@ class Figures:
             self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
             self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])
             self._runner.slots = self._over_provision.slots
-            self._buffer.set_over_provision(self._over_provision.factor)
+            self._buffer.set_note("over_provision", repr(self._over_provision.factor))
         bias = self._bias.metrics(train_step, groups)
         return {**metrics, **bias, **self._control, "masked_tokens": masked}
 

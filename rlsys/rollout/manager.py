@@ -18,6 +18,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.evaluation import judge, probes
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
@@ -44,12 +45,6 @@ from rlsys.types import (
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
-CANARIES = 4
-"""How many prompts, and how many responses, trainer and engines are compared on after a push."""
-CANARY_TOKENS = 512
-"""Of a response with its prompt, so many are compared: wrong weights show on any token, and the comparison stands
-between every push and the next token."""
-
 T = TypeVar("T")
 
 
@@ -73,7 +68,7 @@ class RolloutManager:
         self._source = source
         self._scorer = scorer
         self._tokenizer = tokenizer
-        planning.restore(buffer.planning)
+        planning.restore(buffer.note("planning") or "")
         other = config.rollout.repeat
         repeat = None if other is None else Repeat(Record(other, config), buffer)
         speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
@@ -81,6 +76,7 @@ class RolloutManager:
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
         self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat)
         self._selection = Selection(config, buffer, repeat)
+        self._canaries = Canaries(source, config.eval.prompts)
         self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection, planning)
         self._colocated = config.launch.placement == "colocated"
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
@@ -93,8 +89,6 @@ class RolloutManager:
         self._push_due = True
         self._parts: list[list[int]] = []
         """Of the next step: ids of the groups that the trainer was given before its take."""
-        self._long_responses: list[list[int]] = []
-        """The longest ones taken last, with their prompts."""
         self._lost_seen = 0
         self._leave_by: float | None = None
         """Loop time by which the trainer must have left; None as long as nobody asked for it."""
@@ -174,7 +168,7 @@ class RolloutManager:
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due, self._parts = train_step, True, []
-            self._long_responses = [ids[:CANARY_TOKENS] for ids in longest(groups, CANARIES)]
+            self._canaries.see(groups)
             self._go_on()
             return Taken(train_step, version, groups, {**metrics, **counts, **self._figures.totals()})
 
@@ -219,7 +213,7 @@ class RolloutManager:
                 self._runner.flush()
             version = self._buffer.weight_version
             engines = await self._router.begin_push(version, only_stale=not self._push_due)
-            return PushTicket(version, engines, self._canaries())
+            return PushTicket(version, engines, self._canaries.sequences())
 
     async def end_push(
         self, ticket: PushTicket, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
@@ -267,11 +261,6 @@ class RolloutManager:
         finally:
             await self._runner.reset()
             self._runner.flush()
-
-    def _canaries(self) -> list[list[int]]:
-        """Some prompts, and the longest responses of the last step with theirs."""
-        prompts = self._source.heldout(min(CANARIES, self._config.eval.prompts))
-        return [*(p.ids for p in prompts), *self._long_responses]
 
     # Figures
 
@@ -408,11 +397,3 @@ class RolloutManager:
     async def _expire(self) -> None:
         """Drop what is too old for every step to come (invariant 7); it makes room for new groups."""
         await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
-
-
-def longest(groups: list[SampleGroup], n: int) -> list[list[int]]:
-    """Prompt and response ids of the `n` longest responses; of equals, the older sample."""
-    samples = sorted(
-        (s for g in groups for s in g.samples), key=lambda s: (-len(s.response_ids), s.sample_id)
-    )
-    return [s.prompt_ids + s.response_ids for s in samples[:n]]

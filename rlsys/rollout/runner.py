@@ -236,7 +236,7 @@ class SampleRunner:
     def _save_planning(self) -> None:
         """With the decisions that changed it: both are committed by the same flush."""
         if state := self._planning.state():
-            self._buffer.set_planning(state)
+            self._buffer.set_note("planning", state)
 
     def _start(self, group: SampleGroup, sample: Sample) -> None:
         if not sample.status.terminal:

@@ -162,7 +162,7 @@ def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
     for statement in _SCHEMA.split(";\n"):
         db.execute(statement)
-    meta = {"identity": identity, "largest_group": largest_group, "planning": ""}
+    meta = {"identity": identity, "largest_group": largest_group}
     counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost"), 0)
     db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
     db.execute("COMMIT")

@@ -109,6 +109,11 @@ class MicroBatch(Batch):
         return self.comparable & begun_before[self.ids]
 
     @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt and response."""
+        return [int(n) for n in self.cu_seqlens[1:] - self.cu_seqlens[:-1]]
+
+    @property
     def response_tokens(self) -> int:
         """The micro-batch's share of the denominator, fixed before anything else is masked."""
         return int(self.mask.sum())

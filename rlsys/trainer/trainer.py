@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,31 +36,13 @@ from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pending import LossFn, Pending, StepResult
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
 from rlsys.trainer.weights import gather_hf
 from rlsys.types import Canary
 
 T = TypeVar("T")
-LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(scores with gradient, their micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
-
-    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `padding_share`:
-    of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the weights are as
-    they were.
-    """
-
-    loss: float
-    grad_norm: float
-    sums: dict[str, Tensor]
-    routing: dict[str, float]
-    padding_share: float
-    skipped: bool = False
 
 
 class Trainer:
@@ -94,10 +75,7 @@ class Trainer:
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
         self._skipped_in_a_row = 0
-        self._sums: list[dict[str, Tensor]] = []
-        """Of the micro-batches whose gradients wait for the next update."""
-        self._real_tokens = self._computed_tokens = 0
-        """Of the same micro-batches, on this rank."""
+        self._pending = Pending()
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._crossover = crossover_length(self.hf)
 
@@ -164,7 +142,7 @@ class Trainer:
 
         The gradient of `weight` * loss is added to what the next train_step applies. Weights stay as they are.
         """
-        if not self._computed_tokens:  # the first since the last update
+        if not self._pending.computed_tokens:  # the first since the last update
             for model in self._models:
                 model.zero_grad_buffer()
             self._optimizer.zero_grad()
@@ -175,8 +153,9 @@ class Trainer:
             weighed = total * weight if weight != 1.0 else total
             return weighed, unused, {**sums, "loss_sum": total.detach()}
 
-        self._sums += self._schedule(loss, batch, forward_only=False)
-        self._count_tokens(batch)
+        self._pending.sums += self._schedule(loss, batch, forward_only=False)
+        self._pending.real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
+        self._pending.computed_tokens += self._computed_tokens(batch)
 
     def train_step(
         self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
@@ -211,11 +190,11 @@ class Trainer:
                 bias.copy_(biases[name])  # megatron moves it while it reduces gradients
         else:
             self._optimizer.step()
-        sums = self._reduce(self._sums)
-        self._sums = []
+        sums, padding_share = self._reduce(self._pending.sums), self._padding_share()
+        self._pending = Pending()
         mean = float(sums.pop("loss_sum")) / denominator
         routing = self._routing.metrics(self._device)
-        return StepResult(mean, grad_norm, sums, routing, self._padding_share(), skipped)
+        return StepResult(mean, grad_norm, sums, routing, padding_share, skipped)
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -233,19 +212,15 @@ class Trainer:
         budget = self.config.trainer.token_budget
         return pack(samples, budget, self.dp_rank, self.dp_size, self._round, self._crossover)
 
-    def _count_tokens(self, batch: list[MicroBatch]) -> None:
-        p = self.config.parallel
+    def _computed_tokens(self, batch: list[MicroBatch]) -> int:
+        """Padding included."""
+        multiple, cp = token_multiple(self.config), self.config.parallel.cp
         length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
-        self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
-        self._computed_tokens += sum(
-            sum(padded_lengths(_lengths(m), token_multiple(self.config), p.cp, length)) for m in batch
-        )
+        return sum(sum(padded_lengths(m.sequence_lengths, multiple, cp, length)) for m in batch)
 
     def _padding_share(self) -> float:
-        """Of the tokens that all ranks computed for this update: padding, and copies that fill a round."""
-        counts = self.sum_over_dp(torch.tensor([self._real_tokens, self._computed_tokens]))
-        self._real_tokens = self._computed_tokens = 0
-        real, computed = counts.tolist()
+        counts = torch.tensor([self._pending.real_tokens, self._pending.computed_tokens])
+        real, computed = self.sum_over_dp(counts).tolist()
         return float(1 - real / computed)
 
     def _schedule(
@@ -296,7 +271,7 @@ class Trainer:
         """The length that the longest of all ranks' micro-batches has once it can be cut."""
         p = self.config.parallel
         longest = torch.tensor(
-            max(sum(padded_lengths(_lengths(m), token_multiple(self.config), p.cp)) for m in batch),
+            max(sum(padded_lengths(m.sequence_lengths, token_multiple(self.config), p.cp)) for m in batch),
             device=self._device,
         )
         dist.all_reduce(longest, dist.ReduceOp.MAX)
@@ -408,7 +383,3 @@ class Trainer:
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
         return self._checkpoints.load(self._chunks, self._optimizer, objective)
-
-
-def _lengths(micro: MicroBatch) -> list[int]:
-    return [int(n) for n in micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]]
