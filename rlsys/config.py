@@ -148,7 +148,7 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """Message for a key that no section has, with the nearest known one."""
     *path, key = [str(x) for x in loc]
     at: Any = model
-    for name in path:
+    for name in (n for n in path if n in at.model_fields):  # of a list, the place follows its field
         annotation = at.model_fields[name].annotation
         choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
         at = next((a for a in choices if issubclass(a, BaseModel)), at)

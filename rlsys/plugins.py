@@ -40,7 +40,7 @@ def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any)
     """`function(*args, **params)`; parameters that it does not take are a UserError naming `field`."""
     try:
         inspect.signature(function).bind(*args, **params)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:  # the latter: it has no signature to check
         raise UserError(f"{field}: {e}") from None
     return function(*args, **params)
 

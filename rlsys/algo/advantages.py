@@ -13,10 +13,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.batch import Batch, Samples, check_floating
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import group_index, group_mean, group_std
+from rlsys.errors import UserError
 
 Eps = Annotated[float, Field(ge=0)]
 
@@ -32,6 +33,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]"
         )
+    check_floating(rewards)
     return rewards - group_mean(rewards, group_ids)
 
 
@@ -70,6 +72,8 @@ class Advantage(Plugin):
 
     group_local: ClassVar[bool] = True
     """Whether a group's advantages depend on that group alone."""
+    compares: ClassVar[bool] = False
+    """Whether it compares the samples of a group: of one sample alone it can say nothing."""
 
     def __call__(self, samples: Samples) -> Tensor:
         """`[N]`."""
@@ -91,6 +95,7 @@ class Grpo(Advantage):
     """(R - mean) / (std + eps) within the group. 0 for groups of one reward."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), section 4.1"
+    compares: ClassVar[bool] = True
     eps: Eps = 1e-6
     """Added to the standard deviation."""
 
@@ -105,6 +110,7 @@ class DrGrpo(Advantage):
     """
 
     paper: ClassVar[str] = "Understanding R1-Zero-like training (Dr. GRPO), section 3"
+    compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
         return dr_grpo(samples.reward, samples.group_ids)
@@ -114,6 +120,7 @@ class Rloo(Advantage):
     """R minus the mean reward of the other samples of its group."""
 
     paper: ClassVar[str] = "Back to basics: REINFORCE leave-one-out (Ahmadian et al. 2024)"
+    compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
         return rloo(samples.reward, samples.group_ids)
@@ -126,11 +133,17 @@ class Gdpo(Advantage):
     """
 
     paper: ClassVar[str] = "GDPO: group reward-decoupled normalisation"
+    compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     eps: Eps = 1e-6
     """Added to each standard deviation."""
-    weights: list[float] | None = None
+    weights: Annotated[list[float], Field(min_length=1)] | None = None
     """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
 
     def __call__(self, samples: Samples) -> Tensor:
+        found = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]
+        if self.weights is not None and len(self.weights) != found:
+            raise UserError(
+                f"algo.advantage.weights = {self.weights}: {len(self.weights)} weights, but data.reward gives {found}"
+            )
         return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)

@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, More, Planner, PositiveInt, rewards_of, success_rate
+from rlsys.algo.planners import (
+    Accept,
+    Decision,
+    GroupLimit,
+    More,
+    Planner,
+    PositiveInt,
+    rewards_of,
+    success_rate,
+)
 from rlsys.types import Sample, SampleGroup, Status
 
 
@@ -44,7 +53,7 @@ class Xrpo(Planner):
     """1 minus the confidence of the interval."""
     round: PositiveInt = 4
     """Samples of one round."""
-    largest: PositiveInt = 32
+    largest: GroupLimit = 32
     """Most samples of a group."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of groups that get a further round."""

@@ -19,6 +19,12 @@ from rlsys.errors import UserError
 from rlsys.types import Sample, SampleGroup, Status
 
 
+def check_floating(rewards: Tensor) -> None:
+    """Raises ValueError for integers and booleans: a mean in their type is cut to a whole number."""
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}, expected a floating-point type: use rewards.float()")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """One row per sample, the same table on every rank. Optional columns are there when a plug-in needs them."""
@@ -40,6 +46,11 @@ class Samples:
     kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rewards, Tensor) or self.rewards.dim() not in (1, 2):
+            raise ValueError(f"rewards are no tensor of shape [N] or [N, R], but {self.rewards!r:.80}")
+        check_floating(self.rewards)
+        if self.group_ids.dim() != 1:
+            raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
         n = len(self.rewards)
         for field in fields(self):
             value = getattr(self, field.name)

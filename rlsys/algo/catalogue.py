@@ -7,7 +7,8 @@ import inspect
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from rlsys.algo.plugin import NEEDS
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
@@ -77,7 +78,7 @@ def find(name: str) -> list[Entry]:
     found = [_entry(kind, name, TABLE[kind][name]) for kind in KINDS if name in TABLE[kind]]
     if not found:
         known = sorted({n for names in TABLE.values() for n in names})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         raise UserError(f"no algorithm {name!r}; {hint}")
     return found
@@ -103,7 +104,14 @@ def _entry(kind: str, name: str, path: str) -> Entry:
 
 
 def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    if get_origin(annotation) is Annotated:  # its bounds are for the check
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(_type_name, get_args(annotation)))
+    if annotation is NoneType:
+        return "None"
+    plain = isinstance(annotation, type) and not get_args(annotation)
+    return annotation.__name__ if plain else str(annotation).replace("typing.", "")
 
 
 def render_list() -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
@@ -124,6 +124,12 @@ class IcePop(Normalised):
     """Also multiply by rho; without it, rejection alone."""
     veto: Annotated[float, Field(ge=0)] = 0.0
     """Reject the whole sequence when a token's ratio is below this (1e-4 is usual); 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low = {self.low} must be below high = {self.high}: nothing would be kept")
+        return self
 
     def correct(self, view: View) -> Correction:
         batch, log_rho = view.batch, view.log_behaviour_ratio

@@ -124,7 +124,7 @@ class Fapo(GroupReward):
     """A response is correct when its verified reward is above this."""
     no_verdict: Literal["censor", "sound"] = "censor"
     """What a correct response without a verdict is: censored, with its group, or taken as sound."""
-    question: str = (
+    question: Annotated[str, Field(pattern=r"\{response\}")] = (
         "Problem:\n{prompt}\n\nSolution:\n{response}\n\nThe final answer is right. Name the first paragraph, counted "
         "from 0, that has an error, or -1 if there is none, in \\boxed{}."
     )

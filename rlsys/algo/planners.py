@@ -18,6 +18,10 @@ from rlsys.algo.plugin import Plugin
 from rlsys.types import SampleGroup
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Multiple = Annotated[float, Field(ge=1, le=1024)]
+LARGEST_GROUP = 65536
+"""Samples of one group: far beyond any use, so that a slip does not fill the memory."""
+GroupLimit = Annotated[int, Field(gt=0, le=LARGEST_GROUP)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Oversample(Planner):
     """Twice the samples, for the selector grpo_roc to choose among."""
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
-    factor: Annotated[float, Field(ge=1)] = 2.0
+    factor: Multiple = 2.0
     """Multiple of rollout.group_size."""
 
     def size(self, group_size: int) -> int:
@@ -160,7 +164,7 @@ class Broad(Planner):
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
     evidence: ClassVar[str] = "P"
-    factor: Annotated[float, Field(ge=1)] = 4.0
+    factor: Multiple = 4.0
     """Multiple of rollout.group_size."""
 
     def size(self, group_size: int) -> int:
@@ -171,7 +175,7 @@ class Votes(Planner):
     """Test-time RL votes with more samples than it trains: `factor` times rollout.group_size."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
-    factor: Annotated[float, Field(ge=1)] = 2.0
+    factor: Multiple = 2.0
     """Votes per trained sample (64 votes, 32 trained)."""
 
     def size(self, group_size: int) -> int:
@@ -191,7 +195,7 @@ class Dars(Planner):
     """Hard prompts more than equal treatment asks for, or just equal."""
     signal: Literal["std", "plain"] = "std"
     """Whether the advantage divides by the standard deviation."""
-    largest: PositiveInt = 32
+    largest: GroupLimit = 32
     """Most samples of a group."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""

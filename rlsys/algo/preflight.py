@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlsys.algo.allocation import Xrpo
+from rlsys.algo.hooks import Hook
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
+from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, largest_size, start_size
 from rlsys.algo.plugin import NEEDS
-from rlsys.algo.registry import make_all
+from rlsys.algo.registry import SECTION_KINDS, make_all
+from rlsys.algo.robust_advantages import McGrpo
+from rlsys.algo.shaping import Overlong
 from rlsys.algo_section import AlgoSection
 from rlsys.config import Config
 from rlsys.errors import UserError
@@ -28,6 +33,13 @@ def check(config: Config) -> None:
     _check_reducer(made)
     _check_anchor(config.algo.anchor, made)
     _check_lens(config.algo)
+    _check_twice(config.algo)
+    _check_store(made)
+    _check_terms(made)
+    _check_average(config.algo.anchor, made)
+    _check_groups(config, made)
+    _check_judge(config)
+    _check_overlong(config, made)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
 
@@ -83,10 +95,114 @@ def _check_lens(algo: AlgoSection) -> None:
     """Who samples from cleaned prompts has to sort the samples out and to train them on the original ones."""
     fields = {"planners": algo.planners, "selectors": algo.selectors, "corrections": algo.corrections}
     having = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
-    if "planners" in having and (missing := sorted(set(fields) - set(having))):
+    if having and (missing := sorted(set(fields) - set(having))):
         raise UserError(
-            f"algo.planners has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
+            f"algo.{having[0]} has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
         )
+
+
+def _check_twice(algo: AlgoSection) -> None:
+    """The same plug-in with the same parameters acts once more, or not at all: a slip either way."""
+    for field, kind in SECTION_KINDS.items():
+        specs = getattr(algo, field)
+        for i, spec in enumerate(specs if isinstance(specs, list) else []):
+            if spec in specs[:i]:
+                raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} stands there twice")
+
+
+def _check_store(made: Mapping[str, Sequence[Any]]) -> None:
+    putting_off = [i for i, selector in enumerate(made["selectors"]) if selector.defers]
+    if len(putting_off) > 1:
+        raise UserError(f"algo.selectors[{putting_off[1]}]: only one selector can put samples off; name one")
+
+
+def _check_terms(made: Mapping[str, Sequence[Any]]) -> None:
+    """Something has to train the policy; a critic and what it learns from belong together."""
+    (advantage,), losses = made["advantage"], made["loss"]
+    names = ", ".join(type(term).__name__ for term in losses)
+    if not any(term.policy for term in losses):
+        raise UserError(f"algo.loss ({names}) has no term that trains on advantages; add one, as clip")
+    wanted = "values" in advantage.needs()
+    trained = any("values" in term.needs() for term in losses)
+    if trained and not wanted:
+        raise UserError(
+            f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) makes no "
+            "targets for it; use gae"
+        )
+    if wanted and not trained:
+        raise UserError(
+            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; "
+            "add value"
+        )
+
+
+def _check_average(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
+    """Averaged weights are made by one hook, for somebody who asks for them; without it they are the weights."""
+    averaging = [type(hook).__name__ for hook in made["hooks"] if type(hook).average is not Hook.average]
+    asked = "ewma" in ANCHOR_NEEDS[anchor].union(*(p.needs() for plugins in made.values() for p in plugins))
+    if asked and not averaging:
+        raise UserError(
+            f"algo.anchor = {anchor!r} needs averaged weights, but no hook makes them: algo.hooks = [ewma]"
+        )
+    if averaging and not asked:
+        raise UserError(
+            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use "
+            "them; use ewma"
+        )
+    if len(averaging) > 1:
+        raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
+
+
+def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
+    """Groups have to be as large as their planners and their estimator take them to be."""
+    (advantage,), planners, size = made["advantage"], made["planners"], config.rollout.group_size
+    start, largest = start_size(planners, size), largest_size(planners, size)
+    said = f"rollout.group_size = {size}"
+    if largest > LARGEST_GROUP:
+        raise UserError(
+            f"algo.planners make groups of up to {largest} samples of {said}; at most {LARGEST_GROUP}"
+        )
+    if largest == 1:
+        filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]
+        if advantage.compares:
+            raise UserError(
+                f"{said}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
+                "group_size >= 2"
+            )
+        if filtering:
+            raise UserError(
+                f"{said}, but algo.planners[{filtering[0]}] (Dapo) drops groups of equal rewards; use group_size >= 2"
+            )
+    if isinstance(advantage, McGrpo) and start % 2 == 0:
+        raise UserError(
+            f"{said} makes groups of {start}, but algo.advantage (McGrpo) needs an odd number of samples; use "
+            "algo.planners = [mc_grpo]"
+        )
+    for i, planner in enumerate(planners):
+        if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
+            raise UserError(
+                f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest} leaves no room: groups "
+                f"start with {start} samples ({said})"
+            )
+
+
+def _check_judge(config: Config) -> None:
+    if config.data.judge is not None and config.algo.group_reward is None:
+        raise UserError(
+            f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, or no "
+            "judge"
+        )
+
+
+def _check_overlong(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
+    """A penalty that begins where no response gets is none."""
+    longest = config.rollout.max_response_tokens
+    for i, shaping in enumerate(made["shaping"]):
+        if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
+            raise UserError(
+                f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} less buffer = {shaping.buffer} is not below "
+                f"rollout.max_response_tokens = {longest}, so that no response is ever punished"
+            )
 
 
 def _why_not(need: str, config: Config) -> str:

@@ -74,7 +74,7 @@ class Vade(PromptChooser):
 
     paper: ClassVar[str] = "VADE: variance-aware dynamic sampling"
     evidence: ClassVar[str] = "A"
-    pool: Annotated[int, Field(gt=0)] = 1024
+    pool: Annotated[int, Field(gt=0, le=2**20)] = 1024
     """Prompts to choose from: the first of the source."""
     visited: Decay = 0.9
     """Decay of a prompt's record when it is visited."""
@@ -141,7 +141,7 @@ class Vade(PromptChooser):
 class TemplateParams(Section):
     system: str = ""
     """System message; none when empty."""
-    user: str = "{question}"
+    user: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
     """The user's message; `{question}` is replaced."""
     opening: str = ""
     """What the answer is forced to start with."""

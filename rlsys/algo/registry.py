@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlsys.algo.plugin import Plugin
 from rlsys.algo_section import AlgoSection, Spec
 from rlsys.errors import UserError
-from rlsys.plugins import call, parse_params
+from rlsys.plugins import parse_params
 
 KINDS: dict[str, tuple[str, str]] = {
     "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is put"),
@@ -128,22 +129,25 @@ SECTION_KINDS: Mapping[str, str] = {
 
 def build(kind: str, name: str, /, **params: Any) -> Any:
     """The plug-in `name` (short name or `package.module:attribute`) of a kind. Raises UserError for any mistake."""
+    if not isinstance(name, str):
+        raise UserError(f"{kind} = {name!r}: expected a short name or an import path package.module:name")
     return make(kind, kind, Spec(name=name, params=params))
 
 
 def make(field: str, kind: str, spec: Spec) -> Any:
     """`build` with the config field that messages name."""
     if kind not in TABLE:
-        raise UserError(f"unknown kind of plug-in {kind!r}; {_hint(kind, TABLE)}")
+        raise UserError(f"unknown kind of plug-in {kind!r}; {_hint(str(kind), TABLE)}")
     path = TABLE[kind].get(spec.name, spec.name)
     if ":" not in path:
         raise UserError(f"{field} = {spec.name!r}: unknown {kind}; {_elsewhere(kind, spec.name)}")
     found = load(field, path)
-    if isinstance(found, type) and issubclass(found, Plugin):
-        return parse_params(field, found, spec.params)
-    if isinstance(found, type):
-        return call(field, found, **spec.params)
-    return _adapt(load(field, KINDS[kind][0]), found, spec.params)
+    base: Any = load(field, KINDS[kind][0])
+    if not isinstance(found, type):
+        return _adapt(field, base, found, spec.params)
+    if not issubclass(found, base) or found is base:
+        raise UserError(f"{field} = {spec.name!r}: expected a subclass of {KINDS[kind][0]}, or a function")
+    return parse_params(field, found, spec.params)
 
 
 def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:
@@ -176,8 +180,12 @@ def load(field: str, path: str) -> Any:
     return found
 
 
-def _adapt(base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
+def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
     """A plain function as a plug-in of `base`; `function.needs`, a collection of names, is optional."""
+    try:
+        inspect.signature(function).bind_partial(**params)
+    except (TypeError, ValueError) as e:  # the latter: it has no signature to check
+        raise UserError(f"{field}: {e}") from None
     needs = frozenset(getattr(function, "needs", ()))
 
     def run(_self: Plugin, *args: Any) -> Any:
@@ -202,5 +210,5 @@ def _elsewhere(kind: str, name: str) -> str:
 
 
 def _hint(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -50,6 +50,7 @@ class Gapo(Advantage):
     """
 
     paper: ClassVar[str] = "GAPO: group adaptive policy optimisation"
+    compares: ClassVar[bool] = True
     tau: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the group in the window."""
     eps: Eps = 1e-6
@@ -74,6 +75,7 @@ class McGrpo(Advantage):
     """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    compares: ClassVar[bool] = True
     eps: Eps = 1e-3
     """Added to the MAD."""
     floor: NonNegativeFloat = 0.5
@@ -102,6 +104,7 @@ class Xrpo(Advantage):
     """
 
     paper: ClassVar[str] = "XRPO, advantage sharpening"
+    compares: ClassVar[bool] = True
     evidence: ClassVar[str] = "N"
     lam: NonNegativeFloat = 1.0
     """Size of the bonus."""
@@ -126,6 +129,7 @@ class PuzzleCraft(Advantage):
     """
 
     paper: ClassVar[str] = "PuzzleCraft: exploration-aware curriculum"
+    compares: ClassVar[bool] = True
     evidence: ClassVar[str] = "P"
     lam: NonNegativeFloat = 4.0
     """Weight of a group of reward 1/2 with all answers different."""
@@ -162,6 +166,7 @@ class OutcomeExploration(Advantage):
     """
 
     paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
+    compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     evidence: ClassVar[str] = "P"
     mode: Literal["ucb_con", "ucb_mean", "batch"] = "ucb_con"
@@ -215,6 +220,7 @@ class MinimumVariance(Advantage):
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
+    compares: ClassVar[bool] = True
     norm: Literal["length", "one"] = "length"
     """What stands for the squared gradient norm."""
     eps: Eps = 1e-6

@@ -20,6 +20,7 @@ from rlsys.algo.replay import Replay
 from rlsys.algo.segments import groups_of
 
 Share = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Selector(Plugin):
@@ -150,7 +151,7 @@ class GrpoRoc(Selector):
     """What ranks the successes."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the draw among failures."""
 
     def needs(self) -> frozenset[str]:
@@ -219,7 +220,7 @@ class Thin(Selector):
     before: ClassVar[bool] = True
     keep: Share = 0.5
     """Share of each group that is trained."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the draw."""
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
@@ -38,6 +38,14 @@ class Overlong(Shaping):
     """Tokens before the cap in which the penalty grows (DAPO: a fifth of the cap)."""
     factor: Annotated[float, Field(ge=0)] = 1.0
     """Penalty at the cap."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.buffer > self.cap:
+            raise ValueError(
+                f"buffer = {self.buffer} must not be above cap = {self.cap}: every response would be punished"
+            )
+        return self
 
     def __call__(self, samples: Samples) -> Tensor:
         over = (samples.lengths.to(samples.rewards) - (self.cap - self.buffer)) / self.buffer

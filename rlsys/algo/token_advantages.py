@@ -6,10 +6,10 @@ Shapes: N samples, T packed tokens. All statistics over tokens are sums over ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps, dr_grpo, whiten
@@ -100,6 +100,8 @@ class ReinforcePP(Advantage):
 class ReinforcePPBaseline(ReinforcePP):
     """REINFORCE++ after taking the group's mean off the reward."""
 
+    compares: ClassVar[bool] = True
+
     def __call__(self, samples: Samples) -> Tensor:
         return dr_grpo(samples.reward, samples.group_ids)
 
@@ -168,6 +170,13 @@ class Mssr(Advantage):
     """KL between versions at which memory is shortest."""
     window: Annotated[int, Field(gt=0)] = 20
     """Optimizer updates whose mean KL counts."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.eta_min > self.eta_max:
+            raise ValueError(f"eta_min = {self.eta_min} must not be above eta_max = {self.eta_max}")
+        return self
+
     _record: dict[str, list[float]] = PrivateAttr(default_factory=dict)
     _kl: list[float] = PrivateAttr(default_factory=list)
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View, clipped_surrogate, lost_gradient
 from rlsys.algo.reduction import Reduce, threshold
+
+MOST_TRIES = 10_000
+"""Bounds that BAPO compares in one update: each is a column of a small table on every rank."""
 
 
 def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
@@ -122,6 +125,19 @@ class Bapo(Loss):
     """Wanted C+ / C-."""
     dual: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        for side, start, end in (
+            ("low", self.low_min, self.low_max),
+            ("high", self.high_min, self.high_max),
+        ):
+            if start > end:
+                raise ValueError(f"{side}_min = {start} must not be above {side}_max = {end}")
+        tries = (self.low_max - self.low_min + self.high_max - self.high_min) / self.step
+        if tries > MOST_TRIES:
+            raise ValueError(f"step = {self.step} makes {tries:.3g} bounds to try; at most {MOST_TRIES}")
+        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"now"})

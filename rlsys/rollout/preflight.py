@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from rlsys.config import Config
 from rlsys.data import SOURCES
+from rlsys.errors import UserError
 from rlsys.plugins import resolve
 from rlsys.rewards import REWARDS
 from rlsys.rewards.judges import find_judge
@@ -15,5 +18,22 @@ def check_names(config: Config) -> None:
     resolve("data.source", config.data.source, SOURCES)
     resolve("data.reward", config.data.reward, REWARDS)
     resolve("rollout.generator", config.rollout.generator, GENERATORS)
-    if config.data.judge is not None:
-        find_judge(config.data.judge)
+    if (judge := config.data.judge) is not None:
+        if "://" in judge or judge.partition(":")[2][:1].isdigit():
+            _check_url("data.judge", judge)
+        find_judge(judge)
+    if (reference := config.engine.reference) not in (None, "own"):
+        _check_url("engine.reference", reference)
+
+
+def _check_url(field: str, url: str) -> None:
+    """Raises UserError for what is no address of a server, and for a secret in it: a config is written down."""
+    try:
+        parts = urlsplit(url)
+        host, _port = parts.hostname, parts.port
+    except ValueError as e:
+        raise UserError(f"{field} = {url!r}: not a URL: {e}") from None
+    if parts.username is not None:
+        raise UserError(f"{field}: a URL with a name or a password in it; a config is written down")
+    if not url.startswith(("http://", "https://")) or not host or any(c.isspace() for c in url):
+        raise UserError(f"{field} = {url!r}: expected a URL http://HOST:PORT or https://HOST")

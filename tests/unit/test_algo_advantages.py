@@ -16,6 +16,7 @@ from rlsys.algo.reduction import alone
 from rlsys.algo.registry import TABLE
 from rlsys.algo.segments import discounted_suffix_sum, running_min
 from rlsys.algo.token_advantages import gae
+from rlsys.errors import UserError
 
 close = torch.testing.assert_close
 
@@ -52,7 +53,9 @@ def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not() -> None:
 
 
 def test_gdpo_weights_must_fit() -> None:
-    with pytest.raises(ValueError, match="1 weights for 2 rewards"):
+    with pytest.raises(
+        UserError, match=r"algo.advantage.weights = \[1.0\]: 1 weights, but data.reward gives 2"
+    ):
         build("advantage", "gdpo", weights=[1.0])(
             Samples(rewards=torch.zeros(2, 2), group_ids=torch.zeros(2), lengths=torch.ones(2))
         )

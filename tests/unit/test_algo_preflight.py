@@ -64,6 +64,46 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             )
             for name in ("tis", "icepop", "decoupled_ppo")
         ],
+        (["algo.planners=[dapo, dapo]"], r"algo.planners\[1\] = 'dapo': this planner stands there twice"),
+        (
+            ["algo.selectors=[rorecomp, {name: rorecomp, capacity: 3}]"],
+            r"algo.selectors\[1\]: only one selector",
+        ),
+        (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
+        (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
+        (["algo.advantage=gae"], r"algo.advantage \(Gae\) needs a critic, but .* add value"),
+        (["algo.anchor=ewma"], r"algo.anchor = 'ewma' needs averaged weights, .* algo.hooks = \[ewma\]"),
+        (["algo.hooks=[ewma]"], r"algo.hooks \(EwmaAnchor\) averages the weights, but algo.anchor = 'mu'"),
+        (
+            ["algo.anchor=ewma", "algo.hooks=[ewma, {name: ewma, window: 8}]"],
+            "average the weights more than once",
+        ),
+        *[
+            (
+                ["rollout.group_size=1", f"algo.advantage={name}"],
+                rf"rollout.group_size = 1, but algo.advantage \({made}\) compares the samples",
+            )
+            for name, made in (("rloo", "Rloo"), ("vcpo", "MinimumVariance"), ("reinforce_pp_baseline", ".*"))
+        ],
+        (
+            ["rollout.group_size=1", "algo.advantage=reinforce_pp", "algo.planners=[dapo]"],
+            r"rollout.group_size = 1, but algo.planners\[0\] \(Dapo\) drops groups of equal rewards",
+        ),
+        (["algo.advantage=mc_grpo"], "rollout.group_size = 8 makes groups of 8, .* needs an odd number"),
+        (
+            ["algo.planners=[{name: dars, largest: 4}]"],
+            r"algo.planners\[0\] \(Dars\).largest = 4 leaves no room: groups start with 8",
+        ),
+        (
+            ["algo.planners=[{name: brorl, factor: 1000}, {name: ttrl, factor: 1000}]"],
+            "algo.planners make groups of up to 8000000 samples of rollout.group_size = 8; at most 65536",
+        ),
+        (["algo.selectors=[lens]"], "algo.selectors has lens, but algo.corrections has not"),
+        (["data.judge=engines"], "data.judge = 'engines' is never asked: algo.group_reward is not given"),
+        (
+            ["algo.shaping=[{name: overlong, cap: 500}]"],
+            r"algo.shaping\[0\] \(Overlong\): cap = 500 less buffer = 64 is not below .*_tokens = 256",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:

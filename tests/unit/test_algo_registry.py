@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from algo_world import table
 
 from rlsys.algo import build, check
-from rlsys.algo.advantages import Advantage
+from rlsys.algo.advantages import Advantage, dr_grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.catalogue import (
     EVIDENCE,
@@ -89,6 +90,56 @@ def test_a_function_or_class_by_import_path_is_a_plugin() -> None:
     assert plain.needs() == frozenset()
     assert not plain.changes_tokens()
     assert build("advantage", f"{__name__}:Halves")(samples).tolist() == [0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "params", "told"),
+    [
+        ("advantage", "rlsys.algo.losses:Clip", {}, "expected a subclass of rlsys.algo.advantages:Advantage"),
+        ("advantage", "rlsys.algo.advantages:Advantage", {}, "expected a subclass"),
+        ("loss", "builtins:int", {}, "expected a subclass of rlsys.algo.losses:Loss, or a function"),
+        ("advantage", f"{__name__}:signs", {"scael": 2.0}, "unexpected keyword argument 'scael'"),
+        ("loss", 3, {}, "loss = 3: expected a short name"),
+        (None, "clip", {}, "unknown kind of plug-in None"),
+        ("loss", "CLIP", {}, "did you mean clip"),
+        ("correction", "icepop", {"low": 3}, r"low = 3.0 must be below high = 2.0"),
+        ("loss", "bapo", {"low_min": 0.95}, r"low_min = 0.95 must not be above low_max = 0.9"),
+        ("loss", "bapo", {"step": 1e-9}, r"step = 1e-09 makes 2.1e\+09 bounds to try; at most 10000"),
+        ("advantage", "mssr", {"eta_max": 0.5}, "eta_min = 0.875 must not be above eta_max = 0.5"),
+        ("shaping", "overlong", {"cap": 9}, "buffer = 64 must not be above cap = 9"),
+        ("planner", "brorl", {"factor": 1e300}, r"planner.factor = 1e\+300: .* less than or equal to 1024"),
+        ("prompt", "vade", {"pool": 10**12}, "prompt.pool = 1000000000000: .* less than or equal to"),
+        ("selector", "ttrl", {"seed": 10**20}, "selector.seed = 100000000000000000000: .* less than"),
+        ("prompt", "prompt_augmentation", {"templates": [{"usr": ""}]}, r"prompt.templates.0.usr: unknown key; did"),
+        ("prompt", "prompt_augmentation", {"templates": [{"user": "?"}]}, "prompt.templates.0.user = .*question"),
+        ("group_reward", "fapo", {"question": "Right?"}, "group_reward.question = 'Right.': .*response"),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_cannot_work_is_refused(
+    kind: Any, name: Any, params: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        build(kind, name, **params)
+    assert "\n" not in str(caught.value)
+
+
+def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
+    """A mean of integers is cut to a whole number: every advantage would be the reward itself."""
+    ids = torch.tensor([0, 0])
+    for rewards in (torch.tensor([1, 0]), torch.tensor([True, False])):
+        with pytest.raises(ValueError, match="expected a floating-point type"):
+            Samples(rewards=rewards, group_ids=ids, lengths=ids)
+        with pytest.raises(ValueError, match="expected a floating-point type"):
+            dr_grpo(rewards, ids)
+    with pytest.raises(ValueError, match=r"rewards are no tensor of shape"):
+        Samples(rewards=torch.zeros(2, 1, 1), group_ids=ids, lengths=ids)
+    with pytest.raises(ValueError, match=r"group_ids has shape \(2, 1\)"):
+        Samples(rewards=torch.zeros(2), group_ids=ids[:, None], lengths=ids)
+
+
+def test_show_names_types_as_they_are_written() -> None:
+    assert "floor_low (float | None, default None)" in render_show("m2po")
+    assert "weights (list[float] | None, default None)" in render_show("gdpo")
 
 
 def test_a_spec_reads_in_each_form_and_survives_a_dump() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -336,6 +337,32 @@ def test_a_judge_that_does_not_exist_is_told_before_anything_starts(tmp_path: Pa
         config = Config.model_validate({"model": {"path": tmp_path}, "data": {"judge": name}})
         with pytest.raises(UserError, match=f"data.judge = '{name}': .*{told}".replace("?", r"\?")):
             check_names(config)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://", "expected a URL http://HOST:PORT"),
+        ("HTTP://a:1", "expected a URL"),
+        ("ftp://a", "expected a URL"),
+        ("localhost:8000", "expected a URL"),
+        ("http://a b/v1", "expected a URL"),
+        ("https://a:99999", "not a URL: Port out of range"),
+        ("http://[::1/v1", "not a URL: Invalid IPv6"),
+    ],
+)
+def test_what_is_no_address_of_a_judge_is_refused(tmp_path: Path, url: str, told: str) -> None:
+    config = Config.model_validate({"model": {"path": tmp_path}, "data": {"judge": url}})
+    with pytest.raises(UserError, match=re.escape(f"data.judge = '{url}': {told}")):
+        check_names(config)
+
+
+def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    for section, field in (("data", "judge"), ("engine", "reference")):
+        config = Config.model_validate({"model": {"path": tmp_path}, section: {field: "http://me:hush@a:1"}})
+        with pytest.raises(UserError, match=f"{section}.{field}: a URL with a name or a password") as caught:
+            check_names(config)
+        assert "hush" not in str(caught.value)
 
 
 def test_a_judge_may_move_between_two_starts_of_a_run(tmp_path: Path) -> None:
