@@ -33,7 +33,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]"
         )
-    check_floating(rewards)
+    check_floating("rewards", rewards)
     return rewards - group_mean(rewards, group_ids)
 
 

@@ -19,10 +19,10 @@ from rlsys.errors import UserError
 from rlsys.types import Sample, SampleGroup, Status
 
 
-def check_floating(rewards: Tensor) -> None:
-    """Raises ValueError for integers and booleans: a mean in their type is cut to a whole number."""
-    if not rewards.is_floating_point():
-        raise ValueError(f"rewards are {rewards.dtype}, expected a floating-point type: use rewards.float()")
+def check_floating(name: str, values: Tensor) -> None:
+    """Raises ValueError for integers and booleans: what is computed in their type is cut to whole numbers."""
+    if not values.is_floating_point():
+        raise ValueError(f"{name}: {values.dtype}, expected a floating-point type: use {name}.float()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Samples:
     def __post_init__(self) -> None:
         if not isinstance(self.rewards, Tensor) or self.rewards.dim() not in (1, 2):
             raise ValueError(f"rewards are no tensor of shape [N] or [N, R], but {self.rewards!r:.80}")
-        check_floating(self.rewards)
+        check_floating("rewards", self.rewards)
         if self.group_ids.dim() != 1:
             raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
         n = len(self.rewards)
@@ -147,6 +147,7 @@ class Batch:
                 raise ValueError(
                     f"{name} has shape {tuple(getattr(self, name).shape)}, tokens {tuple(self.tokens.shape)}"
                 )
+        check_floating("mu", self.mu)
         if len(self.rows) != self.sequences:
             raise ValueError(f"{len(self.rows)} rows for {self.sequences} sequences")
 

@@ -11,7 +11,7 @@ from algo_world import table
 
 from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage, dr_grpo
-from rlsys.algo.batch import Samples
+from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.catalogue import (
     EVIDENCE,
     OTHER_STAGES,
@@ -129,8 +129,10 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
     for rewards in (torch.tensor([1, 0]), torch.tensor([True, False])):
         with pytest.raises(ValueError, match="expected a floating-point type"):
             Samples(rewards=rewards, group_ids=ids, lengths=ids)
-        with pytest.raises(ValueError, match="expected a floating-point type"):
+        with pytest.raises(ValueError, match=r"rewards: torch.*, expected a floating-point type"):
             dr_grpo(rewards, ids)
+    with pytest.raises(ValueError, match=r"mu: torch\.int64, expected a floating-point type"):
+        Batch(tokens=ids, cu_seqlens=torch.tensor([0, 2]), rows=ids[:1], mask=ids, mu=ids, versions=ids)
     with pytest.raises(ValueError, match=r"rewards are no tensor of shape"):
         Samples(rewards=torch.zeros(2, 1, 1), group_ids=ids, lengths=ids)
     with pytest.raises(ValueError, match=r"group_ids has shape \(2, 1\)"):
