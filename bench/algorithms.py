@@ -6,7 +6,7 @@
     python bench/algorithms.py --part recipes --only gspo dapo
 
 `--out FILE` (default runs/bench_algorithms.json) keeps every result as soon as it is there; what it holds is not
-done again, so an interrupted bench goes on. `--plot` draws the curves of that file into docs/.
+done again, so an interrupted bench goes on. `--plot` draws the curves of that file into docs/figures.
 
 Parts:
     recipes   each file of configs/algorithms for 3 steps: reward, loss and what the recipe's own metrics say
@@ -136,10 +136,8 @@ def curves(names: list[str], engine: str, work: Path, results: Results, steps: i
             "rollout.groups_per_step=4", "trainer.lr=2.5e-5", "eval.prompts=64", "eval.every=3",
             "trainer.checkpoint_every=1000",
         ]  # fmt: skip
-        if (
-            staleness
-        ):  # so many samples in flight that most are interrupted by this many pushes before their turn
-            overrides += [f"rollout.max_staleness={staleness}", f"rollout.over_provision={staleness + 1}"]
+        if staleness:  # by Little's law a group waits N'/N - 1 steps; the bound is far enough to drop few
+            overrides += [f"rollout.over_provision={staleness + 1}", f"rollout.max_staleness={2 * staleness}"]
         results.put(key, run(load_config(FOLDER / f"{name}.yaml", overrides), engine))
         say(f"{key}: {results.all[key].get('evals') or results.all[key]['error']}")
 
@@ -195,7 +193,7 @@ def summary(results: Results) -> dict[str, Any]:
 
 
 def plot(results: Results, folder: Path) -> None:
-    """docs/algorithms_curves.png: held-out accuracy by step, one panel a staleness; mean and range of the seeds."""
+    """algorithms_curves.png: held-out accuracy by step, one panel a staleness; mean and range of the seeds."""
     from matplotlib.figure import Figure
 
     panels = by_panel(results)
@@ -203,14 +201,14 @@ def plot(results: Results, folder: Path) -> None:
     for i, (panel, methods) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), i + 1)
         title = "N'/N = 2" if panel == "staleness-0" else f"forced towards {panel[10:]} versions"
-        axes.set(title=title, xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1))
+        axes.set(title=title, xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1.02))
         for name, runs in methods.items():
             columns = list(zip(*(r["evals"] for r in runs), strict=False))
             steps = [at[0]["step"] for at in columns]
             seen = [[e["accuracy"] for e in at] for at in columns]
-            (line,) = axes.plot(
-                steps, [statistics.mean(at) for at in seen], label=name, lw=3 if name == "grpo" else 1.3
-            )
+            (line,) = axes.plot(steps, [statistics.mean(at) for at in seen], label=name, lw=1.3)
+            if name == "grpo":
+                line.set(color="black", linewidth=3)
             axes.fill_between(
                 steps, [min(at) for at in seen], [max(at) for at in seen], color=line.get_color(), alpha=0.08
             )
@@ -227,7 +225,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few recipes, few steps, one seed")
     parser.add_argument("--steps", type=int, default=24, help="of a learning curve")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_algorithms.json")
-    parser.add_argument("--plot", action="store_true", help="draw the curves into docs/")
+    parser.add_argument("--plot", action="store_true", help="draw the curves into docs/figures")
     parser.add_argument("--json", action="store_true", help="print all results as JSON")
     args = parser.parse_args()
     names = args.only or list(QUICK if args.quick else RECIPES)
@@ -247,7 +245,7 @@ def main() -> None:
     results.put("machine", machine())
     results.put("summary", summary(results))
     if args.plot:
-        plot(results, ROOT / "docs")
+        plot(results, ROOT / "docs" / "figures")
     print(json.dumps(results.all if args.json else results.all["summary"], indent=1))
 
 
