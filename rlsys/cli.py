@@ -131,12 +131,14 @@ def show_report(run_dir: Path) -> None:
 
 
 def check_algo(config: Config) -> None:
-    """Raises UserError for an algorithm that does not exist or cannot run here."""
-    from rlsys.algo.preflight import check  # imports torch
+    """Raises UserError for an algorithm that does not exist or cannot run here; tells what is worth knowing of it."""
+    from rlsys.algo.preflight import check, notes  # imports torch
     from rlsys.rollout.preflight import check_names
 
     check_names(config)
     check(config)
+    for line in notes(config):
+        print(f"rlsys: note: {line}", file=sys.stderr)
 
 
 def explain(args: argparse.Namespace) -> int:

@@ -95,6 +95,7 @@ class Grpo(Advantage):
     """(R - mean) / (std + eps) within the group. 0 for groups of one reward."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), section 4.1"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     eps: Eps = 1e-6
     """Added to the standard deviation."""
@@ -110,6 +111,7 @@ class DrGrpo(Advantage):
     """
 
     paper: ClassVar[str] = "Understanding R1-Zero-like training (Dr. GRPO), section 3"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
@@ -120,6 +122,7 @@ class Rloo(Advantage):
     """R minus the mean reward of the other samples of its group."""
 
     paper: ClassVar[str] = "Back to basics: REINFORCE leave-one-out (Ahmadian et al. 2024)"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
@@ -133,6 +136,7 @@ class Gdpo(Advantage):
     """
 
     paper: ClassVar[str] = "GDPO: group reward-decoupled normalisation"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     eps: Eps = 1e-6

@@ -10,21 +10,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from rlsys.algo.plugin import NEEDS
+from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.algo_section import AlgoSection, Spec
 from rlsys.config import read_layers
 from rlsys.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "configs/algorithms"
-
-EVIDENCE = {
-    "R": "read in the authors' or a framework's code",
-    "P": "read in the paper's text or a formula-level note of it",
-    "N": "from a second-hand note; defaults unconfirmed",
-    "A": "a reading of the abstract",
-    "own": "ours",
-}
 
 STAGES = {
     "prompt": "control",
@@ -93,7 +85,7 @@ def _entry(kind: str, name: str, path: str) -> Entry:
         line=doc.splitlines()[0],
         doc=doc,
         paper=plugin.paper,
-        evidence=plugin.evidence,
+        evidence=evidence_of(plugin),
         stage=OTHER_STAGES.get((kind, name), STAGES[kind]),
         needs=tuple(sorted(plugin().needs())),
         fields=tuple(
@@ -166,7 +158,8 @@ algo:
 ```
 
 In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`. A plain function with the signature of the kind is a
-plug-in too. Evidence says how the formula was found: {evidence}.
+plug-in too. Evidence says how the formula was found: {evidence}. Each built-in states its own; a
+plug-in of yours that states none is `own`. A run that uses a method known only as `N` or `A` says so when it starts.
 
 Where the twelve interfaces of the method catalogue are: PromptSource = `rlsys.data` and kind `prompt`; GroupPlanner =
 `planner` (it filters too); Rewarder = `rlsys.rewards` and `group_reward`; Selector = `selector`, AdvantageEstimator =

@@ -95,6 +95,7 @@ class Tis(Normalised):
     paper: ClassVar[str] = (
         "Your efficient RL framework secretly brings you off-policy training (Yao et al. 2025)"
     )
+    evidence: ClassVar[str] = "R"
     cap: PositiveFloat = 2.0
     """Largest weight (8 at sequence level)."""
     level: Level = "token"
@@ -114,6 +115,7 @@ class IcePop(Normalised):
     """
 
     paper: ClassVar[str] = "IcePop (Ring-1T technical report); masked importance sampling"
+    evidence: ClassVar[str] = "R"
     low: PositiveFloat = 0.5
     """Smallest ratio kept."""
     high: PositiveFloat = 2.0
@@ -145,6 +147,7 @@ class Opsm(CorrectionPlugin):
     """Reject sequences of negative advantage that the policy has moved away from: mean(anchor - logp) > delta."""
 
     paper: ClassVar[str] = "Off-policy sequence masking (DeepSeek-V3.2 technical report)"
+    evidence: ClassVar[str] = "R"
     delta: Annotated[float, Field(ge=0)] = 1e-4
     """Largest mean log-ratio of a sequence with A < 0."""
 
@@ -163,6 +166,7 @@ class DecoupledPPO(CorrectionPlugin):
     """
 
     paper: ClassVar[str] = "AReaL, eq. 5; Batch size-invariance for policy optimisation (Hilton et al. 2022)"
+    evidence: ClassVar[str] = "R"
     of_anchor: ClassVar[bool] = True
     cap: PositiveFloat = 5.0
     """Largest weight."""

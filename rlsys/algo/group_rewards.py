@@ -51,6 +51,7 @@ class Ttrl(GroupReward):
     """1 for agreeing with the majority of the group's answers, 0 else: learning without a key."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    evidence: ClassVar[str] = "R"
 
     def needs(self) -> frozenset[str]:
         return frozenset({"answers"})
@@ -118,6 +119,7 @@ class Fapo(GroupReward):
     """
 
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
+    evidence: ClassVar[str] = "R"
     penalty: Annotated[float, Field(ge=0)] = 1.0
     """What a flaw costs."""
     correct: float = 0.5

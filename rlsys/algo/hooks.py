@@ -54,6 +54,7 @@ class EssScaling(Hook):
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
+    evidence: ClassVar[str] = "R"
     rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share at and above which the step is full."""
     shape: Literal["sqrt", "linear"] = "sqrt"

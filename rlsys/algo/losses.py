@@ -159,6 +159,7 @@ class Clip(Loss):
     """
 
     paper: ClassVar[str] = "PPO (Schulman et al. 2017), eq. 7; DAPO, section 3.1"
+    evidence: ClassVar[str] = "R"
     clip_low: Width = 0.2
     """Lower width."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
@@ -179,6 +180,7 @@ class DualClip(Clip):
     """
 
     paper: ClassVar[str] = "Mastering complex control in MOBA games (Ye et al. 2020), section 4"
+    evidence: ClassVar[str] = "R"
     dual: Annotated[float, Field(gt=1)] | None = 3.0
     """Cap of the ratio where the advantage is negative (10 in agent recipes)."""
 
@@ -191,6 +193,7 @@ class Gspo(Loss):
     """
 
     paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
+    evidence: ClassVar[str] = "R"
     clip_low: Width = 3e-4
     """Lower width of the sequence ratio."""
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
@@ -209,6 +212,7 @@ class Cispo(Loss):
     """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient."""
 
     paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
+    evidence: ClassVar[str] = "R"
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The weight is at most 1 + clip_high."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -227,6 +231,7 @@ class Sapo(Loss):
     """
 
     paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"
+    evidence: ClassVar[str] = "R"
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the gate where A > 0."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
@@ -241,6 +246,7 @@ class Reinforce(Loss):
     """-A logp, without ratio or clip: corrections alone decide what stale tokens count."""
 
     paper: ClassVar[str] = "REINFORCE (Williams 1992)"
+    evidence: ClassVar[str] = "R"
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp, {}
@@ -267,6 +273,7 @@ class Kl(Loss):
     """
 
     paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4"
+    evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 1e-3
     """Weight."""
@@ -286,6 +293,7 @@ class EntropyBonus(Loss):
     """-coefficient times the policy's entropy at each token."""
 
     paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
+    evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     coefficient: float = 1e-3
     """Weight; negative lowers the entropy."""
@@ -306,6 +314,7 @@ class ValueLoss(Loss):
     """
 
     paper: ClassVar[str] = "PPO (Schulman et al. 2017), eq. 9, with the value clip of its implementations"
+    evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     coefficient: Annotated[float, Field(ge=0)] = 0.5
     """Weight."""

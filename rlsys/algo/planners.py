@@ -118,6 +118,7 @@ class Dapo(Planner):
     """
 
     paper: ClassVar[str] = "DAPO, section 3.2"
+    evidence: ClassVar[str] = "R"
     spread: Annotated[float, Field(ge=0)] = 0.0
     """A group is kept when its rewards' standard deviation is above this."""
     drops: PositiveInt = 160
@@ -143,6 +144,7 @@ class OneMore(Planner):
     """One sample more than rollout.group_size, and one again if that is even: the median needs an odd group."""
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    evidence: ClassVar[str] = "R"
 
     def size(self, group_size: int) -> int:
         return group_size + 1 + group_size % 2
@@ -152,6 +154,7 @@ class Oversample(Planner):
     """Twice the samples, for the selector grpo_roc to choose among."""
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
+    evidence: ClassVar[str] = "R"
     factor: Multiple = 2.0
     """Multiple of rollout.group_size."""
 
@@ -175,6 +178,7 @@ class Votes(Planner):
     """Test-time RL votes with more samples than it trains: `factor` times rollout.group_size."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    evidence: ClassVar[str] = "R"
     factor: Multiple = 2.0
     """Votes per trained sample (64 votes, 32 trained)."""
 
@@ -191,6 +195,7 @@ class Dars(Planner):
     """
 
     paper: ClassVar[str] = "DARS: difficulty adaptive rollout sampling"
+    evidence: ClassVar[str] = "R"
     schedule: Literal["hardness", "equal"] = "hardness"
     """Hard prompts more than equal treatment asks for, or just equal."""
     signal: Literal["std", "plain"] = "std"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from rlsys.errors import UserError
 from rlsys.section import Section
 
 NEEDS: dict[str, str] = {
@@ -28,13 +29,23 @@ NEEDS: dict[str, str] = {
 """Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""
 
 
+EVIDENCE: dict[str, str] = {
+    "R": "read in the authors' or a framework's code",
+    "P": "read in the paper's text or a formula-level note of it",
+    "N": "from a second-hand note; defaults unconfirmed",
+    "A": "a reading of the abstract",
+    "own": "ours",
+}
+"""How the formula of a plug-in was found."""
+
+
 class Plugin(Section):
     """Base of the built-in plug-ins. Fields are parameters; the class docstring is what `rlsys algo show` prints."""
 
     paper: ClassVar[str] = ""
     """Where it comes from."""
-    evidence: ClassVar[str] = "R"
-    """R: read in code. P: in the paper's text. N: in a second-hand note. A: a reading of the abstract. own: ours."""
+    evidence: ClassVar[str]
+    """A key of EVIDENCE. It has no default, and a subclass does not inherit it: see evidence_of."""
 
     def needs(self) -> frozenset[str]:
         """Names out of NEEDS; the stack collects exactly these."""
@@ -49,3 +60,17 @@ class Plugin(Section):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier process."""
+
+
+def evidence_of(plugin: type[Plugin]) -> str:
+    """What the body of this very class states: who changes a method has not read the change anywhere.
+
+    Every built-in states it (a unit test holds that). A class or a function of somebody's own that states nothing
+    counts as `own`. Raises UserError for what is no key of EVIDENCE.
+    """
+    stated = vars(plugin).get("evidence", "own")
+    if stated not in EVIDENCE:
+        raise UserError(
+            f"{plugin.__module__}:{plugin.__name__}.evidence = {stated!r}: expected one of {', '.join(EVIDENCE)}"
+        )
+    return str(stated)

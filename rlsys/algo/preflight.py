@@ -9,7 +9,7 @@ from rlsys.algo.allocation import Xrpo
 from rlsys.algo.hooks import Hook
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, largest_size, start_size
-from rlsys.algo.plugin import NEEDS
+from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import SECTION_KINDS, make_all
 from rlsys.algo.robust_advantages import McGrpo
 from rlsys.algo.shaping import Overlong
@@ -42,6 +42,22 @@ def check(config: Config) -> None:
     _check_overlong(config, made)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
+
+
+def notes(config: Config) -> list[str]:
+    """What a user should know of an algorithm that can run, one line each. Raises UserError as `check` does."""
+    return _weak_evidence(make_all(config.algo))
+
+
+def _weak_evidence(made: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Methods of which neither code nor a paper's formulas were read."""
+    return [
+        f"algo.{field}[{i}] ({type(plugin).__name__}): evidence {found}, {EVIDENCE[found]}: it may differ from "
+        f"what the authors of {plugin.paper or 'the method'} run"
+        for field, plugins in made.items()
+        for i, plugin in enumerate(plugins)
+        if (found := evidence_of(type(plugin))) in ("A", "N")
+    ]
 
 
 def _why_not_early(config: Config) -> str:

@@ -68,12 +68,12 @@ class Vade(PromptChooser):
 
     Each group draws p ~ Beta(alpha, beta) for all prompts of the pool and takes the one with the largest
     p (1 - p)^2 that is not under way. A finished group adds its successes and failures after its prompt's record was
-    decayed by `visited`; all records decay by `all_decay` per finished group, towards the prior 1, 1. A reading of
-    the abstract; the score is a second-hand source's, the decays are ours.
+    decayed by `visited`; all records decay by `all_decay` per finished group, towards the prior 1, 1. The posterior
+    and the score are those of the authors' project page; the decays are ours.
     """
 
     paper: ClassVar[str] = "VADE: variance-aware dynamic sampling"
-    evidence: ClassVar[str] = "A"
+    evidence: ClassVar[str] = "P"
     pool: Annotated[int, Field(gt=0, le=2**20)] = 1024
     """Prompts to choose from: the first of the source."""
     visited: Decay = 0.9
@@ -162,6 +162,7 @@ class PromptAugmentation(PromptChooser):
     """
 
     paper: ClassVar[str] = "Prompt augmentation for RL with verifiable rewards"
+    evidence: ClassVar[str] = "R"
     templates: Annotated[list[TemplateParams], Field(min_length=1)] = DEFAULT_TEMPLATES
     """What is drawn from."""
     seed: int = 0

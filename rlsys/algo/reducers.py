@@ -41,6 +41,7 @@ class TokenMean(Reducer):
     """Every token of the step counts the same (DAPO): long responses weigh more."""
 
     paper: ClassVar[str] = "DAPO, section 3.3"
+    evidence: ClassVar[str] = "R"
     sample_local: ClassVar[bool] = True
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
@@ -51,6 +52,7 @@ class SequenceMean(Reducer):
     """The mean over each response's tokens, then over responses (GRPO, GSPO)."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), eq. 3"
+    evidence: ClassVar[str] = "R"
     sample_local: ClassVar[bool] = True
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
@@ -64,6 +66,7 @@ class Constant(Reducer):
     """
 
     paper: ClassVar[str] = "Dr. GRPO, section 3"
+    evidence: ClassVar[str] = "R"
     sample_local: ClassVar[bool] = True
     length: Annotated[int, Field(gt=0)] = 256
     """The constant, usually rollout.max_response_tokens."""

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from rlsys.algo.plugin import Plugin
+from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.algo_section import AlgoSection, Spec
 from rlsys.errors import UserError
 from rlsys.plugins import parse_params
@@ -147,6 +147,7 @@ def make(field: str, kind: str, spec: Spec) -> Any:
         return _adapt(field, base, found, spec.params)
     if not issubclass(found, base) or found is base:
         raise UserError(f"{field} = {spec.name!r}: expected a subclass of {KINDS[kind][0]}, or a function")
+    evidence_of(found)
     return parse_params(field, found, spec.params)
 
 
@@ -181,7 +182,7 @@ def load(field: str, path: str) -> Any:
 
 
 def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
-    """A plain function as a plug-in of `base`; `function.needs`, a collection of names, is optional."""
+    """A plain function as a plug-in of `base`; its `needs`, a collection of names, and `evidence` are optional."""
     try:
         inspect.signature(function).bind_partial(**params)
     except (TypeError, ValueError) as e:  # the latter: it has no signature to check
@@ -197,7 +198,11 @@ def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params:
         "__doc__": function.__doc__,
         "__module__": __name__,
     }
-    adapted: Plugin = type(function.__name__, (base,), members)()
+    if hasattr(function, "evidence"):
+        members["evidence"] = function.evidence
+    kind = type(function.__name__, (base,), members)
+    evidence_of(kind)
+    adapted: Plugin = kind()
     return adapted
 
 

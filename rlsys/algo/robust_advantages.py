@@ -50,6 +50,7 @@ class Gapo(Advantage):
     """
 
     paper: ClassVar[str] = "GAPO: group adaptive policy optimisation"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     tau: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the group in the window."""
@@ -75,6 +76,7 @@ class McGrpo(Advantage):
     """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     eps: Eps = 1e-3
     """Added to the MAD."""
@@ -220,6 +222,7 @@ class MinimumVariance(Advantage):
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     norm: Literal["length", "one"] = "length"
     """What stands for the squared gradient norm."""

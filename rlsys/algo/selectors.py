@@ -142,6 +142,7 @@ class GrpoRoc(Selector):
     """
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
+    evidence: ClassVar[str] = "R"
     before: ClassVar[bool] = True
     keep: Share = 0.5
     """Share of each group that is trained."""
@@ -217,6 +218,7 @@ class Thin(Selector):
     """Train a random share of each group's votes; all of them voted."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    evidence: ClassVar[str] = "R"
     before: ClassVar[bool] = True
     keep: Share = 0.5
     """Share of each group that is trained."""
@@ -237,11 +239,11 @@ class RoRecomp(Selector):
 
     Baselines are those of the whole group. The share alpha is cut from each end: the shortest of the correct, the
     longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.replay). alpha, the store's size
-    and its schedule were not found in the paper; these values are ours.
+    and its schedule were not found; these values are ours.
     """
 
     paper: ClassVar[str] = "RoRecomp: rollout response recomposition"
-    evidence: ClassVar[str] = "P"
+    evidence: ClassVar[str] = "N"
     defers: ClassVar[bool] = True
     alpha: Share = 0.75
     """Share of the correct (shortest) and of the wrong (longest) responses trained at once."""

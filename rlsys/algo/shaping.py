@@ -32,6 +32,7 @@ class Overlong(Shaping):
     """
 
     paper: ClassVar[str] = "DAPO, section 3.4, eq. 13"
+    evidence: ClassVar[str] = "R"
     cap: Annotated[int, Field(gt=0)] = 256
     """Longest response, rollout.max_response_tokens."""
     buffer: Annotated[int, Field(gt=0)] = 64
@@ -60,6 +61,7 @@ class KlReward(Shaping):
     """
 
     paper: ClassVar[str] = "InstructGPT, eq. 2; Schulman, Approximating KL divergence"
+    evidence: ClassVar[str] = "R"
     beta: Annotated[float, Field(ge=0)] = 1e-3
     """Weight."""
     kind: KlKind = "k1"

@@ -72,6 +72,7 @@ class ReinforcePP(Advantage):
     """
 
     paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
+    evidence: ClassVar[str] = "R"
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference inside the reward."""
     eps: Eps = 1e-6
@@ -100,6 +101,7 @@ class ReinforcePP(Advantage):
 class ReinforcePPBaseline(ReinforcePP):
     """REINFORCE++ after taking the group's mean off the reward."""
 
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
@@ -113,6 +115,7 @@ class Gae(Advantage):
     """
 
     paper: ClassVar[str] = "High-dimensional continuous control using GAE (Schulman et al. 2016), eq. 16"
+    evidence: ClassVar[str] = "R"
     gamma: Unit = 1.0
     """Discount per token."""
     lam: Unit = 0.95

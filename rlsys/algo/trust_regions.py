@@ -65,6 +65,7 @@ class M2PO(Loss):
     """
 
     paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
+    evidence: ClassVar[str] = "R"
     tau: Annotated[float, Field(gt=0)] = 0.04
     """Budget of the second moment."""
     form: Literal["bounds", "mask"] = "bounds"
@@ -111,6 +112,7 @@ class Bapo(Loss):
     """
 
     paper: ClassVar[str] = "BAPO: balanced policy optimisation with adaptive clipping"
+    evidence: ClassVar[str] = "R"
     low_min: Annotated[float, Field(ge=0, le=1)] = 0.6
     """Lower bound of the ratio at the start."""
     low_max: Annotated[float, Field(ge=0, le=1)] = 0.9

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algo.preflight import check
+from rlsys.algo.preflight import check, notes
 from rlsys.config import load_config
 from rlsys.errors import UserError
 
@@ -110,3 +110,10 @@ def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str],
     with pytest.raises(UserError, match=told) as caught:
         check(load_config(CONFIGS / "quickstart.yaml", overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_known_from_an_abstract_alone_says_so() -> None:
+    (note,) = notes(load_config(CONFIGS / "algorithms" / "minpro.yaml"))
+    assert note.startswith("algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ ")
+    assert "\n" not in note
+    assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []

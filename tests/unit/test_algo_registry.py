@@ -10,10 +10,9 @@ import torch
 from algo_world import table
 
 from rlsys.algo import build, check
-from rlsys.algo.advantages import Advantage, dr_grpo
+from rlsys.algo.advantages import Advantage, Grpo, dr_grpo
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.catalogue import (
-    EVIDENCE,
     OTHER_STAGES,
     entries,
     recipes,
@@ -21,7 +20,7 @@ from rlsys.algo.catalogue import (
     render_list,
     render_show,
 )
-from rlsys.algo.plugin import NEEDS
+from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config, read_layers
@@ -154,12 +153,38 @@ def test_a_spec_reads_in_each_form_and_survives_a_dump() -> None:
 def test_every_plugin_has_what_the_catalogue_shows(kind: str) -> None:
     for entry in (e for e in entries() if e.kind == kind):
         assert entry.line.endswith((".", ":")) or entry.doc.count("\n"), entry
+        assert "evidence" in vars(load(kind, TABLE[kind][entry.name])), f"{entry.name} states no evidence"
         assert entry.evidence in EVIDENCE
         assert entry.paper or entry.evidence == "own", entry.name
         assert set(entry.needs) <= set(NEEDS)
         assert all(text for _, _, _, text in entry.fields), entry.name
         if entry.evidence == "A":
             assert "reading of the abstract" in entry.doc.replace("\n", " "), entry.name
+
+
+class Changed(Grpo):
+    """GRPO as its authors do not have it."""
+
+
+class Mistaken(Grpo):
+    """Claims what is no kind of evidence."""
+
+    evidence = "read"
+
+
+def halves(samples: Samples) -> torch.Tensor:
+    """A plug-in of one's own."""
+    return samples.reward / 2
+
+
+def test_evidence_has_no_default_and_is_not_inherited() -> None:
+    assert evidence_of(Grpo) == "R"
+    assert not hasattr(Advantage, "evidence")
+    assert evidence_of(Changed) == "own"
+    assert evidence_of(type(build("advantage", f"{__name__}:Changed"))) == "own"
+    assert evidence_of(type(build("advantage", f"{__name__}:halves"))) == "own"
+    with pytest.raises(UserError, match=r"Mistaken\.evidence = 'read': expected one of R, P, N, A, own"):
+        build("advantage", f"{__name__}:Mistaken")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

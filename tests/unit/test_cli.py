@@ -113,6 +113,14 @@ def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.Capture
     assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
 
 
+def test_a_run_with_a_method_read_in_an_abstract_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(QUICKSTART).parent / "algorithms" / "minpro.yaml")
+    assert cli.main(["submit", recipe, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("rlsys: note: algo.corrections[0] (MinPro): evidence A, a reading of the abstract")
+    assert said.count("\n") == 1
+
+
 def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["algo", "list"]) == 0
     assert "grpo" in capsys.readouterr().out
