@@ -6,15 +6,19 @@ export TORCH_COMPILE_DISABLE := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
+PYTEST := $(VENV)/python -m pytest
 # Unit tests do not know of one another; a worker is some 600 MB.
-UNIT   := $(VENV)/python -m pytest -q -m "not slow" -n logical --maxprocesses 4 --dist worksteal tests/unit
+UNIT   := $(PYTEST) -q -m "not full and not slow" -n logical --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: help setup setup-dev setup-test quickstart check test test-slow
+.PHONY: help setup setup-dev setup-test quickstart check statics test test-all durations
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (about 10 minutes)"
-	@echo "make test         set up and run every test that is not marked slow"
-	@echo "make check        ruff, mypy and the unit tests"
+	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
+	@echo "make test         the same and a slice of the rest on the real stack: up to 15 minutes on two cores"
+	@echo "make test-all     every test there is: hours"
+	@echo "make durations    write down what the tests took that ran here (tests/durations.json)"
+	@echo "Each sets up .venv first; that takes minutes once, and nothing when nothing changed."
 
 setup:
 	@$(PYTHON) launch/bootstrap.py
@@ -28,16 +32,20 @@ setup-test:
 quickstart: setup
 	@$(VENV)/rlsys train configs/quickstart.yaml $(ARGS)
 
-check: setup-dev
-	$(VENV)/ruff check .
-	$(VENV)/mypy
+check: setup-dev statics
 	$(UNIT)
 
-test: setup-test
+statics: setup-dev
 	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
 	$(VENV)/mypy
-	$(UNIT)
-	$(VENV)/python -m pytest -m "not slow" tests/integration tests/gpu tests/cluster
 
-test-slow: setup-dev
-	$(VENV)/python -m pytest -m slow
+test: setup-test statics
+	$(UNIT)
+	$(PYTEST) -m "not full and not slow" tests/integration tests/gpu tests/cluster
+
+test-all: setup-test statics
+	$(PYTEST)
+
+durations:
+	$(PYTEST) --collect-only -q --store-durations

@@ -21,7 +21,7 @@ from rlsys.config import Config
 from tests.cluster.runs import ROOT
 from tests.cluster.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 NODES = 2
 GRACE = 20
 

@@ -60,6 +60,7 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     checked_ledger(run)
 
 
+@pytest.mark.full
 def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Engine on a node of its own, trainer over two others, through a node's death, a preemption and scancel."""
     run = tmp_path / "run"

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.runs import ROOT
 from tests.cluster.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
 
 

@@ -29,7 +29,7 @@ from rlsys.trainer import manifest, setup
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},

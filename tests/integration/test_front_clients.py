@@ -27,7 +27,7 @@ from rlsys.engine.client import EngineClient, make_session
 from tests.integration.servers import ROOT, running_engine
 from tests.integration.test_engine import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 QUESTION = [{"role": "user", "content": "12 + 30 + 5"}]
 LONG = {"max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 11}

@@ -26,7 +26,7 @@ from rlsys.weights.checksums import EngineChecksums
 from tests.integration.servers import ROOT, running_engine, tiny_moe_model
 from tests.integration.test_engine import ENGINE_TENSORS, keep_model, model, stack
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 # SGLang takes hidden_size / heads as the size of a head in some families, whatever config.json says.
 SERVED: dict[str, dict[str, Any]] = {

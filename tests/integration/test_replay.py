@@ -22,7 +22,7 @@ from rlsys.types import RouteSpan, Sample, VersionSpan
 from tests.integration.servers import TINY_MOE, running_engine, tiny_moe_model
 from tests.integration.test_engine import keep_model, stack
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 SAMPLES = 64
 FEW = 16

@@ -48,7 +48,7 @@ from tests.integration.test_engine import (
     worst_gap,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 TAIL = (6, 8, 8, 10, 12, 14, 20, 120)
 """Response lengths: an eighth of the samples is six times as long as the mean of the others."""

@@ -24,7 +24,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Unscored
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""The gate itself: which tests a change reaches, which do not fit the time left, which are told to be slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gate import budget, durations
+from tests.gate.counts import total
+from tests.gate.durations import slow_and_new, tier
+from tests.gate.selection import ROOT, Reach, modules
+
+pytest_plugins = ["pytester"]
+
+FILES = {
+    "rlsys/__init__.py": "",
+    "rlsys/types.py": "",
+    "rlsys/train.py": "def main():\n    from rlsys.types import Sample\n",
+    "rlsys/cli.py": "# rlsys.report\nROLE = ['-m', 'rlsys.train']\n",
+    "rlsys/report.py": '"""It names rlsys.cli, but only in prose."""\n',
+    "configs/quick.yaml": "",
+    "configs/methods/a.yaml": "",
+    "tests/unit/helper.py": "from rlsys import types\n",
+    "tests/unit/test_types.py": "import helper\n",
+    "tests/unit/test_report.py": "import rlsys.report\n",
+    "tests/unit/test_methods.py": "for path in (ROOT / 'configs' / 'methods').glob('*'): ...\n",
+    "tests/integration/test_run.py": "COMMAND = ['-m', 'rlsys.cli', 'configs/quick.yaml']\n",
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+RUN, TYPES, REPORT, METHODS = (
+    "tests/integration/test_run.py",
+    "tests/unit/test_types.py",
+    "tests/unit/test_report.py",
+    "tests/unit/test_methods.py",
+)
+EVERYTHING = sorted((RUN, TYPES, REPORT, METHODS))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ([], []),
+        (["rlsys/cli.py"], [RUN]),
+        (["rlsys/train.py"], [RUN]),
+        (["rlsys/types.py"], [TYPES, RUN]),
+        (["rlsys/report.py"], [REPORT]),
+        (["tests/unit/helper.py"], [TYPES]),
+        ([TYPES], [TYPES]),
+        (["tests/unit/test_gone.py"], []),
+        (["configs/quick.yaml"], [RUN, METHODS]),
+        (["configs/methods/a.yaml"], [METHODS]),
+        (["docs/a.md"], []),
+        (["Makefile"], EVERYTHING),
+        (["pyproject.toml", "rlsys/report.py"], EVERYTHING),
+        (["tests/conftest.py"], EVERYTHING),
+        (["tests/gate/budget.py"], EVERYTHING),
+        (None, EVERYTHING),
+    ],
+    ids=str,
+)
+def test_a_change_reaches_what_imports_or_names_it(
+    changed: list[str] | None, expected: list[str], repository: Path
+) -> None:
+    assert Reach(repository).tests(changed) == expected
+
+
+def test_the_nearest_tests_come_first(repository: Path) -> None:
+    """By the steps from them to the change, whatever their names."""
+    assert Reach(repository).tests(["rlsys/types.py", METHODS]) == [METHODS, TYPES, RUN]
+
+
+def test_the_layout_tests_are_reached_from_the_trainer_and_not_from_the_gateway() -> None:
+    """On this repository: what one would expect of three changes."""
+    layouts, here = "tests/integration/test_trainer_layouts.py", Reach(ROOT)
+    assert layouts in here.tests(["rlsys/trainer/trainer.py"])
+    assert layouts not in here.tests(["rlsys/router/router.py"])
+    assert "tests/integration/test_kill_nine.py" in here.tests(["rlsys/rewards/judges.py"])
+
+
+def test_a_helper_beside_a_test_has_its_bare_name_too() -> None:
+    assert modules(["tests/unit/helper.py", "rlsys/a/__init__.py"]) == {
+        "tests.unit.helper": "tests/unit/helper.py",
+        "helper": "tests/unit/helper.py",
+        "rlsys.a": "rlsys/a/__init__.py",
+    }
+
+
+def test_a_tests_tier_is_the_first_that_runs_it() -> None:
+    assert tier("tests/unit/test_a.py::test", {}) == "check"
+    assert tier("tests/unit/test_a.py::test", {"slow": 1}) == "test-all"
+    assert tier("tests/cluster/test_a.py::test", {"cluster": 1}) == "test"
+    assert tier("tests/integration/test_a.py::test", {"full": 1}) == "test-all"
+
+
+def test_slow_tests_are_told_unless_the_file_knows_them() -> None:
+    tiers = {
+        "known": "test",
+        "grown": "test",
+        "new": "test",
+        "quick": "test",
+        "late": "test-all",
+        "unit": "check",
+    }
+    seconds = {"known": 50.0, "grown": 70.0, "new": 40.0, "quick": 20.0, "late": 900.0, "unit": 6.0}
+    told = slow_and_new(seconds, tiers, {"known": 45.0, "grown": 45.0})
+    assert [line.split()[0] for line in told] == ["grown", "new", "unit"]
+    assert told[1].startswith("new takes 40 s and is in tier test (new ones: up to 25 s): mark it")
+
+
+def test_the_last_line_sums_the_sessions() -> None:
+    one = json.dumps({"passed": 10, "skipped": 2, "seconds": 1.5})
+    other = json.dumps({"passed": 5, "failed": 1, "error": 2, "seconds": 2.0})
+    assert total([one, other]) == "1 failed, 15 passed, 2 skipped, 2 errors in 3.50s"
+    assert total([]) == "no tests ran in 0.00s"
+
+
+def test_what_does_not_fit_the_time_left_is_skipped_by_name(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixture of the tests that ran ends before the tests of the next file begin, whatever was left out."""
+    pytester.makepyfile(
+        test_one="""
+        import pytest
+        @pytest.fixture(scope="module")
+        def shared():
+            yield
+            print("shared ends")
+        def test_short(shared): ...
+        def test_long(shared): ...
+        """,
+        test_two="def test_short(): print('second file begins')",
+    )
+    monkeypatch.setattr(budget, "calibration", lambda: budget.REFERENCE_SECONDS)
+    monkeypatch.setattr(budget, "recorded", lambda: {"test_one.py::test_long": 100.0})
+    monkeypatch.setattr(budget, "UNKNOWN_SECONDS", 1.0)
+    monkeypatch.setattr(budget.time, "time", lambda: 1000.0)
+    ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1050", "-s", "-p", "no:asyncio")
+    ended.assertoutcome(passed=2, skipped=1)
+    ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1000.5", "-p", "no:asyncio")
+    ended.assertoutcome(skipped=3)
+
+
+def test_durations_are_relative_to_a_fixed_computation() -> None:
+    assert 0.01 < durations.calibration() / durations.REFERENCE_SECONDS < 100
