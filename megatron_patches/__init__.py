@@ -21,6 +21,7 @@ from megatron_patches import (
     checkpoint_without_output,
     cpu_import,
     cpu_rng,
+    dispatcher_forgets,
     distributed_optimizer_step,
     expert_bias_padding,
     gloo_device,
@@ -29,6 +30,7 @@ from megatron_patches import (
     moe_gemm,
     moe_splits,
     norm_sequence_parallel,
+    param_sync_once,
 )
 from megatron_patches.registry import Patch, PatchError
 
@@ -44,6 +46,8 @@ PATCHES: tuple[Patch, ...] = (
     gloo_device.PATCH,
     mla_te_names.PATCH,
     cpu_rng.PATCH,
+    param_sync_once.PATCH,
+    dispatcher_forgets.PATCH,
 )
 
 

@@ -1,0 +1,77 @@
+"""What an update sends and what it leaves behind in memory, seen on one rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trainer_cases as cases
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlsys.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.write_model(tmp_path_factory.mktemp("leavings") / "model")
+
+
+@pytest.fixture(params=["alltoall", "allgather"])
+def trainer(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Trainer]:
+    """Computes every layer again in the backward pass, with either token dispatcher."""
+    made = Trainer(
+        cases.config_of(
+            model, tmp_path, parallel={"dispatcher": request.param},
+            trainer={"recompute": ["layer"], "equal_lengths": True},
+        )
+    )  # fmt: skip
+    yield made
+    made.close()
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that all-gathers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func._opname:
+            self.total += sum(t.nbytes for t in (args[0] if isinstance(args[0], list) else [args[0]]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_gathers_each_parameter_once(trainer: Trainer) -> None:
+    """Dense and expert parameters have an optimizer each; neither gathers what is the other's."""
+    batch = trainer.pack(cases.samples())
+    trainer.accumulate(batch, cases.policy_loss)
+    with GatheredBytes() as gathered:
+        trainer.train_step([], cases.policy_loss, 1e-3, denominator=10.0)
+    held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for _, p in trainer.named_parameters()}
+    assert gathered.total == sum(held.values())
+
+
+def layer_inputs(trainer: Trainer, tokens: int) -> list[Tensor]:
+    """The tensors alive that are as large as a layer's input, without the model's own."""
+    gc.collect()
+    own = {p.untyped_storage()._cdata for _, p in trainer.named_parameters()}
+    return [
+        x for x in gc.get_objects()
+        if type(x) is Tensor and x.is_floating_point() and x.numel() == tokens * trainer.hf.hidden_size
+        and x.untyped_storage()._cdata not in own
+    ]  # fmt: skip
+
+
+def test_no_layers_input_outlives_the_step(trainer: Trainer) -> None:
+    """The engines want this memory; each layer's dispatcher held its input and the input's gradient."""
+    batch = trainer.pack(cases.samples())
+    longest = max(len(micro.tokens) for micro in batch)
+    trainer.train_step(batch, cases.policy_loss, 1e-3)
+    assert [tuple(t.shape) for t in layer_inputs(trainer, longest)] == []
