@@ -8,11 +8,9 @@ on a GPU. Some kernels want their weights in yet another order; which those are 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +18,14 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
 from rlsys.convert.table import Entry, entries
+from rlsys.weights.hashes import TensorHash, hash_like_an_engine
 
 _VOCABULARY_STEP = 64
 """SGLang pads the vocabulary to a multiple of this, with zeros."""
 
 
 class EngineChecksums:
-    """`watch` the tensors of one push, then `digests`. Holds no more than a layer's parts that came out of order."""
+    """`watch` the tensors of one push, then `digests`. Holds no tensor but parts that came out of order."""
 
     def __init__(self, hf: HFConfig, tp: int) -> None:
         """`tp`: tensor-parallel ranks of the engines."""
@@ -37,7 +36,7 @@ class EngineChecksums:
         self._joined: dict[str, _Joined] = {}
         compressed = hf.latent is not None and hf.latent.q_rank is not None
         for entry in entries(hf):
-            joined = self._joined.setdefault(held_as(entry, compressed), _Joined(tp))
+            joined = self._joined.setdefault(held_as(entry, compressed), _Joined())
             for name in entry.hf:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
@@ -53,7 +52,7 @@ class EngineChecksums:
 
     def digests(self) -> list[dict[str, str]]:
         """Of each rank: the engine's name of a tensor -> its checksum. Only tensors that came whole."""
-        whole = {name: joined.digests() for name, joined in self._joined.items() if joined.whole}
+        whole = {name: found for name, joined in self._joined.items() if (found := joined.digests) is not None}
         return [{name: ranks[rank] for name, ranks in whole.items()} for rank in range(self._tp)]
 
     def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:
@@ -84,45 +83,23 @@ def held_as(entry: Entry, queries_compressed: bool) -> str:
 class _Joined:
     """A tensor of the engine: hashed on each rank part by part, in order. A part that comes early waits."""
 
-    def __init__(self, tp: int) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self._hashed = 0
         self._early: dict[int, list[Tensor]] = {}
-        self._hashes = [_Hash() for _ in range(tp)]
-
-    @property
-    def whole(self) -> bool:
-        return self._hashed == self.count
+        self._hashes: list[TensorHash] = []
+        self.digests: list[str] | None = None
+        """Of each rank, once all parts have come."""
 
     def add(self, place: int, shares: list[Tensor]) -> None:
         self._early[place] = shares
         while self._hashed in self._early:
-            for state, share in zip(self._hashes, self._early.pop(self._hashed), strict=True):
-                state.update(share.detach())
+            shares = self._early.pop(self._hashed)
+            if not self._hashes:
+                self._hashes = [hash_like_an_engine(share) for share in shares]
+            for state, share in zip(self._hashes, shares, strict=True):
+                state.update(share)
             self._hashed += 1
-
-    def digests(self) -> list[str]:
-        return [state.digest() for state in self._hashes]
-
-
-class _Hash:
-    """As SGLang's `tensor_hash` of the parts in a row: 64 bits in hexadecimal."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-        self._on_gpu: list[Tensor] = []
-
-    def update(self, part: Tensor) -> None:
-        if part.is_cuda:
-            self._on_gpu.append(part.flatten())
-        else:
-            self._sha.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-    def digest(self) -> str:
-        return f"{_hash_on_gpu(torch.cat(self._on_gpu)):016x}" if self._on_gpu else self._sha.hexdigest()[:16]
-
-
-def _hash_on_gpu(tensor: Tensor) -> Any:
-    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
-
-    return gpu_tensor_hash(tensor)
+        if self._hashed == self.count:
+            self.digests = [state.digest() for state in self._hashes]
+            self._hashes = []

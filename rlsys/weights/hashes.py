@@ -1,0 +1,122 @@
+"""SGLang's two hashes of a tensor, fed part by part: 64 bits in hexadecimal. Nothing of a part is kept.
+
+A CPU engine hashes bytes with SHA-256. A CUDA engine runs a kernel of its own (0.5.23,
+`sglang/kernels/ops/memory/gpu_tensor_hash.py`): each 32-bit word is mixed with its place (MurmurHash3's 32-bit
+finalizer, twice with different seeds), words are added up by tiles of 8,192, tiles are finished and added up. That
+kernel wants the whole tensor in one piece. A sum over tiles does not: `TileHash` computes the same number in plain
+torch, on any device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_SEED = 0x243F6A88
+_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
+_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's place, of each half of the hash
+TILE = 8192
+"""Words."""
+_AT_ONCE = 512 * TILE
+"""Words of one round: bounds the temporaries, eight bytes a word each."""
+
+
+class TensorHash(Protocol):
+    def update(self, part: Tensor) -> None: ...
+
+    def digest(self) -> str: ...
+
+
+def hash_like_an_engine(part: Tensor) -> TensorHash:
+    """The one that an engine uses on the kind of device that `part` is on."""
+    return TileHash() if part.is_cuda else ByteHash()
+
+
+class ByteHash:
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def update(self, part: Tensor) -> None:
+        self._sha.update(_bytes(part).numpy().data)
+
+    def digest(self) -> str:
+        return self._sha.hexdigest()[:16]
+
+
+class TileHash:
+    """Keeps less than a tile of bytes that do not fill one yet, and 16 bytes for each tile of 32 KiB."""
+
+    def __init__(self) -> None:
+        self._count = 0  # words that are in `_sums`
+        self._tail: Tensor | None = None  # bytes
+        self._sums: list[Tensor] = []  # of [2, tiles] int64, each below 2^32: the two halves
+
+    def update(self, part: Tensor) -> None:
+        data = _bytes(part)
+        tile = 4 * TILE
+        if self._tail is not None:
+            need = min(tile - len(self._tail), len(data))
+            head, data = torch.cat([self._tail, data[:need]]), data[need:]
+            self._tail = None
+            if len(head) < tile:
+                self._tail = head
+                return
+            self._add(_words(head))
+        whole = len(data) - len(data) % tile
+        for start in range(0, whole, 4 * _AT_ONCE):
+            self._add(_words(data[start : min(start + 4 * _AT_ONCE, whole)]))
+        if whole < len(data):
+            self._tail = data[whole:].clone()  # not a view: it would keep all of the part
+
+    def digest(self) -> str:
+        """Empties it. A tensor without elements is 0."""
+        if self._tail is not None:
+            self._add(_words(torch.nn.functional.pad(self._tail, (0, -len(self._tail) % 4))))
+        if not self._sums:
+            return f"{0:016x}"
+        size = (4 * self._count) & _MASK
+        high, low = (_finish(half ^ size) for half in torch.cat(self._sums, 1))
+        total = int(((high << 32) | low).sum()) & (2**64 - 1)  # int64 wraps, as uint64 does
+        self._sums, self._tail = [], None
+        return f"{_finish_64(total):016x}"
+
+    def _add(self, words: Tensor) -> None:
+        """`[n]` int64 below 2^32; n is a multiple of TILE, save for the last call."""
+        place = torch.arange(self._count, self._count + len(words), device=words.device) & _MASK
+        halves = []
+        for seed, (factor, turn) in zip(_SEEDS, _PLACES, strict=True):
+            rotated = ((place << turn) & _MASK) | (place >> (32 - turn))
+            mixed = _finish(words ^ (((place * factor + seed) & _MASK) ^ rotated))
+            short = -len(mixed) % TILE
+            halves.append(torch.nn.functional.pad(mixed, (0, short)).view(-1, TILE).sum(1) & _MASK)
+        self._sums.append(torch.stack(halves))
+        self._count += len(words)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _words(data: Tensor) -> Tensor:
+    """Bytes, four to a word, as int64."""
+    if data.storage_offset() % 4:
+        data = data.clone()  # a view as int32 must begin where one may stand
+    return data.view(torch.int32).long() & _MASK
+
+
+def _finish(x: Tensor) -> Tensor:
+    """MurmurHash3's fmix32 of int64 values below 2^32. Products wrap at 64 bits, which leaves the low 32 right."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def _finish_64(x: int) -> int:
+    """SplitMix64's finalizer."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * factor) & (2**64 - 1)
+    return x ^ (x >> 31)
