@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import weakref
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def test_the_hash_of_a_gpu_tensor_is_sglangs_however_it_is_cut(n: int, dtype: st
     whole, state = sample(n, dtype), TileHash()
     rng = random.Random(parts)
     at = [0, *sorted(rng.randrange(n + 1) for _ in range(parts - 1)), n]
-    for start, end in zip(at, at[1:], strict=False):
+    for start, end in itertools.pairwise(at):
         state.update(whole[start:end])
     assert state.digest() == GOLDEN[n, dtype]
 
