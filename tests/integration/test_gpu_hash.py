@@ -34,7 +34,11 @@ print(json.dumps([f"{kernel.gpu_tensor_hash(sample(n, dtype)):016x}" for n, dtyp
 def test_the_golden_hashes_are_the_kernels(tmp_path: object) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", _SCRIPT, str(tmp_path)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == list(GOLDEN.values())

@@ -31,7 +31,9 @@ GOLDEN = {
 
 
 def sample(n: int, dtype: str) -> Tensor:
-    values = np.random.default_rng(n).integers(0, 256, n * torch.empty(0, dtype=getattr(torch, dtype)).itemsize)
+    values = np.random.default_rng(n).integers(
+        0, 256, n * torch.empty(0, dtype=getattr(torch, dtype)).itemsize
+    )
     return torch.from_numpy(values.astype(np.uint8)).view(getattr(torch, dtype))
 
 
