@@ -47,9 +47,10 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def gdpo(
     rewards: Tensor, group_ids: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Rewards `[N, R]` normalised one by one within groups, added, then whitened over all samples; `[N]`.
+    """Rewards `[N, R]` normalised one by one within groups, added, then scaled over all samples; `[N]`.
 
-    a = sum_k w_k (r_k - mean_g) / (std_g + eps); (a - mean) / (std + eps). One reward: GRPO, without whitening.
+    a = sum_k w_k (r_k - mean_g) / (std_g + eps); a / (std + eps). The mean of a over all samples is 0 already, and
+    taking its rounding off would give groups of equal rewards an advantage. One reward: GRPO, without the scale.
     """
     if rewards.dim() == 1:
         rewards = rewards[:, None]
@@ -58,13 +59,17 @@ def gdpo(
     if len(weights) != kinds:
         raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
     total = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)]).sum(0)
-    return total if kinds == 1 else whiten(total, eps)
+    return total if kinds == 1 else total / (deviation(total) + eps)
+
+
+def deviation(values: Tensor) -> Tensor:
+    """Standard deviation of `[N]` with n - 1; 0 of a single value."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
 
 
 def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
     """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; a single value gives 0."""
-    std = values.std() if len(values) > 1 else torch.zeros((), dtype=values.dtype, device=values.device)
-    return (values - values.mean()) / (std + eps)
+    return (values - values.mean()) / (deviation(values) + eps)
 
 
 class Advantage(Plugin):

@@ -7,9 +7,11 @@ from typing import Any
 
 from rlsys.algo.allocation import Xrpo
 from rlsys.algo.hooks import Hook
+from rlsys.algo.losses import Gspo
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
+from rlsys.algo.reducers import Constant, TokenMean
 from rlsys.algo.registry import SECTION_KINDS, make_all
 from rlsys.algo.robust_advantages import McGrpo
 from rlsys.algo.shaping import Overlong
@@ -36,6 +38,7 @@ def check(config: Config) -> None:
     _check_twice(config.algo)
     _check_store(made)
     _check_terms(made)
+    _check_sequence_ratio(made)
     _check_average(config.algo.anchor, made)
     _check_groups(config, made)
     _check_judge(config)
@@ -149,6 +152,16 @@ def _check_terms(made: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(
             f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; "
             "add value"
+        )
+
+
+def _check_sequence_ratio(made: Mapping[str, Sequence[Any]]) -> None:
+    """GSPO's ratio is of a sequence: its gradient is divided by the sequence's length, not by that of others."""
+    (reducer,) = made["reducer"]
+    if any(type(term) is Gspo for term in made["loss"]) and isinstance(reducer, TokenMean | Constant):
+        raise UserError(
+            "algo.loss has gspo, whose ratio is one per sequence, but algo.reducer "
+            f"({type(reducer).__name__}) counts long sequences more: use algo.reducer = sequence_mean"
         )
 
 

@@ -240,6 +240,8 @@ class MinimumVariance(Advantage):
         share = (2 * (log_weight - largest[index])).exp()
         if self.norm == "length":
             share = share * samples.lengths.clamp(min=1)
-        top = sum_by(share * rewards, index, len(sizes))
+        # Of what is left after the mean, so that equal rewards give exactly 0.
+        centred = rewards - group_mean(rewards, samples.group_ids)
+        top = sum_by(share * centred, index, len(sizes))
         baseline = (top / sum_by(share, index, len(sizes)))[index].to(rewards.dtype)
-        return (rewards - baseline) / (group_std(rewards, samples.group_ids) + self.eps)
+        return (centred - baseline) / (group_std(rewards, samples.group_ids) + self.eps)

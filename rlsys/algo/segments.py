@@ -29,7 +29,9 @@ def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
 def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
     """Mean of `values` `[N]` within each sample's group, `[N]`. Of equal values it is exactly these."""
     index, sizes = group_index(group_ids)
-    return (sum_by(values.double(), index, len(sizes)) / sizes)[index].to(values.dtype)
+    start = torch.zeros(len(sizes), dtype=torch.float64, device=values.device)
+    start = start.scatter_reduce(0, index, values.double(), "amin", include_self=False)
+    return (start + sum_by(values.double() - start[index], index, len(sizes)) / sizes)[index].to(values.dtype)
 
 
 def group_std(values: Tensor, group_ids: Tensor) -> Tensor:

@@ -162,6 +162,7 @@ CLAIMS = {
     "lens": "loss", "m2po": "loss", "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean",
     "mssr": "loss", "opsm": "rejected_share", "outcome_exploration": "loss", "puzzlecraft": "loss",
     "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
+    "gpg": "loss", "grpo_passk": "loss", "lite_ppo": "loss", "maxrl": "loss", "opo": "loss",
     "tis": "weight_mean", "ttrl": "effective_groups", "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
 }  # fmt: skip
 """Recipe -> the metric of the step that it changes."""
@@ -173,7 +174,11 @@ WITHOUT = {
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
     "grpo": ("algo.reducer=token_mean",),
     **dict.fromkeys(
-        ("dr_grpo", "gdpo", "mc_grpo", "puzzlecraft", "rloo", "vcpo_baseline"), ("algo.advantage=grpo",)
+        (
+            "dr_grpo", "gdpo", "gpg", "lite_ppo", "maxrl", "mc_grpo", "opo", "puzzlecraft", "rloo", "vcpo_baseline",
+            "grpo_passk",
+        ),
+        ("algo.advantage=grpo",),
     ),
 }  # fmt: skip
 """Recipe -> itself without its plug-in, where it is more than the quickstart and that, or has a batch of its own."""

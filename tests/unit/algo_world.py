@@ -63,6 +63,7 @@ class World:
     size: int = 5
     scale: float = 0.3
     kinds: int = 1
+    graded: bool = False  # rewards between 0 and 1: with plain ones few groups have one best sample
     samples: Samples = field(init=False)
     sequences: list[dict[str, Tensor]] = field(init=False)
 
@@ -77,7 +78,7 @@ class World:
         self.sequences = [self._sequence(int(n), randn, g) for n in lengths]
         won = torch.rand((count, self.kinds), generator=g, dtype=DOUBLE)
         self.samples = Samples(
-            rewards=(won > 0.5).to(DOUBLE).squeeze(1),
+            rewards=(won if self.graded else (won > 0.5).to(DOUBLE)).squeeze(1),
             group_ids=torch.arange(count) // self.size,
             lengths=lengths,
             step=3,

@@ -255,8 +255,11 @@ def test_a_scan_of_one_long_sequence_equals_the_plain_loop() -> None:
 
 # -- what holds for all of them ------------------------------------------------------------------------------
 
-SHIFT = ("grpo", "dr_grpo", "rloo", "gapo", "mc_grpo", "vcpo", "gdpo", "reinforce_pp_baseline")
-SCALE = ("grpo", "gapo", "vcpo", "gdpo")
+SHIFT = (
+    "grpo", "dr_grpo", "rloo", "gapo", "mc_grpo", "vcpo", "gdpo", "reinforce_pp_baseline", "lite_ppo", "opo",
+    "grpo_passk",
+)  # fmt: skip
+SCALE = ("grpo", "gapo", "vcpo", "gdpo", "lite_ppo", "grpo_passk")
 
 
 def columns(n: int) -> dict[str, torch.Tensor]:
@@ -311,8 +314,12 @@ def test_no_nan(name: str, groups: list[int], rewards: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "dr_grpo", "rloo", "gapo", "mc_grpo", "xrpo", "puzzlecraft", "vcpo", "gdpo"]
-)
+    "name",
+    [
+        "grpo", "dr_grpo", "rloo", "gapo", "mc_grpo", "xrpo", "puzzlecraft", "vcpo", "gdpo", "lite_ppo", "maxrl",
+        "opo", "grpo_passk", "gpg",
+    ],
+)  # fmt: skip
 def test_groups_of_one_reward_get_zero(name: str) -> None:
     got = build("advantage", name)(table([1] * 5 + [0] * 5, [0] * 5 + [1] * 5, **columns(10)))
     close(got, torch.zeros(10, dtype=DOUBLE), atol=1e-9, rtol=0)

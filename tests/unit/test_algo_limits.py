@@ -211,7 +211,8 @@ def plug_ins() -> dict[str, AlgoSection]:
 @pytest.mark.parametrize("name", list(plug_ins()))
 def test_masks_without_a_trained_token(name: str) -> None:
     """All responses were masked, as too old; then one of them."""
-    world = World()
+    graded = name == "advantage grpo_passk"
+    world = World(graded=graded)
     for sequence in world.sequences:
         sequence["mask"] = torch.zeros_like(sequence["mask"])
     world.samples = replace(world.samples, lengths=torch.zeros(20, dtype=torch.long))
@@ -220,7 +221,8 @@ def test_masks_without_a_trained_token(name: str) -> None:
     assert outcome.loss == 0
     assert not any(g.any() for g in outcome.gradients.values())
 
-    world, lengths = World(), World().samples.lengths.clone()
+    world = World(graded=graded)
+    lengths = world.samples.lengths.clone()
     row = run(world, plug_ins()[name], whole).rows[0]
     world.sequences[row]["mask"] = torch.zeros_like(world.sequences[row]["mask"])
     lengths[row] = 0

@@ -56,7 +56,7 @@ EXTRA, NAMED = "an extra update on what was put off", "two rewards"
 
 def world(case: str) -> World:
     """Log-ratios large enough that every bound acts on some tokens; groups of odd size, as mc_grpo wants them."""
-    return World(groups=4, size=5, scale=0.5, kinds=2 if case == NAMED else 1)
+    return World(groups=4, size=5, scale=0.5, kinds=2 if case == NAMED else 1, graded="grpo_passk" in case)
 
 
 def added_up(value: Tensor) -> Tensor:

@@ -128,7 +128,10 @@ OPSM = {"name": "opsm", "delta": 0.1}
 TOKEN_MEAN, SEQUENCE_MEAN = "token_mean", "sequence_mean"
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "grpo_passk", "gpg"],
+)
 def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
     data, verl, index = Padded(), libraries.verl, torch.tensor(GROUPS).numpy()
     args = (data.token_rewards.clone(), data.mask)
@@ -142,9 +145,22 @@ def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
         "reinforce_pp_baseline": lambda: verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
             *args, index
         ),
+        "opo": lambda: verl.compute_opo_outcome_advantage(*args, index),
+        "grpo_passk": lambda: verl.compute_grpo_passk_outcome_advantage(*args, index, config={}),
+        "gpg": lambda: verl.compute_gpg_outcome_advantage(*args, index),
     }[name]()[0]
     params = {"eps": 0.0} if name.startswith("reinforce") else {}
     close(data.advantages(name, **params), data.flat(theirs))
+
+
+def test_trl_scale_rewards_batch(libraries: SimpleNamespace) -> None:
+    """Its formula with its own deviation: it stands inside a method that also generates."""
+    from trl.trainer.grpo_trainer import nanstd
+
+    data = Padded()
+    rewards, mean = data.rewards[:, 0], data.rewards[:, 0].view(2, 4).mean(1).repeat_interleave(4)
+    theirs = (rewards - mean) / (nanstd(rewards) + 1e-4)
+    close(data.advantages("lite_ppo"), data.flat(theirs[:, None].expand(B, L)))
 
 
 def test_verl_gae_and_returns(libraries: SimpleNamespace) -> None:

@@ -69,6 +69,13 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.selectors=[rorecomp, {name: rorecomp, capacity: 3}]"],
             r"algo.selectors\[1\]: only one selector",
         ),
+        *[
+            (
+                ["algo.loss=[gspo]", f"algo.reducer={name}"],
+                rf"algo.loss has gspo, .*, but algo.reducer \({made}\) .* use algo.reducer = sequence_mean",
+            )
+            for name, made in (("token_mean", "TokenMean"), ("constant", "Constant"))
+        ],
         (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
         (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
         (["algo.advantage=gae"], r"algo.advantage \(Gae\) needs a critic, but .* add value"),
