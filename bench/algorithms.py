@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from rlsys.algo.preflight import check
 from rlsys.config import Config, dump_config, load_config
 from rlsys.errors import RlsysError
 from rlsys.obs.metrics import read_metrics
+from rlsys.owner import Owner, claim
 
 FOLDER = ROOT / "configs" / "algorithms"
 RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))
@@ -69,12 +71,19 @@ class Results:
 
 
 @contextlib.contextmanager
-def role(module: str, *args: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subprocess.Popen[bytes]]:
     """One process of the run under a keeper: it ends with this bench, whatever happens."""
     argv = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", sys.executable, "-m", module, *args]
     with (
         log.open("wb") as out,
-        subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out) as process,
+        subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env=os.environ | owner.environment(start=1),
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+        ) as process,
     ):
         try:
             yield process
@@ -87,15 +96,15 @@ def run(config: Config, engine: str) -> dict[str, Any]:
     folder = config.run.dir
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    port = free_ports("127.0.0.1", 1)[0]
+    port, owner = free_ports("127.0.0.1", 1)[0], claim(folder)
     start, path = time.monotonic(), str(folder / "config.yaml")
     rollout = ["--config", path, "--port", str(port), "--engine", engine]
     trainer = ("--config", path, "--rollout", f"http://127.0.0.1:{port}")
     with contextlib.ExitStack() as stack:
         if config.engine.reference == "own":
             rollout += ["--reference", stack.enter_context(running_engine(config, folder))]
-        stack.enter_context(role("rlsys.rollout.service", *rollout, log=folder / "rollout.log"))
-        training = stack.enter_context(role("rlsys.train", *trainer, log=folder / "trainer.log"))
+        stack.enter_context(role("rlsys.rollout.service", *rollout, log=folder / "rollout.log", owner=owner))
+        training = stack.enter_context(role("rlsys.train", *trainer, log=folder / "trainer.log", owner=owner))
         code = training.wait(ROLE_SECONDS)
     if code:
         tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]

@@ -1,7 +1,8 @@
 """The folder of a run: one owner at a time (a lock), one config for its whole life.
 
 The lock is a flock that the supervisor takes and its keepers inherit: it is free again only when every
-process of the run has ended, also after a kill -9 of the supervisor.
+process of the run has ended, also after a kill -9 of the supervisor. It keeps a second launch waiting where it works;
+what keeps an old launch from writing where it does not, or after a pause, is the epoch of rlsys.owner.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import fcntl
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import psutil
 from rlsys.config import Config, dump_config, identity_fields, load_config
 from rlsys.errors import UserError
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
+from rlsys.owner import Owner, claim
 
 DEAD_HOST_SECONDS = 120.0
 """A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""
@@ -35,6 +38,9 @@ class RunDir:
     path: Path
     lock_fd: int
     resumed: bool
+    owner: Owner
+    starts: Counter[str] = field(default_factory=Counter)
+    """Starts of each role in this launch; a supervisor that replaces another counts on."""
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / name
@@ -58,7 +64,7 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         resumed = _check_contents(config)
         (path / "logs").mkdir(exist_ok=True)
         write_whole(path / CONFIG_FILE, dump_config(config))
-        yield RunDir(path, fd, resumed)
+        yield RunDir(path, fd, resumed, claim(path))
     finally:
         os.close(fd)
 

@@ -33,6 +33,7 @@ from launch.status import last_lines
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.metrics import MetricsTail
+from rlsys.owner import KEY_HEADER
 
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 1.0
@@ -114,6 +115,7 @@ class Supervisor:
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
         """Of each unit, since the last train step."""
+        self._starts = run_dir.starts
         self._hurried = False
         self._next_status = 0.0
         self._tail = MetricsTail(run_dir.path)
@@ -147,7 +149,9 @@ class Supervisor:
             self._end_all()
 
     def _start(self, role: Role) -> None:
-        env, log = self._plan.environment(role), self._run_dir.log(role.log_name)
+        self._starts[role.name] += 1
+        env = self._plan.environment(role) | self._run_dir.owner.environment(self._starts[role.name])
+        log = self._run_dir.log(role.log_name)
         self._processes[role.name] = RoleProcess(self._backend, role, env, log)
 
     def _stop_signal(self) -> int:
@@ -231,7 +235,7 @@ class Supervisor:
         if rollout is None or rollout.exit_code is not None or not rollout.role.ready_url:
             return
         url = rollout.role.ready_url.replace("/status", f"/leave?seconds={total * (1 - _ENDING_SHARE):g}")
-        if get(url, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
+        if self._get(url, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
             self._say("the rollout process did not park in time; it keeps what it has on disk")
         trainers = [p for p in self._processes.values() if p.role.kind == "trainer"]
         while time.monotonic() < deadline and any(p.exit_code is None for p in trainers):
@@ -246,11 +250,14 @@ class Supervisor:
         role = process.role
         if role.ready_url is None:
             process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
-        elif get(role.ready_url) is not None:
+        elif self._get(role.ready_url) is not None:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             raise process.failure(f"did not answer within engine.start_timeout = {role.start_timeout:g} s")
+
+    def _get(self, url: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
+        return get(url, self._run_dir.owner.key, data, timeout)
 
     def _observe(self) -> None:
         for entry in self._tail.read():
@@ -271,7 +278,7 @@ class Supervisor:
         rollout = self._processes.get("rollout")
         if not (rollout and rollout.ready and rollout.role.ready_url):
             return None
-        body = get(rollout.role.ready_url)
+        body = self._get(rollout.role.ready_url)
         status: dict[str, Any] | None = json.loads(body) if body else None
         return status
 
@@ -340,10 +347,14 @@ class Supervisor:
             process.release()
 
 
-def get(url: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
-    """Body of a 200 answer; None for any other answer, or none: the caller asks again. With `data`: a POST."""
+def get(url: str, key: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
+    """Body of a 200 answer; None for any other answer, or none: the caller asks again. With `data`: a POST.
+
+    `key`: of the launch, which the rollout process asks for.
+    """
     try:
-        with urllib.request.urlopen(url, data, timeout=timeout) as answer:
+        request = urllib.request.Request(url, data, {KEY_HEADER: key})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return None

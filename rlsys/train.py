@@ -18,6 +18,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
+from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.signals import score_parked
 from rlsys.trainer.trainer import Trainer
@@ -28,9 +29,9 @@ from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync
 
 
-def train(config: Config, rollout: RolloutClient) -> None:
+def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
     objective = Objective(config.algo)
-    trainer = Trainer(config, objective.passes)
+    trainer = Trainer(config, objective.passes, owner)
     sync = WeightSync(config, trainer.is_main)
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
@@ -127,12 +128,18 @@ def train(config: Config, rollout: RolloutClient) -> None:
     write("run", event="end")
 
 
+def _main(args: argparse.Namespace) -> None:
+    config = load_config(args.config)
+    owner, start = of_process(config.run.dir)
+    train(config, RolloutClient(args.rollout, owner.key, start), owner)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--rollout", required=True, help="URL of the rollout process")
     args = parser.parse_args()
-    run_role(lambda: train(load_config(args.config), RolloutClient(args.rollout)))
+    run_role(lambda: _main(args))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.errors import RunError, UserError
+from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.store import (
     Stored,
@@ -56,10 +57,11 @@ class RolloutBuffer:
     memory; `taken` reads it back.
     """
 
-    def __init__(self, path: Path, identity: str, largest_group: int) -> None:
+    def __init__(self, path: Path, identity: str, largest_group: int, owner: Owner | None = None) -> None:
+        """`owner`: see StoreWriter."""
         self._path = path
         self._largest_group = largest_group
-        self._file = StoreWriter(path, identity, largest_group)
+        self._file = StoreWriter(path, identity, largest_group, owner)
         self._db = self._file.db
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()

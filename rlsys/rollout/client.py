@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rlsys.errors import RunError
+from rlsys.owner import KEY_HEADER, START_HEADER
 from rlsys.rollout.protocol import EndPushRequest, ScoresRequest, StepRequest, decode_error, encode
 from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
@@ -27,7 +28,9 @@ class RolloutClient:
     each call, because an idle one would be closed by the server while the trainer works.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str, start: int = 1) -> None:
+        """`key`: of the launch that owns the run. `start`: which start of the trainer this is, counted from 1."""
+        self._headers = {"Connection": "close", KEY_HEADER: key, START_HEADER: str(start)}
         parts = urlsplit(url)
         self._url, self._host, self._port = url, parts.hostname or "", parts.port
 
@@ -115,7 +118,7 @@ class RolloutClient:
     def _http(self, method: str, path: str, body: bytes | None, timeout: float | None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         try:
-            connection.request(method, path, body, {"Connection": "close"})
+            connection.request(method, path, body, self._headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as e:

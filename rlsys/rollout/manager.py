@@ -236,8 +236,13 @@ class RolloutManager:
             return await judge(asked, self._scorer)
 
     async def commit(self, train_step: int) -> None:
-        """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten."""
+        """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.
+
+        RunError for a step that has not been taken: nothing of it can be on disk.
+        """
         async with self._command:
+            if train_step > self._done_steps:
+                raise RunError(f"commit({train_step}) after {self._done_steps} steps: no such checkpoint yet")
             t = self._config.trainer
             check_conservation(self._buffer.ledger())
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)

@@ -22,8 +22,9 @@ from aiohttp import web
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
-from rlsys.errors import RlsysError, UserError
+from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import run_role
+from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
@@ -36,7 +37,7 @@ from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRe
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.router import Router
 
-HOST = "127.0.0.1"  # commands carry no token: nobody else's machine may send them
+HOST = "127.0.0.1"  # the trainer's rank 0 is on this machine
 LARGEST_REQUEST = 2**30
 PROBE_SECONDS = 0.5
 
@@ -45,48 +46,91 @@ R = TypeVar("R")
 log = logging.getLogger("rlsys.rollout")
 
 
-def make_app(manager: RolloutManager, ready: Callable[[], bool]) -> web.Application:
-    """The HTTP side of a manager. `ready`: whether every engine has answered."""
+def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -> web.Application:
+    """The HTTP side of a manager. `ready`: whether every engine has answered. Commands carry the key of `owner`."""
+    access = Access(owner)
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
         return await manager.end_push(request.ticket, request.canaries, request.checksums)
 
-    async def status(_: web.Request) -> web.Response:
+    async def status(request: web.Request) -> web.Response:
+        access.check_key(request)
         return web.json_response({**manager.status(), "engines_ready": ready()})
 
     async def leave(request: web.Request) -> web.Response:
+        access.check_key(request)
         await manager.leave(float(request.query["seconds"]))
         return web.json_response(manager.status())
+
+    def command(
+        kind: type[R], run: Callable[[R], Awaitable[Result]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        return _command(access, kind, run)
 
     app = web.Application(client_max_size=LARGEST_REQUEST)
     app.add_routes(
         [
             web.get("/status", status),
             web.post("/leave", leave),  # the supervisor's only command
-            web.post("/restore", _command(StepRequest, lambda r: manager.restore(r.train_step))),
-            web.post("/early", _command(StepRequest, lambda r: manager.early(r.train_step))),
-            web.post("/take", _command(StepRequest, lambda r: manager.take(r.train_step))),
-            web.post("/unscored", _command(StepRequest, lambda r: manager.unscored(r.train_step))),
-            web.post("/store_scores", _command(ScoresRequest, lambda r: manager.store_scores(r.scores))),
-            web.post("/begin_push", _command(type(None), lambda _: manager.begin_push())),
-            web.post("/end_push", _command(EndPushRequest, end_push)),
-            web.post("/evaluate", _command(type(None), lambda _: manager.evaluate())),
-            web.post("/commit", _command(StepRequest, lambda r: manager.commit(r.train_step))),
+            web.post("/restore", command(StepRequest, lambda r: manager.restore(r.train_step))),
+            web.post("/early", command(StepRequest, lambda r: manager.early(r.train_step))),
+            web.post("/take", command(StepRequest, lambda r: manager.take(r.train_step))),
+            web.post("/unscored", command(StepRequest, lambda r: manager.unscored(r.train_step))),
+            web.post("/store_scores", command(ScoresRequest, lambda r: manager.store_scores(r.scores))),
+            web.post("/begin_push", command(type(None), lambda _: manager.begin_push())),
+            web.post("/end_push", command(EndPushRequest, end_push)),
+            web.post("/evaluate", command(type(None), lambda _: manager.evaluate())),
+            web.post("/commit", command(StepRequest, lambda r: manager.commit(r.train_step))),
         ]
     )
     return app
 
 
+class Access:
+    """Who may command: the launch that owns the run, by its key, and of its trainers the one started last.
+
+    A trainer takes its place with `restore`. An older one that comes back after a pause is refused from then on: its
+    push would bring old weights under a new version, and its take would train a step twice.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._start = 0
+        """Which start of the trainer was admitted last; 0: none has restored yet."""
+
+    def check_key(self, request: web.Request) -> None:
+        """Raises 403 for everybody who cannot read the owner's file."""
+        if not self._owner.admits(request.headers.get(KEY_HEADER, "")):
+            raise web.HTTPForbidden(text=f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
+
+    def check_trainer(self, request: web.Request) -> None:
+        """Raises 403 for a wrong key, RunError for a trainer that another one has replaced."""
+        self.check_key(request)
+        start = int(request.headers.get(START_HEADER, "0"))
+        if request.path == "/restore" and start >= self._start:
+            self._start = start
+        if start != self._start or not start:
+            raise RunError(
+                f"{request.path[1:]} from start {start} of the trainer, but start {self._start} has taken its place"
+                if self._start
+                else f"{request.path[1:]} before restore"
+            )
+
+
 def _command(
-    kind: type[R], run: Callable[[R], Awaitable[Result]]
+    access: Access, kind: type[R], run: Callable[[R], Awaitable[Result]]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A handler: body of `kind` -> result, or what was raised on purpose. Bugs are aiohttp's: log and a bare 500."""
 
     async def handle(request: web.Request) -> web.Response:
         try:
+            access.check_trainer(request)
             message = msgspec.msgpack.decode(await request.read(), type=kind)
         except msgspec.DecodeError as e:
             return web.Response(status=400, text=f"not a request of {request.path}: {e}")
+        except RunError as e:
+            code, body = encode_error(e)
+            return web.Response(status=code, body=body)
         try:
             return web.Response(body=encode(await run(message)))
         except RlsysError as e:
@@ -112,7 +156,7 @@ class EngineWatch:
         await self._router.watch()
 
 
-async def serve(config: Config, port: int, urls: list[str], reference: str | None) -> None:
+async def serve(config: Config, port: int, urls: list[str], reference: str | None, owner: Owner) -> None:
     """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one.
 
     Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
@@ -134,7 +178,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
 
     judge = build_judge(config, ask, lambda: router.open)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
-    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
+    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest, owner)
     try:
         async with make_session() as session:
             engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
@@ -151,7 +195,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
                 return f"data.reward = {config.data.reward} in flight for prompts: {asked}"
 
             with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
-                await _serve_until(stop, make_app(manager, lambda: watch.ready), port, watch.run())
+                await _serve_until(stop, make_app(manager, lambda: watch.ready, owner), port, watch.run())
             log.info("stopping: parking what is in flight")
             try:
                 async with asyncio.timeout(config.launch.grace_seconds / 2):
@@ -191,6 +235,12 @@ async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, wat
         await runner.cleanup()
 
 
+def _main(args: argparse.Namespace) -> None:
+    config = load_config(args.config)
+    owner, _ = of_process(config.run.dir)
+    asyncio.run(serve(config, args.port, args.engine, args.reference, owner))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The rollout process of a run; started by rlsys train.")
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
@@ -199,7 +249,7 @@ def main() -> None:
     parser.add_argument("--reference", metavar="URL", help="an SGLang server with the reference weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_role(lambda: asyncio.run(serve(load_config(args.config), args.port, args.engine, args.reference)))
+    run_role(lambda: _main(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """rollouts.sqlite: how it is opened, what its tables are, how rows become samples. No state of a run here.
 
-    meta     counters that only grow: issued groups, weight_version, tokens lost; and the planners' state
+    meta     counters that only grow: issued groups, weight_version, tokens lost, the epoch of the launch that writes;
+             and the planners' state
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
              prompt that it was drawn from, where that is not its group's
@@ -38,7 +39,7 @@ from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Stat
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 7
+_SCHEMA_VERSION = 8
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -163,7 +164,7 @@ def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
     for statement in _SCHEMA.split(";\n"):
         db.execute(statement)
     meta = {"identity": identity, "largest_group": largest_group}
-    counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost"), 0)
+    counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost", "owner_epoch"), 0)
     db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
     db.execute("COMMIT")
 

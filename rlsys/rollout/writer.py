@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.owner import Deposed, Owner
 from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
 
 T = TypeVar("T")
@@ -17,12 +18,17 @@ T = TypeVar("T")
 class StoreWriter:
     """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
 
+    `owner`: the launch that writes; None where no other process can know the file. Every transaction begins and ends
+    with a look at who owns the run: locks keep two writers apart on one machine, the epoch does where locks do not
+    reach. A writer whose launch was deposed raises Deposed and leaves the file as it was committed last.
+
     What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the
     file: nothing is written after it, and the file stays as it was committed last.
     """
 
-    def __init__(self, path: Path, identity: str, largest_group: int) -> None:
+    def __init__(self, path: Path, identity: str, largest_group: int, owner: Owner | None = None) -> None:
         self.path = path
+        self._owner = owner
         self._lock = WriterLock(path)
         try:
             self.db = open_store(path, identity, largest_group)
@@ -30,6 +36,18 @@ class StoreWriter:
             self._lock.release()
             raise
         self._broken = ""
+        try:
+            self._take_over()
+        except RlsysError:
+            self.db.close()
+            self._lock.release()
+            raise
+
+    def _take_over(self) -> None:
+        if self._owner is not None:
+            with self.writing():
+                self.set_counter("owner_epoch", self._owner.epoch)
+            self.flush()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -40,7 +58,10 @@ class StoreWriter:
             with sqlite_errors(self.path):
                 if not self.db.in_transaction:
                     self.db.execute("BEGIN IMMEDIATE")
-                self.db.execute("SAVEPOINT method")
+                    self.db.execute("SAVEPOINT method")
+                    self._check_owner()
+                else:
+                    self.db.execute("SAVEPOINT method")
                 yield
                 self.db.execute("RELEASE method")
         except BaseException as e:
@@ -48,6 +69,16 @@ class StoreWriter:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK TO method")
             raise
+
+    def _check_owner(self) -> None:
+        """Inside a transaction, so that nobody else can change the answer before it ends."""
+        if self._owner is None:
+            return
+        self._owner.check()
+        if (newest := self.counter("owner_epoch")) > self._owner.epoch:
+            raise Deposed(
+                f"{self.path}: launch {newest} writes this file; launch {self._owner.epoch} is over"
+            )
 
     def _close_to_writes(self, error: BaseException) -> None:
         self._broken = f"{self.path}: closed to writes after: {error}"
@@ -72,6 +103,8 @@ class StoreWriter:
             if not self.db.in_transaction:
                 return
             try:
+                if self._owner is not None:
+                    self._owner.check()
                 self.db.execute("COMMIT")
             except BaseException as e:
                 self._close_to_writes(e)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlsys.algo.objective import Objective
 from rlsys.convert.hf import publish
 from rlsys.errors import RunError
+from rlsys.owner import Owner
 from rlsys.trainer import manifest
 from rlsys.trainer.background import Writing
 from rlsys.trainer.chunks import Chunks
@@ -124,10 +125,12 @@ class _Pending:
 class Checkpoints:
     """Owns a run's checkpoint folder. Every rank calls every method together.
 
-    Keeps the newest `keep` and the one with the best score (a held-out accuracy, say).
+    Keeps the newest `keep` and the one with the best score (a held-out accuracy, say). `owner`: the launch that
+    publishes; once a later launch owns the run it raises Deposed and publishes nothing. None: nobody else writes.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, owner: Owner | None = None) -> None:
+        self._owner = owner
         self._folder = folder
         self._keep = keep
         self._pending: _Pending | None = None
@@ -190,6 +193,8 @@ class Checkpoints:
         if dist.get_rank() == 0:
             known = {name: value for part in sums for name, value in part.items()}
             manifest.write(pending.writing.folder, pending.step, pending.score, known)
+            if self._owner is not None:
+                self._owner.check()
             publish(pending.writing.folder, target)
             self._prune()
         seconds = [0.0] * dist.get_world_size()

@@ -30,6 +30,7 @@ from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
+from rlsys.owner import Owner
 from rlsys.precision import token_multiple
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
@@ -49,10 +50,10 @@ class Trainer:
     """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.
 
     `signals` (of rlsys.algo.plugin.NEEDS) is what scores have beyond log-probs: `entropy`, `values` (builds a value
-    head). `ref` keeps a copy of this rank's first weights in host memory.
+    head). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see Checkpoints.
     """
 
-    def __init__(self, config: Config, signals: Collection[str] = ()) -> None:
+    def __init__(self, config: Config, signals: Collection[str] = (), owner: Owner | None = None) -> None:
         self.config = config
         self._signals = frozenset(signals)
         self.hf = HFConfig.read(config.model.path)
@@ -73,7 +74,9 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
-        self._checkpoints = Checkpoints(config.run.dir / "checkpoints", config.trainer.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            config.run.dir / "checkpoints", config.trainer.keep_checkpoints, owner
+        )
         self._skipped_in_a_row = 0
         self._pending = Pending()
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1

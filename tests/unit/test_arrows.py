@@ -12,7 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("rlsys", "launch", "megatron_patches")
 
 # A room is a sub-package or a top-level module. These import each other only.
-BASE = {"types", "errors", "section", "algo_section", "config_sections", "config", "precision", "obs"}
+BASE = {
+    "types",
+    "errors",
+    "owner",
+    "section",
+    "algo_section",
+    "config_sections",
+    "config",
+    "precision",
+    "obs",
+}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
@@ -26,12 +36,19 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
-    "launch": {"errors", "config", "obs", "convert"},  # what a model's folder says, before anything starts
+    "launch": {
+        "errors",
+        "config",
+        "obs",
+        "owner",
+        "convert",
+    },  # what a model's folder says, before anything starts
 }
 FREE = {"train", "cli", "cli_models"}  # these may import every room
 
 TORCH_FREE = (
     "types",
+    "owner",
     "errors",
     "section",
     "algo_section",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from test_manager import APRIL, Rig, ids, make_config, rig, settle, slow_group_z
 from rlsys.config import Config, dump_config, load_config
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import RunError, UserError
+from rlsys.owner import Owner, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import make_app, serve
@@ -29,14 +31,17 @@ from rlsys.types import Canary
 
 T = TypeVar("T")
 
+OWNER = Owner(Path("run"), 1, "the launch's key")
+
 
 @asynccontextmanager
 async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncIterator[RolloutClient]:
-    runner = web.AppRunner(make_app(r.manager, ready), handler_cancellation=True, shutdown_timeout=0)
+    app = make_app(r.manager, ready, OWNER)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}", OWNER.key)
     finally:
         await runner.cleanup()
 
@@ -103,7 +108,7 @@ def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
 def test_a_dead_service_is_told_at_once(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        client = RolloutClient(f"http://127.0.0.1:{free.getsockname()[1]}")
+        client = RolloutClient(f"http://127.0.0.1:{free.getsockname()[1]}", "")
         with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in take\)"):
             client.take(1)
         with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
@@ -188,7 +193,8 @@ def run_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def service(config: Path, port: int, engine: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(config), "--port", str(port)]
-    return subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True)
+    env = os.environ | claim(load_config(config).run.dir).environment(start=1)
+    return subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True, env=env)
 
 
 def free_port() -> int:
@@ -200,7 +206,9 @@ def free_port() -> int:
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
     port = free_port()
     with healthy_engine() as engine, service(run_config, port, engine) as process:
-        client = RolloutClient(f"http://127.0.0.1:{port}")
+        owner = current(load_config(run_config).run.dir)
+        assert owner is not None
+        client = RolloutClient(f"http://127.0.0.1:{port}", owner.key)
         client.wait_ready(120)
         client.restore(0)
         assert client.status()["issued"] == 0
@@ -215,4 +223,4 @@ def test_a_taken_port_is_the_users_mistake(run_config: Path) -> None:
     with healthy_engine() as engine:
         port = int(engine.rsplit(":", 1)[1])
         with pytest.raises(UserError, match=f"--port {port}: in use on 127"):
-            asyncio.run(serve(load_config(run_config), port, [engine], None))
+            asyncio.run(serve(load_config(run_config), port, [engine], None, OWNER))

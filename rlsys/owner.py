@@ -1,0 +1,130 @@
+"""Who owns a run folder: the newest launch. Its epoch fences off all earlier ones; its key admits commands.
+
+    RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid}
+
+A launch takes the next number: it creates that file exclusively, then deletes the files below it. Whoever works for a
+launch calls `check` before it changes something that outlives it; `check` opens the launch's own file, which is gone
+once another launch owns the folder. That needs no lock: creating a file exclusively and opening a file are asked of
+the file server (NFS version 3 and later, Lustre), also where flock knows one machine only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.errors import RunError, UserError
+
+FOLDER = "owners"
+EPOCH_VARIABLE = "RLSYS_EPOCH"
+START_VARIABLE = "RLSYS_START"
+KEY_HEADER = "X-Rlsys-Key"
+START_HEADER = "X-Rlsys-Start"
+
+
+class Deposed(RunError):
+    """A later launch owns the run folder: this process ends without another write."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One launch's claim to a run folder. `key` is secret: commands carry it, logs and command lines do not."""
+
+    run_dir: Path
+    epoch: int
+    key: str
+
+    def check(self) -> None:
+        """Raises Deposed when a later launch has taken the folder."""
+        path = _file(self.run_dir, self.epoch)
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError:  # also a stale handle: without its file, nobody can say that it still owns
+            newest = max(_epochs(self.run_dir), default=0)
+            raise Deposed(
+                f"{self.run_dir}: launch {self.epoch} no longer owns this run; launch {newest} has taken it"
+            ) from None
+
+    def environment(self, start: int) -> dict[str, str]:
+        """What tells a role's process whom it works for. `start`: counts the starts of its unit in this launch."""
+        return {EPOCH_VARIABLE: str(self.epoch), START_VARIABLE: str(start)}
+
+    def admits(self, key: str) -> bool:
+        """Whether `key` is this launch's, compared in constant time."""
+        return hmac.compare_digest(key.encode(), self.key.encode())
+
+
+def claim(run_dir: Path) -> Owner:
+    """Take the folder for a new launch; all earlier ones are deposed when this returns."""
+    folder = run_dir / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = secrets.token_urlsafe(32)
+    while True:
+        epoch = max(_epochs(run_dir), default=0) + 1
+        try:
+            fd = os.open(_file(run_dir, epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            break
+        except FileExistsError:  # another launch took this number a moment ago
+            continue
+    with os.fdopen(fd, "w", encoding="utf-8") as f:
+        json.dump({"epoch": epoch, "key": key, "host": socket.gethostname(), "pid": os.getpid()}, f)
+        f.flush()
+        os.fsync(f.fileno())
+    for earlier in _epochs(run_dir):
+        if earlier < epoch:
+            _file(run_dir, earlier).unlink(missing_ok=True)
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)
+    return Owner(run_dir, epoch, key)
+
+
+def current(run_dir: Path) -> Owner | None:
+    """The launch that owns the folder, for readers with the right to its file; None before the first."""
+    epoch = max(_epochs(run_dir), default=0)
+    return _read(run_dir, epoch) if epoch else None
+
+
+def of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tuple[Owner, int]:
+    """The launch that started this process, and which start of its unit this is.
+
+    Raises UserError when nobody said, Deposed when another launch owns the folder by now.
+    """
+    try:
+        epoch, start = int(environment[EPOCH_VARIABLE]), int(environment[START_VARIABLE])
+    except (KeyError, ValueError):
+        raise UserError(
+            f"{EPOCH_VARIABLE} and {START_VARIABLE} are not set: roles are started by `rlsys train`"
+        ) from None
+    owner = _read(run_dir, epoch)
+    if owner is None:
+        Owner(run_dir, epoch, "").check()  # says which launch owns it now
+        raise RunError(f"{_file(run_dir, epoch)}: not readable as a launch's file")
+    return owner, start
+
+
+def _read(run_dir: Path, epoch: int) -> Owner | None:
+    try:
+        found = json.loads(_file(run_dir, epoch).read_text(encoding="utf-8"))
+        return Owner(run_dir, epoch, str(found["key"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _file(run_dir: Path, epoch: int) -> Path:
+    return run_dir / FOLDER / f"{epoch:06d}"
+
+
+def _epochs(run_dir: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(run_dir / FOLDER) if name.isdigit()]
+    except FileNotFoundError:
+        return []
