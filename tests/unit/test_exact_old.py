@@ -263,6 +263,7 @@ def test_scores_that_cannot_be_are_refused(tmp_path: Path, wrong: Scored, messag
 def test_over_http_they_are_what_the_manager_gives(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig(april(tmp_path), group_zero_is_long) as r, served(r) as client:
+            await ticking(r, client.restore, 0)
             await r.start()
             await ticking(r, client.take, 1)
             asked = await ticking(r, client.unscored, 1)

@@ -98,6 +98,7 @@ def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
 def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig(make_config(tmp_path)) as r, served(r) as client:
+            await ticking(r, client.restore, 0)
             r.manager.commit = None  # type: ignore[method-assign, assignment]
             with pytest.raises(RunError, match=r"rollout: commit failed with 500 .*see its log"):
                 await ticking(r, client.commit, 1)
@@ -127,12 +128,14 @@ def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
 def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig(make_config(tmp_path)) as r, served(r) as client:
+            await ticking(r, client.restore, 0)
             await r.start()
             port = int(client._url.rsplit(":", 1)[1])
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             body = b"\x81\xaatrain_step\x01"
             writer.write(
-                b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+                b"POST /take HTTP/1.1\r\nHost: x\r\nX-Rlsys-Key: %s\r\nX-Rlsys-Start: 1\r\nContent-Length: %d\r\n\r\n%s"
+                % (OWNER.key.encode(), len(body), body)
             )
             await writer.drain()
             while not r.manager._command.locked():
@@ -223,4 +226,5 @@ def test_a_taken_port_is_the_users_mistake(run_config: Path) -> None:
     with healthy_engine() as engine:
         port = int(engine.rsplit(":", 1)[1])
         with pytest.raises(UserError, match=f"--port {port}: in use on 127"):
-            asyncio.run(serve(load_config(run_config), port, [engine], None, OWNER))
+            config = load_config(run_config)
+            asyncio.run(serve(config, port, [engine], None, claim(config.run.dir)))
