@@ -23,7 +23,7 @@ from test_manager import APRIL, Rig, ids, make_config, rig, settle, slow_group_z
 from rlsys.config import Config, dump_config, load_config
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import RunError, UserError
-from rlsys.owner import Owner, claim, current
+from rlsys.owner import KEY_HEADER, START_HEADER, Owner, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import make_app, serve
@@ -133,10 +133,10 @@ def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path
             port = int(client._url.rsplit(":", 1)[1])
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             body = b"\x81\xaatrain_step\x01"
-            writer.write(
-                b"POST /take HTTP/1.1\r\nHost: x\r\nX-Rlsys-Key: %s\r\nX-Rlsys-Start: 1\r\nContent-Length: %d\r\n\r\n%s"
-                % (OWNER.key.encode(), len(body), body)
+            headers = (
+                f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\nContent-Length: {len(body)}"
             )
+            writer.write(f"POST /take HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
             await writer.drain()
             while not r.manager._command.locked():
                 await asyncio.sleep(0.001)
