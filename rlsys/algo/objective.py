@@ -213,7 +213,8 @@ class Objective:
         assert plan.advantages is not None and plan.reduction is not None
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
         for part, advantages in zip(parts, tokens, strict=True):
-            part.advantages = advantages
+            part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
+            part.denominator = plan.denominator / plan.updates
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None

@@ -68,7 +68,7 @@ TABLE: dict[str, dict[str, str]] = {
         "gpg": "rlsys.algo.group_baselines:Gpg",
         "reinforce_pp": "rlsys.algo.token_advantages:ReinforcePP",
         "reinforce_pp_baseline": "rlsys.algo.token_advantages:ReinforcePPBaseline",
-        "gae": "rlsys.algo.token_advantages:Gae",
+        "gae": "rlsys.algo.gae:Gae",
         "mssr": "rlsys.algo.token_advantages:Mssr",
         "vcpo": "rlsys.algo.robust_advantages:MinimumVariance",
         "gapo": "rlsys.algo.robust_advantages:Gapo",
@@ -104,6 +104,7 @@ TABLE: dict[str, dict[str, str]] = {
         "kl": "rlsys.algo.losses:Kl",
         "entropy": "rlsys.algo.losses:EntropyBonus",
         "value": "rlsys.algo.losses:ValueLoss",
+        "positive_nll": "rlsys.algo.positive_nll:PositiveNll",
     },
     "reducer": {
         "token_mean": "rlsys.algo.reducers:TokenMean",

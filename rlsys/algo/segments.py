@@ -47,14 +47,18 @@ def sequence_ids(cu_seqlens: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def discounted_suffix_sum(values: Tensor, ids: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations."""
-    out, weight = values.clone(), factor
+def discounted_suffix_sum(values: Tensor, ids: Tensor, factor: float | Tensor) -> Tensor:
+    """y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations.
+
+    `factor`: one number, or `[T]`, the same for all tokens of a sequence.
+    """
+    out, weight = values.clone(), torch.as_tensor(factor, dtype=values.dtype, device=values.device)
+    weight = weight.expand_as(values)
     for step in _doublings(ids):
         same = ids[:-step] == ids[step:]
         later = torch.where(same, out[step:], torch.zeros_like(out[step:]))
-        out = torch.cat([out[:-step] + weight * later, out[-step:]])
-        weight *= weight
+        out = torch.cat([out[:-step] + weight[:-step] * later, out[-step:]])
+        weight = weight * weight
     return out
 
 

@@ -1,4 +1,4 @@
-"""Advantages that differ from token to token: REINFORCE++, GAE, MSSR.
+"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a file of its own.
 
 Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
 """
@@ -54,16 +54,6 @@ def last_token(part: Batch) -> Tensor:
     return out
 
 
-def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float) -> Tensor:
-    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, within each sequence; `[T]`.
-
-    Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0.
-    """
-    following = torch.zeros_like(values)
-    following[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], torch.zeros_like(values[1:]))
-    return discounted_suffix_sum(rewards + gamma * following - values, ids, gamma * lam)
-
-
 class ReinforcePP(Advantage):
     """R minus the KL still to come, whitened over all tokens of the step.
 
@@ -106,45 +96,6 @@ class ReinforcePPBaseline(ReinforcePP):
 
     def __call__(self, samples: Samples) -> Tensor:
         return dr_grpo(samples.reward, samples.group_ids)
-
-
-class Gae(Advantage):
-    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens; the reward is on the last token.
-
-    Also sets the critic's targets, returns = advantage + value, for the loss term `value`.
-    """
-
-    paper: ClassVar[str] = "High-dimensional continuous control using GAE (Schulman et al. 2016), eq. 16"
-    evidence: ClassVar[str] = "R"
-    gamma: Unit = 1.0
-    """Discount per token."""
-    lam: Unit = 0.95
-    """Share of the longer-sighted estimate."""
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, on each token's reward."""
-    whiten: bool = True
-    """Whiten over all tokens of the step."""
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values"}) | (frozenset({"old", "ref"}) if self.beta else frozenset())
-
-    def __call__(self, samples: Samples) -> Tensor:
-        return samples.reward
-
-    def per_token(
-        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
-    ) -> list[Tensor]:
-        out = []
-        for part in parts:
-            rewards = torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
-            if self.beta:
-                rewards = rewards - self.beta * part.masked(part.signal("old") - part.signal("ref"))
-            values, keep = part.masked(part.signal("values").detach()), part.keep
-            scanned = gae(rewards[keep], values[keep], part.ids[keep], self.gamma, self.lam)
-            estimate = torch.zeros_like(values).masked_scatter(keep, scanned)
-            part.returns = estimate + values
-            out.append(estimate)
-        return whiten_tokens(out, parts, reduce) if self.whiten else out
 
 
 class Mssr(Advantage):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rlsys.algo import build
 from rlsys.algo.batch import Samples
+from rlsys.algo.gae import gae
 from rlsys.algo.reduction import alone
 from rlsys.algo.registry import TABLE
 from rlsys.algo.segments import discounted_suffix_sum, running_min
-from rlsys.algo.token_advantages import gae
 from rlsys.errors import UserError
 
 close = torch.testing.assert_close

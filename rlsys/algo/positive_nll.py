@@ -1,0 +1,44 @@
+"""Imitation of the policy's own successes, beside the policy's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import Figures, Loss, View
+from rlsys.algo.reduction import Reduce
+
+
+class PositiveNll(Loss):
+    """coefficient times the mean of -logp over the tokens of correct responses (VAPO's positive-example loss).
+
+    The mean is over the correct responses of the whole update, in the reducer's weights: with `token_mean` over their
+    tokens, as VAPO has it. NeMo-RL takes it over those of one micro-batch. Neither ratio nor correction acts on it.
+    """
+
+    paper: ClassVar[str] = "VAPO (arXiv 2504.05118), eq. 10; NeMo-RL positive_example_nll_weight"
+    evidence: ClassVar[str] = "R"
+    policy: ClassVar[bool] = False
+    coefficient: Annotated[float, Field(ge=0)] = 0.1
+    """Weight."""
+    correct: float = 0.5
+    """A response is correct when its reward is above this."""
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Tensor:
+        """What the correct responses of the update weigh, a scalar."""
+        weights = [p.masked(p.signal("weight") * self._correct(p)).double().sum() for p in parts]
+        return reduce(torch.stack(weights).sum())
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        batch = view.batch
+        share = self._correct(batch) * batch.denominator / torch.where(prepared > 0, prepared, 1.0)
+        return -self.coefficient * share.to(view.logp) * view.logp, {}
+
+    def _correct(self, part: Batch) -> Tensor:
+        """`[T]`, 0 or 1."""
+        return (part.signal("rewards") > self.correct).to(part.mu)
