@@ -34,13 +34,15 @@ def describe_arithmetic(config: Config) -> str:
     per_rank = n // (p.data_parallel * config.algo.minibatches)
     capacity = config.engine.count * config.engine.max_running_requests
     factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
+    updates = config.algo.minibatches * config.algo.epochs
     facts = [
         f"one step trains      {r.groups_per_step} groups x {r.group_size} samples = {n} samples",
         f"in flight            {config.slots} samples (over_provision {factor}), "
         f"{config.engine.count} engine(s) decode up to {capacity} at once",
         f"mode                 {mode(config)}",
         f"an optimizer update  {n // config.algo.minibatches} samples, {per_rank} on each of "
-        f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens",
+        f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens; "
+        f"{updates} update(s) a step",
         f"trainer ranks        {p.world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.data_parallel}; "
         f"experts ep {p.ep} x etp {p.expert_tp}",
         f"whole run            {config.trainer.steps} steps = {config.trainer.steps * n} samples, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -60,4 +60,7 @@ class AlgoSection(Section):
     group_reward: Spec | None = None
     """Rewards that are computed from all samples of a group."""
     minibatches: Positive = 1
-    """Optimizer updates per train step."""
+    """Optimizer updates of one pass over a train step's samples."""
+    epochs: Annotated[int, Field(gt=0, le=64)] = 1
+    """Passes over a train step's samples, each over the same mini-batches in the same order; epochs * minibatches
+    optimizer updates per train step. What ratios are taken against stays that of the start of the step."""

@@ -74,6 +74,9 @@ def _why_not_early(config: Config) -> str:
         f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
             config.algo.minibatches > 1
         ),
+        f"algo.epochs = {config.algo.epochs}: a further pass needs the step's samples once more; use 1": (
+            config.algo.epochs > 1
+        ),
         "parallel.overlap = true reduces the gradients in the last backward pass of each portion; use false": (
             config.parallel.overlap
         ),

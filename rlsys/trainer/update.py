@@ -63,7 +63,8 @@ def update(
     if plan.rows:  # else every group's rewards are equal: nothing to learn
         rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
         updates = shuffled(rest, trainer.config.algo.minibatches, (trainer.config.run.seed, step))
-        stats |= optimise(trainer, objective, plan, taken, updates, sums)
+        epochs = trainer.config.algo.epochs
+        stats |= optimise(trainer, objective, plan, taken, updates, sums, epochs)
     if later := objective.put_off(
         plan, groups, step
     ):  # a selector's rest of earlier steps, in an extra update
@@ -85,16 +86,19 @@ def optimise(
     taken: Taken,
     updates: Sequence[list[int]],
     sums: dict[str, Tensor],
+    epochs: int = 1,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
 
-    Adds to `sums`; returns the last update's figures.
+    Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
+    passes, only `now` is made again. Adds to `sums`; returns the last update's figures.
     """
     stats: dict[str, object] = {}
     batches = packed(trainer, objective, plan, taken, updates)
     t, skipped = trainer.config.trainer, 0
     lr = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
-    for i, (rows, batch) in enumerate(zip(updates or [[]], batches or [[]], strict=True)):
+    one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
+    for i, (rows, batch) in enumerate(one_pass * epochs):
         if i:
             rescore(batch, objective, trainer)
         objective.prepare(batch, trainer.sum_over_dp)

@@ -123,9 +123,14 @@ STATEFUL = (
     "algo.selectors=[{name: rorecomp, capacity: 8}]",
 )  # fmt: skip
 CRITIC = ("algo.advantage=gae", "algo.loss=[clip,value]")
+LONGER = (*STATEFUL, "algo.epochs=2", "algo.minibatches=2")
 
 
-@pytest.mark.parametrize("overrides", [STATEFUL, CRITIC], ids=["averages, records, replay", "value head"])
+@pytest.mark.parametrize(
+    "overrides",
+    [STATEFUL, CRITIC, LONGER],
+    ids=["averages, records, replay", "value head", "the first in two epochs"],
+)
 def test_an_objectives_state_is_restored_exactly(
     overrides: tuple[str, ...], start: Callable[..., Any]
 ) -> None:
@@ -139,6 +144,46 @@ def test_an_objectives_state_is_restored_exactly(
     again, fresh = start(*overrides)
     assert again.load_checkpoint(fresh) == 2
     assert update(again, fresh, taken) == expected
+
+
+EPOCHS = ("algo.epochs=2", "algo.minibatches=2", "algo.anchor=old")
+
+
+def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of two updates: a, b, a, b; `old` is that of the start of the step in all four, so the third moves
+    away from it; `now`, where somebody needs it, is scored again from the second update on."""
+    taken = cases.single_rewards(cases.recorded())
+    trainer, objective = start(*EPOCHS, "algo.corrections=[{name: tis, normalise: true}]")
+    seen: list[tuple[list[int], Tensor]] = []
+    passes, train_step, forward = 0, trainer.train_step, trainer.score
+
+    def step(batch: list[MicroBatch], *args: Any, **kwargs: Any) -> Any:
+        old = torch.cat([m.old for m in batch if m.old is not None])
+        seen.append(([int(r) for m in batch for r in m.rows], old.clone()))
+        return train_step(batch, *args, **kwargs)
+
+    def count(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*args)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "score", count)
+    twice = update(trainer, objective, taken)
+    (a, old_a), (b, old_b), (a2, old_a2), (b2, old_b2) = seen
+    assert a == a2 and b == b2 and not set(a) & set(b)
+    assert torch.equal(old_a, old_a2) and torch.equal(old_b, old_b2)
+    assert passes == 2  # one for each mini-batch, before the first update
+    trainer, objective = start(*EPOCHS[1:], "algo.corrections=[{name: tis, normalise: true}]")
+    once = update(trainer, objective, taken)
+    assert twice["drift_k3_age0"] > 1.5 * once["drift_k3_age0"] > 0  # further away from where it began
+    trainer, objective = start(*EPOCHS[:2], "algo.anchor=interpolated", "algo.loss=[m2po]")
+    forward, passes = trainer.score, 0
+    monkeypatch.setattr(trainer, "score", count)
+    update(trainer, objective, taken)
+    assert passes == 2 + 3
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +200,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 CLAIMS = {
     "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
+    "dars_b": "loss",
     "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean", "decoupled_ppo": "rejected_share",
     "dr_grpo": "loss", "dual_clip": "clip_share", "entropy": "loss", "exact_old": "rejected_share", "gae": "loss",
     "gapo": "loss", "gdpo": "loss", "grpo": "loss", "grpo_roc": "clip_share", "gspo": "clip_share",

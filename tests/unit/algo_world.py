@@ -160,7 +160,8 @@ def run(
     outcome = Outcome(0.0, {}, {}, {}, 0.0, 1.0, plan.rows)
     step = _Step(world, objective, reduce, share, outcome)
     updates = [rows for k in range(algo.minibatches) if (rows := plan.rows[k :: algo.minibatches])]
-    step.optimise(plan, updates, [cut(rows) for rows in updates], list(range(len(world.sequences))))
+    every = list(range(len(world.sequences)))
+    step.optimise(plan, updates, [cut(rows) for rows in updates], every, algo.epochs)
     if later := objective.put_off(plan, world.records(), world.samples.step):
         rows = [group.samples[0].sample_id for group, _ in later]
         advantages = torch.tensor([a for _, a in later], dtype=DOUBLE)
@@ -183,12 +184,17 @@ class _Step:
     outcome: Outcome
 
     def optimise(
-        self, plan: Plan, updates: list[list[int]], cuts: list[list[list[int]]], known: list[int]
+        self,
+        plan: Plan,
+        updates: list[list[int]],
+        cuts: list[list[list[int]]],
+        known: list[int],
+        epochs: int = 1,
     ) -> None:
         """An update for each list of rows of the plan's table, cut into parts. `known`: their rows in the world."""
         batches = [[self.part(rows, known) for rows in cut] for cut in cuts]
         self.objective.finish(plan, [part for batch in batches for part in batch], self.reduce)
-        for i, (batch, rows) in enumerate(zip(batches, updates, strict=True)):
+        for i, (batch, rows) in enumerate(list(zip(batches, updates, strict=True)) * epochs):
             if i:
                 self.rescore(batch, known)
             self.objective.prepare(batch, self.reduce)

@@ -44,6 +44,7 @@ def cases() -> dict[str, AlgoSection]:
     }
     found["several"] = {"anchor": "old", "selectors": ["d3s"], "hooks": ["vcpo"], **everything}
     found["two updates"] = {"anchor": "old", "minibatches": 2, "hooks": ["brorl"], **everything}
+    found["two epochs of two updates"] = {"anchor": "old", "minibatches": 2, "epochs": 2, **everything}
     normalised = {"corrections": [{"name": "tis", "normalise": True}]}
     found["two updates between mu and current"] = {"anchor": "interpolated", "minibatches": 2, **normalised}
     found[EXTRA] = {"selectors": [{"name": "rorecomp", "alpha": 0.5, "capacity": 4}], "minibatches": 2}

@@ -45,6 +45,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             [*EARLY, "algo.minibatches=2"],
             "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
         ),
+        ([*EARLY, "algo.epochs=2"], "algo.epochs = 2: a further pass needs the step's samples once more; use 1"),
         ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
         ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
