@@ -42,6 +42,7 @@ class Samples:
     counted: Tensor | None = (
         None  # [N] bool: not dropped by a `before` selector; None before these have acted
     )
+    kept: Tensor | None = None  # [N] bool: not dropped by any selector; None before all have acted
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
     kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
 

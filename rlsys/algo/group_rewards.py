@@ -67,7 +67,7 @@ class Dare(GroupReward):
     """Reward from the whole distribution of answers, with confident answers and rare ones lifted.
 
     For an answer y given n of M times with mean token uncertainty u: mass ~ n / (u + eps), normalised; answers below
-    `tau` drop out and the rest is normalised again; reward = mass + alpha (1 - n / M) (1 - u). u is the mean of
+    `tau` drop out, mass and M are taken anew of the rest; reward = mass + alpha (1 - n / M) (1 - u). u is the mean of
     -mu over the answer's responses, an estimate of their entropy from the engine's own log-probs, cut at 1. alpha and
     tau were not found in the paper.
     """
@@ -93,7 +93,8 @@ class Dare(GroupReward):
         }
         mass = _normalised({a: n / (doubt[a] + self.eps) for a, n in count.items()})
         mass = _normalised({a: m for a, m in mass.items() if m >= self.tau})
-        bonus = {a: self.alpha * (1 - n / len(responses)) * (1 - doubt[a]) for a, n in count.items()}
+        votes = sum(count[a] for a in mass)
+        bonus = {a: self.alpha * (1 - count[a] / votes) * (1 - doubt[a]) for a in mass}
         return {a: mass[a] + bonus[a] if a in mass else 0.0 for a in count}
 
     async def __call__(

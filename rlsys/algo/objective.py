@@ -194,13 +194,16 @@ class Objective:
         factors = torch.zeros(len(samples), device=factor.device).masked_scatter(
             plan.counted.to(factor.device), factor
         )
-        plan.advantages, plan.reduction = advantages, Reduction(factors, denominator)
+        mass = factors * samples.lengths.to(factors)
+        plan.advantages = advantages
         for selector in (s for s in self.selectors if not s.before):
             weight = selector(samples, advantages)
+            denominator *= selector.denominator_share(weight, mass, samples.step)
             if selector.defers:
                 put_off = (plan.weight != 0) & (weight == 0) & (advantages != 0)
                 plan.deferred += put_off.nonzero().flatten().tolist()
             plan.weight = plan.weight * weight
+        plan.reduction = Reduction(factors, denominator)
 
     def finish(self, plan: Plan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
@@ -211,6 +214,7 @@ class Objective:
         if plan.advantages is None:
             self._score(plan)
         assert plan.advantages is not None and plan.reduction is not None
+        plan.samples = replace(plan.samples, kept=plan.weight != 0)
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
         for part, advantages in zip(parts, tokens, strict=True):
             part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)

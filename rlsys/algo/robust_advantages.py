@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps, grpo
@@ -68,20 +68,18 @@ class Gapo(Advantage):
 class McGrpo(Advantage):
     """(R - median) / (MAD + eps) in odd groups of G + 1; the median sample drops out, the others count more for it.
 
-    The divisor is at least floor * mean |R - median|: with rewards of 0 and 1 the MAD is often 0, and dividing by eps
-    alone, as the reference does, gives a lone sample an advantage of 1000. The floor is ours; 0 turns it off.
     Non-zero advantages are multiplied by (G + 1) / (number of non-zero), which makes up for the zeros that the mean
-    over all samples counts: with `over: active` the reducer would do it a second time. Plan odd groups:
-    `planners: [mc_grpo]`.
+    over all samples counts: with `over: active` the reducer would do it a second time. With rewards of 0 and 1 the
+    MAD is 0 in every group, so that all mixed groups weigh the same, as in the authors' code. Their eps is 1e-3,
+    which makes each advantage a thousand times as large as eps = 1 does and leaves the size of a step to the clipping
+    of the gradient. Plan odd groups: `planners: [mc_grpo]`.
     """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
-    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
-    eps: Eps = 1e-3
+    evidence: ClassVar[str] = "R"
+    eps: Annotated[float, Field(gt=0)] = 1.0
     """Added to the MAD."""
-    floor: NonNegativeFloat = 0.5
-    """Smallest divisor as a share of the mean distance to the median."""
 
     def __call__(self, samples: Samples) -> Tensor:
         def group(rewards: Tensor) -> Tensor:
@@ -91,8 +89,7 @@ class McGrpo(Advantage):
                     f"mc_grpo needs groups of an odd number of samples, got {n}: rollout.group_size + 1"
                 )
             distance = rewards - middle(rewards.sort().values)
-            mad = middle(distance.abs().sort().values)
-            scaled = distance / torch.maximum(mad + self.eps, self.floor * distance.abs().mean())
+            scaled = distance / (middle(distance.abs().sort().values) + self.eps)
             return scaled * n / max(int((scaled != 0).sum()), 1)
 
         return by_group(group, samples.reward, samples.group_ids)
@@ -102,61 +99,82 @@ class Xrpo(Advantage):
     """GRPO, with more weight on correct samples that were unlikely: novelty-sharpened advantages.
 
     For correct samples, s = mean log-prob of the response, eta = exp(s - mean_g s):
-    A += min(max(lam (1 - eta), 0), kappa A). lam and kappa are a third party's; the paper's were not found.
+    A += min(max(lam (1 - eta), 0), kappa A). s is the engine's, under the prompt that it sampled from; what was drawn
+    behind solved problems (planner xrpo) would look likely by that. Such samples get no bonus, and are not in the
+    mean. lam and kappa are the paper's.
     """
 
     paper: ClassVar[str] = "XRPO, advantage sharpening"
     compares: ClassVar[bool] = True
-    evidence: ClassVar[str] = "N"
-    lam: NonNegativeFloat = 1.0
+    evidence: ClassVar[str] = "P"
+    lam: NonNegativeFloat = 2.5
     """Size of the bonus."""
-    kappa: NonNegativeFloat = 1.0
+    kappa: NonNegativeFloat = 0.5
     """Largest bonus as a share of the advantage."""
     correct: float = 0.5
     """A sample is correct when its reward is above this."""
 
+    def needs(self) -> frozenset[str]:
+        return frozenset({"transferred"})
+
     def __call__(self, samples: Samples) -> Tensor:
         base = grpo(samples.reward, samples.group_ids)
         score = samples.column("log_likelihood").to(base)
-        eta = (score - group_mean(score, samples.group_ids)).clamp(max=20).exp()
+        own = ~samples.column("transferred").bool()
+        index, sizes = group_index(samples.group_ids)
+        total = sum_by(torch.where(own, score, 0.0).double(), index, len(sizes))
+        mean = total / sum_by(own.double(), index, len(sizes)).clamp(min=1)
+        eta = (score - mean[index].to(score)).clamp(max=20).exp()
         bonus = torch.minimum((self.lam * (1 - eta)).clamp(min=0), self.kappa * base.clamp(min=0))
-        return torch.where(samples.reward > self.correct, base + bonus, base)
+        return torch.where((samples.reward > self.correct) & own, base + bonus, base)
 
 
 class PuzzleCraft(Advantage):
     """(R - mean) times a group weight that is largest for prompts of medium difficulty with diverse answers.
 
-    w = lam d (1 - d) delta^gamma; d = mean reward; delta = entropy of the answers over log n ("entropy", for
-    choices) or (distinct answers - 1) / (n - 1) ("distinct", for structured answers).
+    w = lam d (1 - d) delta^gamma; d = mean reward; delta = entropy of the chosen options over log K, K the number of
+    options of a problem ("entropy": for choices; responses without an answer chose none), or (distinct answers - 1)
+    / (n - 1) ("distinct": for structured answers).
     """
 
     paper: ClassVar[str] = "PuzzleCraft: exploration-aware curriculum"
     compares: ClassVar[bool] = True
     evidence: ClassVar[str] = "P"
     lam: NonNegativeFloat = 4.0
-    """Weight of a group of reward 1/2 with all answers different."""
+    """Weight of a group of reward 1/2 with the most diverse answers."""
     gamma: NonNegativeFloat = 0.5
     """How much diversity counts."""
     diversity: Literal["entropy", "distinct"] = "distinct"
     """How it is measured."""
+    options: Annotated[int, Field(ge=2)] | None = None
+    """K of "entropy", the number of options that a problem has."""
+
+    @model_validator(mode="after")
+    def _options(self) -> Self:
+        if (self.options is None) == (self.diversity == "entropy"):
+            wanted = "needs the number of options of a problem" if self.options is None else "has no options"
+            raise ValueError(f"diversity = {self.diversity} {wanted}, here options = {self.options}")
+        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"answers"})
 
     def __call__(self, samples: Samples) -> Tensor:
         mean = group_mean(samples.reward, samples.group_ids)
-        delta = by_group(self._diversity, samples.column("answers").to(mean.dtype), samples.group_ids)
+        measure = self._distinct if self.options is None else self._entropy
+        delta = by_group(measure, samples.column("answers").to(mean.dtype), samples.group_ids)
         return (samples.reward - mean) * self.lam * mean * (1 - mean) * delta**self.gamma
 
-    def _diversity(self, answers: Tensor) -> Tensor:
+    def _distinct(self, answers: Tensor) -> Tensor:
         n = len(answers)
-        _, counts = torch.unique(answers, return_counts=True)
-        if n == 1:
-            return torch.zeros_like(answers)
-        if self.diversity == "distinct":
-            return torch.full_like(answers, (len(counts) - 1) / (n - 1))
-        p = counts.to(answers.dtype) / n
-        return (-(p * p.log()).sum() / math.log(n)).expand(n)
+        return torch.full_like(answers, (len(torch.unique(answers)) - 1) / max(n - 1, 1))
+
+    def _entropy(self, answers: Tensor) -> Tensor:
+        assert self.options is not None
+        _, counts = torch.unique(answers[answers >= 0], return_counts=True)
+        p = counts.double() / max(int(counts.sum()), 1)
+        delta = min(1.0, float(-(p * p.log()).sum()) / math.log(self.options))
+        return torch.full_like(answers, max(delta, 0.0))
 
 
 class OutcomeExploration(Advantage):

@@ -39,6 +39,14 @@ class Selector(Plugin):
         """Weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
         return torch.ones(len(samples), device=samples.rewards.device)
 
+    def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
+        """Share of the denominator that is left: `weight` `[N]` of samples, `mass` `[N]`: what each counts in it."""
+        return 1.0
+
+    def size_of(self, group: int) -> int | None:
+        """Of a `before` selector: samples left of a group of so many; None when that depends on the group."""
+        return None
+
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         """Weight of each token, `[T]` per packed batch of this rank; None for all of them."""
         return None
@@ -71,6 +79,10 @@ class D3S(Selector):
     Over the whole step: the subset of a share of the samples with the largest variance of advantages; then the
     share of tokens with the largest |A_t| H_t, H the entropy. Both shares grow linearly over `steps`. The paper's
     schedule was not found; these values are ours.
+
+    The loss is the mean over what is kept: the denominator shrinks by the share of it that the kept samples have, and
+    by the share of tokens. So a selection makes gradients larger, as in the paper. With `denominator: all` it makes
+    them smaller, and the growing shares act like a rise of the learning rate.
     """
 
     paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
@@ -85,6 +97,8 @@ class D3S(Selector):
     """Share of tokens after `steps`."""
     steps: Annotated[int, Field(gt=0)] = 100
     """Train steps over which the shares grow."""
+    denominator: Literal["kept", "all"] = "kept"
+    """What the loss is a mean over: the samples and tokens that are kept, or all of the step."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"}) if min(self.tokens_start, self.tokens_end) < 1 else frozenset()
@@ -98,6 +112,12 @@ class D3S(Selector):
         count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
         return widest_subset(advantages, count).to(advantages)
 
+    def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
+        if self.denominator == "all" or not mass.any():
+            return 1.0
+        kept = float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
+        return kept * self._share(self.tokens_start, self.tokens_end, step)
+
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         share = self._share(self.tokens_start, self.tokens_end, samples.step)
         if share >= 1:
@@ -105,17 +125,17 @@ class D3S(Selector):
         scores = [
             part.masked(part.signal("advantages").abs() * part.signal("entropy").detach()) for part in parts
         ]
-        trained = [s[p.keep & (p.signal("weight") != 0)] for s, p in zip(scores, parts, strict=True)]
-        sizes = torch.stack(
-            [torch.tensor([float(len(t)), 0.0], dtype=torch.float64, device=t.device) for t in trained]
-        )
-        count = float(reduce(sizes.sum(0))[0])
-        largest = _largest(trained, reduce)
+        positive = [s[(s > 0) & (p.signal("weight") != 0)] for s, p in zip(scores, parts, strict=True)]
+        device = positive[0].device if positive else torch.device("cpu")
+        found = torch.tensor([float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device)
+        wanted = share * float(samples.lengths[samples.column("kept")].sum())
+        dropped = max(0.0, float(reduce(found)[0]) - wanted)
+        largest = _largest(positive, reduce)
 
         def holds(edges: Tensor, counts: Tensor, _sums: Tensor) -> Tensor:
-            return counts <= (1 - share) * count
+            return counts <= dropped
 
-        cut = threshold(trained, holds, 0.0, largest, reduce)
+        cut = threshold(positive, holds, 0.0, largest, reduce)
         return [(s > cut).to(s) for s in scores]
 
 
@@ -158,6 +178,9 @@ class GrpoRoc(Selector):
     def needs(self) -> frozenset[str]:
         return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()
 
+    def size_of(self, group: int) -> int:
+        return max(1, round(self.keep * group))
+
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         penalty = (
             samples.lengths.double() if self.penalty == "length" else samples.column("tool_penalty").double()
@@ -169,7 +192,7 @@ class GrpoRoc(Selector):
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
             won, lost = members[success[members]], members[~success[members]]
-            total = max(1, round(self.keep * len(members)))
+            total = self.size_of(len(members))
             good = self._successes(len(won), len(lost), total)
             for chosen, count in ((won, good), (lost, total - good)):
                 out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
@@ -225,12 +248,15 @@ class Thin(Selector):
     seed: Seed = 0
     """Of the draw."""
 
+    def size_of(self, group: int) -> int:
+        return max(1, round(self.keep * group))
+
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
         draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
-            out[members[torch.argsort(draw[members])[: max(1, round(self.keep * len(members)))]]] = 1.0
+            out[members[torch.argsort(draw[members])[: self.size_of(len(members))]]] = 1.0
         return out.to(samples.rewards.device)
 
 

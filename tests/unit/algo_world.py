@@ -86,7 +86,7 @@ class World:
             answers=torch.randint(0, 3, (count,), generator=g),
             log_likelihood=randn(count),
             tool_penalty=torch.rand(count, generator=g, dtype=DOUBLE),
-            transferred=torch.rand(count, generator=g) > 0.7,
+            transferred=torch.rand(count, generator=g) > 0.8,
         )
 
     def _sequence(self, n: int, randn: Callable[[int], Tensor], g: torch.Generator) -> dict[str, Tensor]:

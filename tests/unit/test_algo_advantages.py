@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algo import build
+from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.gae import gae
 from rlsys.algo.reduction import alone
@@ -75,16 +77,19 @@ def test_gapo_is_not_moved_by_an_outlier() -> None:
 
 
 def test_mc_grpo_by_hand() -> None:
-    """0, 1, 2, 4, 9: median 2, distances 2, 1, 0, 2, 7, MAD 2, mean 2.4, half of which is less; times 5/4."""
+    """0, 1, 2, 4, 9: median 2, distances 2, 1, 0, 2, 7, MAD 2; times 5/4."""
     got = build("advantage", "mc_grpo")(table([0, 1, 2, 4, 9], [0] * 5))
-    close(got, vector(-2, -1, 0, 2, 7) / 2.001 * 1.25)
+    close(got, vector(-2, -1, 0, 2, 7) / 3 * 1.25)
 
 
-def test_mc_grpo_bounds_a_lone_sample() -> None:
-    """0 0 0 0 1: MAD 0; mean distance 1/5, half of it divides: 10, times 5/1. Without a floor: 1000 times 5."""
-    samples = table([0, 0, 0, 0, 1], [0] * 5)
-    close(build("advantage", "mc_grpo")(samples), vector(0, 0, 0, 0, 50))
-    close(build("advantage", "mc_grpo", floor=0.0)(samples), vector(0, 0, 0, 0, 5000))
+def test_mc_grpo_weighs_all_groups_of_zeros_and_ones_alike() -> None:
+    """The MAD is 0 in each: a lone success of 5 or of 33 gets its group's size, k of n get n / k. The authors'
+    eps gives a thousand times as much."""
+    for n, k in ((5, 1), (5, 2), (9, 4), (33, 1)):
+        samples = table([1] * k + [0] * (n - k), [0] * n)
+        got = build("advantage", "mc_grpo")(samples)
+        close(got, vector(*[n / k] * k, *[0] * (n - k)))
+        close(build("advantage", "mc_grpo", eps=1e-3)(samples), 1000 * got)
 
 
 def test_mc_grpo_refuses_even_groups() -> None:
@@ -95,30 +100,50 @@ def test_mc_grpo_refuses_even_groups() -> None:
 def test_xrpo_by_hand() -> None:
     """Rewards 1, 1, 0: GRPO gives 1/sqrt 3, 1/sqrt 3, -2/sqrt 3. Scores -2, -1, -3, mean -2: eta 1, e, 1/e.
     The first gets min(lam (1 - 1), ..) = 0, the second nothing (eta > 1); with score -4 it gets the full bonus."""
-    base = 1 / math.sqrt(3)
+    base, none = 1 / math.sqrt(3), torch.zeros(3, dtype=torch.bool)
     xrpo = build("advantage", "xrpo")
-    likely = table([1, 1, 0], [0] * 3, log_likelihood=vector(-2, -1, -3))
+    assert (xrpo.lam, xrpo.kappa) == (2.5, 0.5)
+    likely = table([1, 1, 0], [0] * 3, log_likelihood=vector(-2, -1, -3), transferred=none)
     close(xrpo(likely), vector(base, base, -2 * base), atol=1e-5, rtol=0)
-    rare = table([1, 1, 0], [0] * 3, log_likelihood=vector(-1, -4, -1))
-    close(xrpo(rare), vector(base, 2 * base, -2 * base), atol=1e-5, rtol=0)  # 1 - e^-2 = 0.86 > kappa A
-    close(
-        build("advantage", "xrpo", lam=0.1)(rare)[1],
-        vector(base + 0.1 * (1 - math.exp(-2)))[0],
-        atol=1e-5,
-        rtol=0,
-    )
+    rare = table([1, 1, 0], [0] * 3, log_likelihood=vector(-1, -4, -1), transferred=none)
+    close(xrpo(rare), vector(base, 1.5 * base, -2 * base), atol=1e-5, rtol=0)  # 2.5 (1 - e^-2) > kappa A
+    little = build("advantage", "xrpo", lam=0.1)(rare)
+    close(little[1], vector(base + 0.1 * (1 - math.exp(-2)))[0], atol=1e-5, rtol=0)
+
+
+def test_xrpo_finds_nothing_new_in_what_solved_problems_before_the_prompt_made_likely() -> None:
+    """The seeded success (-0.1) takes no part: mean of the others -4, so that -6 is new and gets its bonus. With it
+    in the mean, -2.7, the success at -3 would have been new as well."""
+    base = grpo(torch.tensor([1, 1, 0, 1.0], dtype=torch.float64), torch.zeros(4, dtype=torch.long))
+    seeded = torch.tensor([False, False, False, True])
+    samples = table([1, 1, 0, 1], [0] * 4, log_likelihood=vector(-6, -3, -3, -0.1), transferred=seeded)
+    close(build("advantage", "xrpo")(samples), base * vector(1.5, 1, 1, 1), atol=1e-9, rtol=0)
 
 
 def test_puzzlecraft_by_hand() -> None:
-    """Mean 1/4: A = 3/4, -1/4 ..; 4 d (1 - d) = 3/4; three distinct answers of four: delta = 2/3."""
+    """Mean 1/4: A = 3/4, -1/4 ..; 4 d (1 - d) = 3/4; three distinct answers of four: delta = 2/3. As choices of
+    K = 8 options: entropy 1.5 bits of 3; one without an answer chose none of them."""
     samples = table([1, 0, 0, 0], [0] * 4, answers=torch.tensor([1, 2, 2, 3]))
-    close(
-        build("advantage", "puzzlecraft")(samples),
-        vector(0.75, -0.25, -0.25, -0.25) * 0.75 * math.sqrt(2 / 3),
-    )
-    entropy = (0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(4)
-    got = build("advantage", "puzzlecraft", diversity="entropy")(samples)
-    close(got, vector(0.75, -0.25, -0.25, -0.25) * 0.75 * math.sqrt(entropy))
+    weighed = vector(0.75, -0.25, -0.25, -0.25) * 0.75
+    close(build("advantage", "puzzlecraft")(samples), weighed * math.sqrt(2 / 3))
+    choices = build("advantage", "puzzlecraft", diversity="entropy", options=8)
+    close(choices(samples), weighed * math.sqrt(1.5 / 3))
+    some = table([1, 0, 0, 0], [0] * 4, answers=torch.tensor([1, 2, -1, -1]))
+    close(choices(some), weighed * math.sqrt(1 / 3))
+    for same in (torch.full((4,), -1), torch.full((4,), 3)):
+        close(choices(table([1, 0, 0, 0], [0] * 4, answers=same)), weighed * 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"diversity": "entropy"}, "diversity = entropy needs the number of options of a problem"),
+        ({"options": 4}, "diversity = distinct has no options, here options = 4"),
+    ],
+)
+def test_puzzlecraft_is_told_how_many_options_there_are(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        build("advantage", "puzzlecraft", **params)
 
 
 def test_outcome_exploration_by_hand() -> None:
@@ -267,6 +292,7 @@ def columns(n: int) -> dict[str, torch.Tensor]:
         "prompt_index": torch.arange(n) // 3,
         "answers": torch.arange(n) % 2,
         "log_likelihood": torch.linspace(-2, -1, n, dtype=DOUBLE),
+        "transferred": torch.zeros(n, dtype=torch.bool),
         "log_weight": torch.linspace(-1, 1, n, dtype=DOUBLE),
     }
 

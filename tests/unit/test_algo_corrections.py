@@ -199,12 +199,16 @@ def test_widest_subset_equals_trying_all() -> None:
 
 def test_d3s_by_hand() -> None:
     """Half of the samples: the ends -3 and 3. Half of the tokens: the largest |A| H of those trained."""
-    samples = table([0, 0, 0, 0], [0] * 4)
+    samples = table([0, 0, 0, 0], [0] * 4, [2, 7, 7, 2])
     plugin = build("selector", "d3s", tokens_start=0.5)
-    assert plugin(samples, vector(-3, 1, 0, 3)).tolist() == [1, 0, 0, 1]
-    batch = packed([4], advantages=[1, -2, 1, 1], entropy=[0.1, 0.2, 0.3, 9], weight=[1.0, 1, 1, 0])
-    (got,) = plugin.per_token([batch], samples, alone)
-    assert (got * batch.weight).tolist() == [0, 1, 1, 0]  # scores 0.1, 0.4, 0.3; a third of three rounds up
+    weight = plugin(samples, vector(-3, 1, 0, 3))
+    assert weight.tolist() == [1, 0, 0, 1]
+    batch = packed([2, 2], advantages=[1, -2, 1, 1], entropy=[0.1, 0.2, 0.3, 9], weight=[1.0, 1, 1, 0])
+    (got,) = plugin.per_token([batch], replace(samples, kept=weight > 0), alone)
+    assert (got * batch.weight).tolist() == [0, 1, 1, 0]  # scores 0.1, 0.4, 0.3; two of the four tokens
+    assert plugin.denominator_share(weight, samples.lengths.double(), 0) == 4 / 18 * 0.5
+    everything = build("selector", "d3s", denominator="all")
+    assert everything.denominator_share(weight, samples.lengths.double(), 0) == 1
 
 
 def test_d3s_relaxes_with_time() -> None:

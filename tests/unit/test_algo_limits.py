@@ -53,7 +53,7 @@ def test_mc_grpo_over_all_is_grpo_over_the_active_where_mad_and_deviation_agree(
     """Rewards 0 1 2: median = mean, MAD = std = 1. What the median drops, the scale 3 / 2 makes up for."""
     world = World(groups=4, size=3)
     world.samples = replace(world.samples, rewards=torch.tensor([0.0, 1.0, 2.0] * 4, dtype=DOUBLE))
-    robust = section(advantage={"name": "mc_grpo", "eps": 0.0}, reducer="sequence_mean")
+    robust = section(advantage={"name": "mc_grpo", "eps": 1e-12}, reducer="sequence_mean")
     plain = section(
         advantage={"name": "grpo", "eps": 0.0}, reducer={"name": "sequence_mean", "over": "active"}
     )
@@ -155,7 +155,12 @@ def flat(reward: float, **shape: int) -> World:
 def test_rewards_of_float32_that_are_equal_have_no_advantage_at_all(advantage: str, reward: float) -> None:
     """A mean that is off by a rounding error, over a deviation of the same, would be an advantage of 0.2."""
     for n in (3, 7, 33):
-        samples = table([reward] * n, [0] * n, log_likelihood=torch.linspace(-2, -1, n))
+        samples = table(
+            [reward] * n,
+            [0] * n,
+            log_likelihood=torch.linspace(-2, -1, n),
+            transferred=torch.zeros(n, dtype=torch.bool),
+        )
         weighted = replace(samples, rewards=samples.rewards.float(), log_weight=torch.linspace(-1, 1, n))
         assert not build("advantage", advantage)(weighted).any()
 

@@ -133,18 +133,18 @@ def test_over_active_of_late_advantages_is_known_with_them() -> None:
 def test_mc_grpo_makes_up_for_its_median_once() -> None:
     """0 1 2: (R - 1) / (1 + eps) times 3 / 2. The mean over all three samples is that of two without the factor."""
     samples = table([0, 1, 2], [0, 0, 0], [4, 4, 4])
-    objective = Objective(section(advantage={"name": "mc_grpo", "eps": 0.0}, reducer="sequence_mean"))
+    objective = Objective(section(advantage={"name": "mc_grpo", "eps": 1e-12}, reducer="sequence_mean"))
     plan = objective.plan(samples)
     assert plan.rows == [0, 2]
     assert plan.advantages is not None
-    assert plan.advantages[plan.rows].tolist() == [-1.5, 1.5]
+    assert plan.advantages[plan.rows].tolist() == pytest.approx([-1.5, 1.5])
     assert plan.denominator == 3  # 1.5 / 3 = 1 / 2
 
 
 def test_selection_and_rejection_leave_the_denominator() -> None:
     world = World()
     plain = run(world, section(), whole)
-    d3s = {"name": "d3s", "samples_start": 0.3, "tokens_start": 0.3}
+    d3s = {"name": "d3s", "samples_start": 0.3, "tokens_start": 0.3, "denominator": "all"}
     picked = run(world, section(selectors=[d3s]), whole)
     masked = run(
         world, section(anchor="old", corrections=[{"name": "icepop", "low": 0.9, "high": 1.1}]), whole
@@ -152,6 +152,34 @@ def test_selection_and_rejection_leave_the_denominator() -> None:
     assert picked.denominator == masked.denominator == plain.denominator
     assert len(picked.rows) < len(plain.rows)
     assert masked.metrics["rejected_share"] > 0.1
+
+
+@pytest.mark.parametrize("reducer", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("loss", [["clip"], ["clip", "kl"]])
+def test_d3s_is_a_mean_over_what_it_keeps_so_that_a_selection_makes_gradients_larger(
+    reducer: str, loss: list[str]
+) -> None:
+    """Sum of |weight A| / denominator: the mean |A| of what is trained. Which samples are packed (all, with a KL
+    term) does not change what is kept, nor the denominator."""
+    world = World(groups=8, size=8)
+
+    def size(**fields: object) -> tuple[float, float, int]:
+        objective = Objective(section(reducer=reducer, loss=loss, anchor="old", **fields))
+        plan = objective.plan(world.samples)
+        part = world.part(plan.rows)
+        objective.finish(plan, [part])
+        assert part.weight is not None and part.advantages is not None
+        active = part.weight * part.advantages
+        return float(active.abs().sum()) / plan.denominator, plan.denominator, int((active != 0).sum())
+
+    d3s = {"name": "d3s", "samples_start": 0.5, "tokens_start": 0.2}
+    plain, denominator, _ = size()
+    kept, less, tokens = size(selectors=[d3s])
+    assert less < 0.2 * denominator
+    assert kept > plain
+    assert kept == pytest.approx(1.2, rel=0.3)  # of advantages around 1
+    samples = world.samples
+    assert tokens == pytest.approx(0.2 * 0.5 * float(samples.lengths.sum()), rel=0.2)
 
 
 def test_what_a_before_selector_drops_was_never_there() -> None:

@@ -247,8 +247,17 @@ def test_dare_by_hand() -> None:
     responses = [*answers("a", "a", "a", mu=-0.5), *answers("b", mu=-0.25)]
     got = reward("dare", responses, eps=1e-9)
     assert got == pytest.approx([0.6 + 0.0125] * 3 + [0.4 + 0.05625])
-    assert reward("dare", responses, eps=1e-9, tau=0.45) == pytest.approx([1 + 0.0125] * 3 + [0.0])
+    assert reward("dare", responses, eps=1e-9, tau=0.45) == pytest.approx([1.0] * 3 + [0.0])
     assert reward("dare", answers(None)) == [0]
+
+
+def test_dare_counts_only_answers_that_were_not_pruned_by_hand() -> None:
+    """6 "a" and 6 "b" with u = 0.2, four junk answers once each with u = 0.9: these fall below tau. Of the rest a and
+    b have half the mass and half of 12 votes: 0.5 + 0.5 (1/2) 0.8 = 0.7. Of 16 votes it would have been 0.75."""
+    sure = [*answers(*"aaaaaa", *"bbbbbb", mu=-0.2)]
+    junk = [Response("", a, [-0.9]) for a in "cdef"]
+    got = reward("dare", [*sure, *junk], alpha=0.5)
+    assert got == pytest.approx([0.7] * 12 + [0.0] * 4)
 
 
 def test_fapo_by_hand() -> None:
