@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.algo.allocation import Xrpo
-from rlsys.algo.hooks import Hook
+from rlsys.algo.hooks import BatchScaling, Hook
 from rlsys.algo.losses import Gspo
 from rlsys.algo.objective import ANCHOR_NEEDS, Objective
-from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, largest_size, start_size
+from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
 from rlsys.algo.registry import SECTION_KINDS, make_all
 from rlsys.algo.robust_advantages import McGrpo
+from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.algo_section import AlgoSection
 from rlsys.config import Config
@@ -41,6 +42,7 @@ def check(config: Config) -> None:
     _check_sequence_ratio(made)
     _check_average(config.algo.anchor, made)
     _check_groups(config, made)
+    _check_batch_scaling(config, made)
     _check_judge(config)
     _check_overlong(config, made)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
@@ -205,16 +207,48 @@ def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
             raise UserError(
                 f"{said}, but algo.planners[{filtering[0]}] (Dapo) drops groups of equal rewards; use group_size >= 2"
             )
-    if isinstance(advantage, McGrpo) and start % 2 == 0:
-        raise UserError(
-            f"{said} makes groups of {start}, but algo.advantage (McGrpo) needs an odd number of samples; use "
-            "algo.planners = [mc_grpo]"
-        )
+    if isinstance(advantage, McGrpo):
+        _check_odd(start, said, planners, made["selectors"])
     for i, planner in enumerate(planners):
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest} leaves no room: groups "
                 f"start with {start} samples ({said})"
+            )
+
+
+def _check_odd(size: int, said: str, planners: Sequence[Planner], selectors: Sequence[Selector]) -> None:
+    """The median needs an odd number of samples, of every group that gets to it. `size`: what groups start with."""
+    needs = "algo.advantage (McGrpo) needs an odd number of samples"
+    if size % 2 == 0:
+        raise UserError(f"{said} makes groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
+    for i, planner in enumerate(planners):
+        if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector gives the size back
+            raise UserError(
+                f"algo.planners[{i}] ({type(planner).__name__}) lets groups of {size} grow to any size up to "
+                f"{planner.limit(size)}, but {needs}; use another advantage, as dr_grpo"
+            )
+    for i, selector in enumerate(selectors):
+        left = selector.size_of(size)
+        if left is not None and left % 2 == 0:
+            raise UserError(
+                f"algo.selectors[{i}] ({type(selector).__name__}) leaves {left} of groups of {size}, but {needs}; "
+                "choose `keep` so that an odd number stays"
+            )
+        size = size if left is None else left
+
+
+def _check_batch_scaling(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
+    """A learning rate that is scaled by the batch, by exactly 1."""
+    size, planners = config.rollout.group_size, made["planners"]
+    start = start_size(planners, size)
+    batch = config.rollout.groups_per_step * start / config.algo.minibatches
+    for i, hook in enumerate(made["hooks"]):
+        if isinstance(hook, BatchScaling) and batch == hook.samples and largest_size(planners, size) == start:
+            raise UserError(
+                f"algo.hooks[{i}] (BatchScaling).samples = {hook.samples} is what an update has "
+                f"({config.rollout.groups_per_step} groups of {start} over {config.algo.minibatches} mini-batches), "
+                "so that the factor of the learning rate is 1; raise the batch, or leave the hook out"
             )
 
 

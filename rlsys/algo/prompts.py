@@ -57,6 +57,25 @@ class InOrder(PromptChooser):
     evidence: ClassVar[str] = "own"
 
 
+class Pool(PromptChooser):
+    """The first `size` prompts of the source, in an order drawn anew for each round: all of them before one comes
+    again. For what keeps a record of each prompt (mssr), where the source has no end."""
+
+    evidence: ClassVar[str] = "own"
+    size: Annotated[int, Field(gt=0, le=2**20)] = 1024
+    """Prompts in the pool."""
+    seed: int = 0
+    """Of the order."""
+    _order: tuple[int, list[int]] = PrivateAttr(default=(-1, []))
+    """The last round that was asked for."""
+
+    def index(self, group_id: int) -> int:
+        number, place = divmod(group_id, self.size)
+        if self._order[0] != number:
+            self._order = number, stream("pool", self.seed, number).permutation(self.size).tolist()
+        return self._order[1][place]
+
+
 def stream(*parts: object) -> np.random.Generator:
     """Random numbers that depend on these parts alone, in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

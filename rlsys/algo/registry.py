@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, str]] = {
 TABLE: dict[str, dict[str, str]] = {
     "prompt": {
         "in_order": "rlsys.algo.prompts:InOrder",
+        "pool": "rlsys.algo.prompts:Pool",
         "vade": "rlsys.algo.prompts:Vade",
         "prompt_augmentation": "rlsys.algo.prompts:PromptAugmentation",
     },

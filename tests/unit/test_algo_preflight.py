@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.algo.planners import start_size
 from rlsys.algo.preflight import check, notes
+from rlsys.algo.registry import make_all
 from rlsys.config import load_config
 from rlsys.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EARLY = ("trainer.early_backward=true", "launch.placement=disaggregated")
+ROC = "{name: grpo_roc, penalty: length}"
 RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
 
 
@@ -98,6 +101,21 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             r"rollout.group_size = 1, but algo.planners\[0\] \(Dapo\) drops groups of equal rewards",
         ),
         (["algo.advantage=mc_grpo"], "rollout.group_size = 8 makes groups of 8, .* needs an odd number"),
+        *[
+            (
+                ["algo.advantage=mc_grpo", f"algo.planners=[mc_grpo, {{name: {name}, largest: 32}}]"],
+                rf"algo.planners\[1\] \({made}\) lets groups of 9 grow to any size up to 32, .* an odd number",
+            )
+            for name, made in (("dars", "Dars"), ("xrpo", "Xrpo"))
+        ],
+        (
+            ["algo.advantage=mc_grpo", "algo.planners=[grpo_roc, mc_grpo]", f"algo.selectors=[{ROC}]"],
+            r"algo.selectors\[0\] \(GrpoRoc\) leaves 8 of groups of 17, .* an odd number of samples",
+        ),
+        (
+            ["algo.hooks=[{name: brorl, samples: 128}]"],
+            r"algo.hooks\[0\] \(BatchScaling\).samples = 128 is what an update has \(16 groups of 8 over 1 mini",
+        ),
         (
             ["algo.planners=[{name: dars, largest: 4}]"],
             r"algo.planners\[0\] \(Dars\).largest = 4 leaves no room: groups start with 8",
@@ -125,3 +143,28 @@ def test_a_method_known_from_an_abstract_alone_says_so() -> None:
     assert note.startswith("algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ ")
     assert "\n" not in note
     assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo.planners=[grpo_roc, mc_grpo]", "algo.selectors=[{name: grpo_roc, penalty: length, keep: 0.53}]"],
+        [
+            "algo.planners=[mc_grpo, lens]", "algo.selectors=[lens]", "algo.corrections=[lens]",
+            "engine.reference=own",
+        ],
+    ],
+)  # fmt: skip
+def test_groups_that_stay_odd_have_a_median(overrides: list[str]) -> None:
+    check(load_config(CONFIGS / "quickstart.yaml", ["algo.advantage=mc_grpo", *overrides]))
+
+
+def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_for() -> None:
+    config = load_config(CONFIGS / "algorithms" / "brorl.yaml")
+    made = make_all(config.algo)
+    start = start_size(made["planners"], config.rollout.group_size)
+    quickstart = load_config(CONFIGS / "quickstart.yaml")
+    assert made["hooks"][0].samples == quickstart.samples_per_step == 128
+    size = config.rollout.groups_per_step * start / config.algo.minibatches
+    assert made["hooks"][0].lr_factor(None, [], size) > 1.4
+    assert config.rollout.groups_per_step < quickstart.rollout.groups_per_step

@@ -162,6 +162,15 @@ def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:
 # -- prompt choice -------------------------------------------------------------------------------------------
 
 
+def test_a_pool_gives_each_prompt_once_a_round_in_another_order_each_time() -> None:
+    pool = build("prompt", "pool", size=7, seed=1)
+    rounds = [[pool.index(7 * r + i) for i in range(7)] for r in range(3)]
+    assert all(sorted(found) == list(range(7)) for found in rounds)
+    assert rounds[0] != rounds[1] != rounds[2]
+    again = build("prompt", "pool", size=7, seed=1)
+    assert [again.index(g) for g in (20, 3, 9)] == [rounds[2][6], rounds[0][3], rounds[1][2]]
+
+
 def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() -> None:
     one, other = build("prompt", "vade", pool=6), build("prompt", "vade", pool=6)
     drawn = [one.index(g) for g in range(6)]
