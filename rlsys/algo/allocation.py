@@ -1,9 +1,10 @@
-"""XRPO's planner: further samples where they tell most, and a solved problem where nobody succeeds. No torch."""
+"""XRPO's planner: further samples where they tell most, and solved problems where nobody succeeds. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist, stdev
 from typing import Annotated, Any, ClassVar
 
@@ -13,12 +14,14 @@ from rlsys.algo.planners import (
     Accept,
     Decision,
     GroupLimit,
+    Hold,
     More,
     Planner,
     PositiveInt,
     rewards_of,
     success_rate,
 )
+from rlsys.algo.similarity import most_alike
 from rlsys.types import Sample, SampleGroup, Status
 
 
@@ -35,42 +38,61 @@ def student_quantile(p: float, freedom: int) -> float:
     return z + first / f + second / f**2 + third / f**3
 
 
+@dataclass(frozen=True)
+class Member:
+    """A group that waits for its round to close. `new`: it has not been in a round before."""
+
+    rewards: list[float]
+    room: int
+    new: bool
+
+
 class Xrpo(Planner):
-    """More samples where they shrink the uncertainty of the mean reward most, in rounds.
+    """More samples where they shrink the uncertainty of the mean reward most, allotted in closed rounds.
 
-    h = t(1 - alpha/2, n - 1) s / sqrt(n), half the confidence interval of the group's mean reward. The score of
-    `round` more samples is h's expected drop plus an exploration bonus c sqrt(ln(groups seen) / n). A group gets a
-    round when its score is among the top `share` of recent ones. The bonus, the sizes and the threshold against
-    recent groups (the paper allots in a closed round) are our reading.
+    h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward, T the samples
+    of all groups of a round. Groups that are done wait until `groups` new ones are together, or until nothing else
+    runs; those of the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) get `samples` more, `share` of the new
+    groups in the mean. They are in a later round again. A group in which every sample succeeds gets none: there is
+    nothing left to find out. The paper closes its rounds over a step's batch, in three phases; the sizes are ours.
 
-    Seeding: a group without any success gets a round of samples that see solved problems first, as earlier turns of
-    the chat, and are trained on the plain prompt. Which problems and how many are our reading, too.
+    Seeding: a group without any success gets samples that see solved problems first, as earlier turns of the chat,
+    and are trained on the plain prompt. The paper takes the two nearest by an embedding of the problems. Here they
+    are the nearest by TF-IDF cosine of the prompts' tokens, among the `memory` that were solved last.
     """
 
     paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
     evidence: ClassVar[str] = "P"
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """1 minus the confidence of the interval."""
-    round: PositiveInt = 4
-    """Samples of one round."""
+    groups: PositiveInt = 8
+    """New groups that close a round."""
+    samples: PositiveInt = 4
+    """Further samples of a group that gets some."""
     largest: GroupLimit = 32
     """Most samples of a group."""
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of groups that get a further round."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Groups of a round that get further samples, per new group."""
     bonus: Annotated[float, Field(ge=0)] = 0.05
-    """Weight c of the exploration bonus."""
-    recent: PositiveInt = 128
-    """Scores that the share is taken of."""
-    exemplars: Annotated[int, Field(ge=0)] = 1
-    """Solved problems before the prompt of a group without success, the latest ones; 0: no seeding."""
+    """Weight of the exploration bonus."""
+    exemplars: Annotated[int, Field(ge=0)] = 2
+    """Solved problems before the prompt of a group without success; 0: no seeding."""
     exemplar_tokens: PositiveInt = 256
     """Longest problem with its response that serves as one."""
+    memory: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Solved problems that are remembered."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
-    _scores: list[float] = PrivateAttr(default_factory=list)
-    _seen: int = PrivateAttr(default=0)
-    _solved: dict[int, list[int]] = PrivateAttr(default_factory=dict)
-    """Prompt index -> its prompt and a right response; the latest last."""
+    _members: dict[int, Member] = PrivateAttr(default_factory=dict)
+    """Of the open round. After a restart its groups are decided again, and are in it again."""
+    _released: dict[int, Decision] = PrivateAttr(default_factory=dict)
+    """What the last round decided and nobody has asked for yet."""
+    _grown: set[int] = PrivateAttr(default_factory=set)
+    """Groups that got samples in a round."""
+    _credit: float = PrivateAttr(default=0.0)
+    """What `share` of the rounds so far left of a whole group."""
+    _solved: dict[int, list[list[int]]] = PrivateAttr(default_factory=dict)
+    """Prompt index -> its prompt, and a right response; the latest last."""
     _seeded: set[int] = PrivateAttr(default_factory=set)
 
     def limit(self, size: int) -> int:
@@ -79,25 +101,33 @@ class Xrpo(Planner):
     def half_width(self, spread: float, n: int) -> float:
         return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
 
-    def score(self, rewards: Sequence[float]) -> float:
-        """Expected drop of the half-width from a further round, plus the bonus."""
+    def score(self, rewards: Sequence[float], drawn: int) -> float:
+        """Expected drop of the half-width from one more sample, plus the bonus. `drawn`: samples of the round."""
         n = len(rewards)
         if n < 2:
             return math.inf
         spread = stdev(rewards)
-        drop = self.half_width(spread, n) - self.half_width(spread, n + self.round)
-        return drop + self.bonus * math.sqrt(math.log(max(self._seen, 2)) / n)
+        drop = self.half_width(spread, n) - self.half_width(spread, n + 1)
+        return drop + self.bonus * math.sqrt(math.log1p(drawn) / n)
 
     def forget(self, group_id: int) -> None:
+        self._members.pop(group_id, None)
+        self._released.pop(group_id, None)
         self._seeded.discard(group_id)
+        self._grown.discard(group_id)
+
+    # -- seeding ------------------------------------------------------------------------------------------------
 
     def _remember(self, group: SampleGroup) -> None:
         """The group's shortest right response to its own prompt, when it is short enough."""
-        own = [s.prompt_ids + s.response_ids for s in group.samples if self._is_exemplar(s)]
-        if own and len(shortest := min(own, key=len)) <= self.exemplar_tokens:
+        own = [s for s in group.samples if self._is_exemplar(s)]
+        if not own or not self.exemplars:
+            return
+        shortest = min(own, key=lambda s: len(s.response_ids))
+        if len(shortest.prompt_ids) + len(shortest.response_ids) <= self.exemplar_tokens:
             self._solved.pop(group.prompt_index, None)
-            self._solved[group.prompt_index] = shortest
-            while len(self._solved) > self.exemplars + 1:  # one of them may be of the prompt that asks
+            self._solved[group.prompt_index] = [shortest.prompt_ids, shortest.response_ids]
+            if len(self._solved) > self.memory:
                 del self._solved[next(iter(self._solved))]
 
     def _is_exemplar(self, sample: Sample) -> bool:
@@ -105,39 +135,67 @@ class Xrpo(Planner):
         return right and sample.status is Status.FINISHED and sample.trained_prompt is None
 
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
-        """The group's prompt behind solved ones; empty when none is known."""
-        others = [ids for index, ids in self._solved.items() if index != group.prompt_index]
-        shown = others[-self.exemplars :] if self.exemplars else []
-        return (*(i for ids in shown for i in ids), *group.samples[0].prompt_ids) if shown else ()
+        """The group's prompt behind the solved ones most like it, the nearest last; empty when none is known."""
+        others = [shown for index, shown in self._solved.items() if index != group.prompt_index]
+        own = group.samples[0].prompt_ids
+        nearest = most_alike(own, [prompt for prompt, _ in others], self.exemplars)
+        if not nearest:
+            return ()
+        shown = [i for place in reversed(nearest) for part in others[place] for i in part]
+        return (*shown, *own)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
 
     def decide(self, group: SampleGroup) -> Decision:
+        group_id = group.group_id
+        if (decided := self._released.pop(group_id, None)) is not None:
+            return decided
         self._remember(group)
-        if group.group_id in self._seeded:
-            self._seeded.discard(group.group_id)
+        if group_id in self._seeded:
+            self._seeded.discard(group_id)
             return Accept()
-        room = min(self.round, self.largest - len(group.samples))
+        room = min(self.samples, self.largest - len(group.samples))
         failed = success_rate(group, self.correct) == 0
         if failed and room > 0 and (seeded := self.seeded_prompt(group)):
-            self._seeded.add(group.group_id)
+            self._seeded.add(group_id)
+            self._grown.discard(group_id)
             return More(room, seeded)
-        return self._allot(group, room)
+        self._members[group_id] = Member(rewards_of(group), room, group_id not in self._grown)
+        if sum(m.new for m in self._members.values()) < self.groups:
+            return Hold()
+        self.close_round()
+        return self._released.pop(group_id)
 
-    def _allot(self, group: SampleGroup, room: int) -> Decision:
-        """A further round, when few recent groups have gained more by one."""
-        score = self.score(rewards_of(group))
-        self._seen += 1
-        earlier = sorted(self._scores)
-        self._scores = [*self._scores, score][-self.recent :]
-        if room <= 0 or not earlier:
-            return Accept()
-        bar = earlier[min(len(earlier) - 1, math.floor((1 - self.share) * len(earlier)))]
-        return More(room) if score > bar else Accept()
+    def waiting(self) -> frozenset[int]:
+        return frozenset(self._members)
+
+    def released(self) -> frozenset[int]:
+        return frozenset(self._released)
+
+    def restart(self) -> None:
+        self._grown |= {g for g, m in self._members.items() if not m.new}
+        self._members, self._released = {}, {}
+
+    def close_round(self) -> None:
+        members, self._members = self._members, {}
+        drawn = sum(len(m.rewards) for m in members.values())
+        self._credit += self.share * sum(m.new for m in members.values())
+        whole = math.floor(self._credit + 1e-9)
+        self._credit = max(0.0, self._credit - whole)
+        open_ones = [
+            g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
+        ]
+        open_ones.sort(key=lambda g: -self.score(members[g].rewards, drawn))
+        chosen = set(open_ones[:whole])
+        self._grown = (self._grown - members.keys()) | chosen
+        self._released |= {g: More(m.room) if g in chosen else Accept() for g, m in members.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        solved = [[index, *ids] for index, ids in self._solved.items()]
-        return {"scores": self._scores, "seen": self._seen, "solved": solved, "seeded": sorted(self._seeded)}
+        solved = [[index, *shown] for index, shown in self._solved.items()]
+        grown = sorted(self._grown | {g for g, m in self._members.items() if not m.new})
+        return {"credit": self._credit, "solved": solved, "seeded": sorted(self._seeded), "grown": grown}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scores, self._seen = [float(s) for s in state["scores"]], int(state["seen"])
-        self._solved = {index: ids for index, *ids in state["solved"]}
+        self._credit, self._grown = float(state["credit"]), set(state["grown"])
+        self._solved = {index: shown for index, *shown in state["solved"]}
         self._seeded = set(state["seeded"])

@@ -44,7 +44,12 @@ class More:
     prompt_ids: tuple[int, ...] | None = None
 
 
-Decision = Accept | Drop | More
+@dataclass(frozen=True)
+class Hold:
+    """The group waits for others, to be decided together: see Planner.released."""
+
+
+Decision = Accept | Drop | More | Hold
 
 
 class Planner(Plugin):
@@ -69,13 +74,29 @@ class Planner(Plugin):
         """How far policy and reference disagree on each prompt token of a group; which ones must stay."""
 
     def decide(self, group: SampleGroup) -> Decision:
-        """What happens to a group whose samples are all done."""
+        """What happens to a group whose samples are all done. One that is held is asked for again, once it is
+        released; after a restart at any time."""
         return Accept()
+
+    def waiting(self) -> frozenset[int]:
+        """Ids of groups that it holds."""
+        return frozenset()
+
+    def released(self) -> frozenset[int]:
+        """Ids of groups that it held, and can decide now."""
+        return frozenset()
+
+    def close_round(self) -> None:
+        """Nothing else runs or may start: decide what is held, without those that it was held for."""
+
+    def restart(self) -> None:
+        """What it holds, or has released, will be asked for again as if for the first time."""
 
 
 def decide(planners: Sequence[Planner], group: SampleGroup) -> Decision:
-    """The first decision that is not Accept."""
-    for planner in planners:
+    """The first decision that is not Accept. A group that was held goes on where it was held."""
+    start = next((i for i, p in enumerate(planners) if group.group_id in p.released()), 0)
+    for planner in planners[start:]:
         if not isinstance(decision := planner.decide(group), Accept):
             return decision
     return Accept()

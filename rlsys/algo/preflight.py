@@ -209,6 +209,12 @@ def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
             )
     if isinstance(advantage, McGrpo):
         _check_odd(start, said, planners, made["selectors"])
+    growing = [type(p).__name__ for p in planners if p.limit(start) > start]
+    if len(growing) > 1 and "Xrpo" in growing:
+        raise UserError(
+            f"algo.planners ({', '.join(growing)}): Xrpo allots all further samples of a group in its rounds; "
+            "leave the others out"
+        )
     for i, planner in enumerate(planners):
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(

@@ -121,6 +121,24 @@ class Planning:
         """What becomes of a group whose samples all have their rewards."""
         return decide(self._planners, group)
 
+    def waiting(self) -> set[int]:
+        """Ids of groups that wait for others, to be decided with them."""
+        return {i for p in self._planners for i in p.waiting()}
+
+    def released(self) -> list[int]:
+        """Ids of groups that waited, and can be decided now."""
+        return sorted({i for p in self._planners for i in p.released()})
+
+    def close_round(self) -> None:
+        """Nothing else runs or may start: what waits is to be decided without more."""
+        for planner in self._planners:
+            planner.close_round()
+
+    def restart(self) -> None:
+        """All groups that are not decided will be let in again."""
+        for planner in self._planners:
+            planner.restart()
+
     def close(self, group: SampleGroup, *, rewarded: bool) -> None:
         """The group is decided, or was dropped without rewards."""
         if rewarded:

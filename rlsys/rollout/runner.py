@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
-from rlsys.algo.planners import Accept, More
+from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
@@ -102,6 +102,7 @@ class SampleRunner:
         self._prompts.clear()
         self._admitted_at.clear()
         self._held = deque(self._buffer.active())
+        self._planning.restart()
 
     async def drop(self, groups: Collection[SampleGroup], state: GroupState) -> None:
         """After an interrupt: end the tasks of these groups and move them to a state that nobody trains."""
@@ -149,7 +150,8 @@ class SampleRunner:
         if limit is None:
             return []
         now = asyncio.get_running_loop().time()
-        return [self._buffer.groups[g] for g, start in self._admitted_at.items() if now - start > limit]
+        late = [g for g, start in self._admitted_at.items() if now - start > limit]
+        return [self._buffer.groups[g] for g in late if g not in self._planning.waiting()]
 
     def _priority(self, sample: Sample) -> tuple[int, ...]:
         return resume_key(self._config.rollout.resume_order, sample, self._buffer.groups[sample.group_id])
@@ -189,6 +191,9 @@ class SampleRunner:
             while self._has_slot() and (self._pending or self._admit(step)):
                 if self._pending:
                     self._start(*self._pending.popleft())
+            if self._prompts and self._prompts.keys() <= self._planning.waiting():
+                self._planning.close_round()
+                self._decide_released()
         except RlsysError as e:  # called from tasks and commands alike: the next command tells it
             self._fail(e)
 
@@ -281,14 +286,32 @@ class SampleRunner:
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
         if reason is None:
             reason = await self._planning.reward(self._prompts[group.group_id], group)
-        state = GroupState.CENSORED
         if reason is None:
             await self._planning.score_prompt(group)
-            decision = self._planning.decide(group)
-            if isinstance(decision, More):
-                self._grow(group, decision)
-                return
-            state = GroupState.READY if isinstance(decision, Accept) else GroupState.FILTERED
+            self._decide(group)
+        else:
+            self._settle(group, GroupState.CENSORED, reason)
+
+    def _decide(self, group: SampleGroup) -> None:
+        """What becomes of a group that has its rewards, and of those that have waited for it."""
+        self._carry_out(group, self._planning.decide(group))
+        self._decide_released()
+
+    def _decide_released(self) -> None:
+        while released := self._planning.released():
+            group = self._buffer.groups[released[0]]
+            self._carry_out(group, self._planning.decide(group))
+
+    def _carry_out(self, group: SampleGroup, decision: Decision) -> None:
+        if isinstance(decision, More):
+            self._grow(group, decision)
+        elif isinstance(decision, Hold):
+            self._fill()  # which closes the round when nothing else can come
+        else:
+            self._settle(group, GroupState.READY if isinstance(decision, Accept) else GroupState.FILTERED)
+
+    def _settle(self, group: SampleGroup, state: GroupState, reason: str | None = None) -> None:
+        """The group is decided. `reason`: why it is censored."""
         del self._prompts[group.group_id], self._admitted_at[group.group_id]
         self._planning.close(group, rewarded=reason is None)
         self._buffer.finish(group, state)

@@ -113,6 +113,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             r"algo.selectors\[0\] \(GrpoRoc\) leaves 8 of groups of 17, .* an odd number of samples",
         ),
         (
+            ["algo.planners=[dars, xrpo]"],
+            r"algo.planners \(Dars, Xrpo\): Xrpo allots all further samples of a group in its rounds",
+        ),
+        (
             ["algo.hooks=[{name: brorl, samples: 128}]"],
             r"algo.hooks\[0\] \(BatchScaling\).samples = 128 is what an update has \(16 groups of 8 over 1 mini",
         ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 from rlsys.algo import build, prompts
 from rlsys.algo.allocation import student_quantile
 from rlsys.algo.group_rewards import Response, flaw, judge_reward, majority
-from rlsys.algo.planners import Accept, Drop, More, decide, purified, start_size
+from rlsys.algo.planners import Accept, Drop, Hold, More, Planner, decide, purified, start_size
 from rlsys.algo.registry import TABLE
+from rlsys.algo.similarity import most_alike
 from rlsys.types import Sample, SampleGroup, Status
 
 
@@ -88,34 +91,121 @@ def test_student_quantile_against_tables() -> None:
 
 
 def test_xrpo_score_by_hand() -> None:
-    """Rewards 0, 1: s = 1/sqrt 2. At 90 %: t = tan(0.45 pi) with 2, 0.9 / sqrt(0.095) with 3 samples. Of two groups
-    seen, the bonus is c sqrt(ln 2 / 2)."""
-    xrpo = build("planner", "xrpo", alpha=0.1, round=1, bonus=0.05)
+    """Rewards 0, 1: s = 1/sqrt 2. At 90 %: t = tan(0.45 pi) with 2, 0.9 / sqrt(0.095) with 3 samples. Of ten samples
+    in the round, the bonus is c sqrt(ln 11 / 2)."""
+    xrpo = build("planner", "xrpo", alpha=0.1, bonus=0.05)
     two = math.tan(0.45 * math.pi) * math.sqrt(0.5) / math.sqrt(2)
     three = 0.9 / math.sqrt(0.095) * math.sqrt(0.5) / math.sqrt(3)
     assert (two, three) == (pytest.approx(3.15688, abs=1e-5), pytest.approx(1.19208, abs=1e-5))
-    assert xrpo.score([0, 1]) == pytest.approx(two - three + 0.05 * math.sqrt(math.log(2) / 2))
-    assert xrpo.score([1, 1]) == pytest.approx(0.05 * math.sqrt(math.log(2) / 2))
+    assert xrpo.score([0, 1], 10) == pytest.approx(two - three + 0.05 * math.sqrt(math.log(11) / 2))
+    assert xrpo.score([1, 1], 10) == pytest.approx(0.05 * math.sqrt(math.log(11) / 2))
+    assert xrpo.score([0, 1] * 4, 64) > xrpo.score([0] * 7 + [1], 64) > xrpo.score([0] * 8, 64)
+    assert xrpo.score([0, 1] * 4, 64) > xrpo.score([0, 1] * 6, 64)
 
 
-def test_xrpo_prefers_uncertain_groups_up_to_its_share() -> None:
-    xrpo = build("planner", "xrpo", largest=12)
-    assert xrpo.score([0, 1] * 4) > xrpo.score([0, 0, 0, 0, 0, 0, 0, 1]) > xrpo.score([0] * 8)
-    decisions = [
-        xrpo.decide(group([1.0] * (i % 4 == 0) * 4 + [0.0] * (8 - 4 * (i % 4 == 0)), i)) for i in range(200)
-    ]
-    assert Counter(type(d) for i, d in enumerate(decisions) if i % 4)[More] == 0
-    assert decisions[100] == More(4)
-    assert xrpo.decide(group([0.0, 1.0] * 6)) == Accept()  # no room left
+def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[int, SampleGroup]:
+    """`count` groups of 8 through the planner, as the runner does it: each asked again when it is released."""
+    rng, done = random.Random(1), {}
+    live: dict[int, SampleGroup] = {}
+
+    def rewards(group_id: int, n: int) -> list[float]:
+        return [float(rng.random() < success(group_id)) for _ in range(n)]
+
+    def decided(group_id: int) -> None:
+        decision = xrpo.decide(live[group_id])
+        if isinstance(decision, More):
+            before = [s.reward for s in live[group_id].samples]
+            live[group_id] = group(before + rewards(group_id, decision.samples), group_id, group_id)
+            decided(group_id)
+        elif isinstance(decision, Accept):
+            done[group_id] = live.pop(group_id)
+
+    def all_released() -> None:
+        while released := xrpo.released():
+            decided(min(released))
+
+    for i in range(count):
+        live[i] = group(rewards(i, 8), i, i)
+        decided(i)
+        all_released()
+    while live:
+        xrpo.close_round()
+        all_released()
+    return done
 
 
-def solved_or_not(group_id: int, prompt_index: int, responses: dict[tuple[int, ...], float]) -> SampleGroup:
+@pytest.mark.parametrize("bonus", [0.05, 0.0])
+def test_xrpo_gives_the_share_that_was_asked_for(bonus: float) -> None:
+    """At p = 1/2 a fourth of a further round per group, whatever the bonus: mean size 8 + 4 / 4."""
+    done = grown(build("planner", "xrpo", exemplars=0, bonus=bonus, largest=64), lambda _: 0.5, 2000)
+    assert sum(len(g.samples) - 8 for g in done.values()) / 4 / 2000 == pytest.approx(0.25, abs=0.005)
+
+
+@pytest.mark.parametrize("bonus", [0.05, 5.0])
+def test_xrpo_gives_a_learned_task_nothing(bonus: float) -> None:
+    done = grown(build("planner", "xrpo", bonus=bonus), lambda _: 1.0, 400)
+    assert {len(g.samples) for g in done.values()} == {8}
+
+
+def test_xrpo_prefers_uncertain_groups() -> None:
+    """One group in four is uncertain, the others are all but solved: these get everything there is."""
+    half, rare = (lambda i: 0.5 if i % 4 == 0 else 1.0), (lambda i: 0.5 if i % 4 == 0 else 0.0)
+    for success in (half, rare):
+        done = grown(build("planner", "xrpo", exemplars=0, largest=12, share=0.2), success, 400)
+        assert {len(g.samples) for i, g in done.items() if i % 4} == {8}
+        assert sum(len(done[i].samples) for i in range(0, 400, 4)) == pytest.approx(100 * 8 + 80 * 4, abs=40)
+
+
+def test_xrpo_holds_groups_until_their_round_closes() -> None:
+    xrpo = build("planner", "xrpo", groups=3, samples=2, share=0.5, exemplars=0)
+    assert [xrpo.decide(group([0, 1], i, i)) for i in range(2)] == [Hold(), Hold()]
+    assert xrpo.waiting() == {0, 1}
+    assert isinstance(xrpo.decide(group([1, 1], 2, 2)), Accept)  # the third closes it: one and a half groups
+    assert (xrpo.waiting(), xrpo.released()) == (frozenset(), {0, 1})
+    assert [xrpo.decide(group([0, 1], i, i)) for i in range(2)] == [More(2), Accept()]
+    assert xrpo.decide(group([0, 1, 1, 0], 0, 0)) == Hold()  # in the next one, but not new
+    again = build("planner", "xrpo", groups=3, samples=2, share=0.5, exemplars=0)
+    again.load_state_dict(json.loads(json.dumps(xrpo.state_dict())))
+    for planner in (xrpo, again):
+        planner.restart()
+        assert planner.decide(group([0, 1, 1, 0], 0, 0)) == Hold()
+        assert planner.decide(group([1, 0], 5, 5)) == Hold()
+        planner.close_round()  # nothing else can come; the half that was left and the new half make one group
+        decisions = {i: planner.decide(group(r, i, i)) for i, r in ((0, [0, 1, 1, 0]), (5, [1, 0]))}
+        assert decisions == {0: Accept(), 5: More(2)}
+        planner.decide(group([1, 0], 7, 7))
+        planner.forget(7)
+        assert not planner.waiting()
+
+
+def test_a_released_group_goes_on_where_it_was_held() -> None:
+    """dapo gave in to a group of equal rewards; asked a second time it would drop it."""
+    planners = [build("planner", "dapo", drops=1), build("planner", "xrpo", groups=9, exemplars=0)]
+    assert isinstance(decide(planners, group([1, 1], 0, 0)), Drop)
+    assert decide(planners, group([1, 1], 1, 1)) == Hold()
+    planners[1].close_round()
+    assert decide(planners, group([1, 1], 1, 1)) == Accept()
+
+
+def test_the_most_alike_share_what_others_lack() -> None:
+    """All begin and end alike (1, 2 .. 3), as chats do. The query 5 6 7 begins as the second; the first has its
+    tokens in another order, the third nothing but the frame."""
+    texts = [[1, 2, 7, 6, 5, 3], [1, 2, 5, 6, 9, 3], [1, 2, 8, 8, 8, 3]]
+    assert most_alike([1, 2, 5, 6, 7, 3], texts, 3) == [1, 0, 2]
+    assert most_alike([1, 2, 5, 6, 9, 3], texts, 1) == [1]
+    assert most_alike([1], [], 2) == []
+    assert most_alike([], [[], [1]], 2) == [1, 0]  # of equals the later first
+
+
+def solved_or_not(
+    group_id: int, prompt_index: int, responses: dict[tuple[int, ...], float], prompt: list[int] | None = None
+) -> SampleGroup:
     samples = [
         Sample(
             i,
             group_id,
             i,
-            [90 + prompt_index],
+            prompt or [90 + prompt_index],
             0,
             list(ids),
             [-1.0] * len(ids),
@@ -127,23 +217,38 @@ def solved_or_not(group_id: int, prompt_index: int, responses: dict[tuple[int, .
     return SampleGroup(group_id, prompt_index, samples)
 
 
-def test_xrpo_shows_solved_problems_to_a_group_without_success() -> None:
-    xrpo = build("planner", "xrpo", exemplars=2, round=3, largest=12, exemplar_tokens=5)
-    hard = solved_or_not(0, 0, {(1, 2): 0.0, (3,): 0.0})
+def test_xrpo_shows_the_solved_problems_most_like_the_one_that_nobody_solves() -> None:
+    """The second and the fourth have a token in common with it, the second two; its own is never shown."""
+    xrpo = build("planner", "xrpo", samples=3, largest=12, exemplar_tokens=6, groups=99)
+    hard = solved_or_not(0, 0, {(1, 2): 0.0, (3,): 0.0}, [7, 8, 9])
     assert xrpo.seeded_prompt(hard) == ()  # nobody has solved anything
-    for index, right in ((1, (5, 6, 7)), (2, (8,)), (3, (9, 9, 9, 9, 9)), (4, (4, 4))):
-        xrpo.decide(solved_or_not(index, index, {right: 1.0, (1,) * 6: 1.0, (2,): 0.0}))
-    expected = (92, 8, 94, 4, 4, 90)  # the latest two; the third problem's responses are too long
+    solved = (
+        (1, [4, 5], (5, 6)),
+        (2, [7, 8], (8,)),
+        (3, [7, 8, 9], (9,) * 4),
+        (4, [4, 9], (4, 4)),
+        (0, [7, 8, 9], (1,)),
+    )
+    for index, prompt, right in solved:
+        xrpo.decide(solved_or_not(index, index, {right: 1.0, (1,) * 6: 1.0, (2,): 0.0}, prompt))
+    expected = (4, 9, 4, 4, 7, 8, 8, 7, 8, 9)  # the nearest last; the third's response is too long
     assert xrpo.seeded_prompt(hard) == expected
     assert xrpo.decide(hard) == More(3, expected)
-    again = build("planner", "xrpo", exemplars=2)
+    again = build("planner", "xrpo")
     again.load_state_dict(json.loads(json.dumps(xrpo.state_dict())))
+    assert again.seeded_prompt(hard) == expected
     for sample in hard.samples:
         sample.trained_prompt, sample.reward = [90], 1.0
     assert again.decide(hard) == Accept()  # seeded once
-    assert 0 not in again._solved  # what was seeded shows nobody how to do it
-    assert again.seeded_prompt(solved_or_not(7, 4, {(1,): 0.0})) == (91, 5, 6, 7, 92, 8, 94)
-    assert build("planner", "xrpo", exemplars=0).decide(solved_or_not(9, 9, {(1,): 0.0})) == Accept()
+    assert again._solved[0] == [[7, 8, 9], [1]]  # what was seeded shows nobody how to do it
+    assert build("planner", "xrpo", exemplars=0).decide(solved_or_not(9, 9, {(1,): 0.0})) == Hold()
+
+
+def test_xrpo_remembers_the_problems_solved_last() -> None:
+    xrpo = build("planner", "xrpo", memory=2, exemplars=3)
+    for index in range(4):
+        xrpo.decide(solved_or_not(index, index, {(index,): 1.0}))
+    assert list(xrpo._solved) == [2, 3]
 
 
 def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:

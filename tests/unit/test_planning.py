@@ -135,7 +135,7 @@ def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own
     """Even lengths are wrong: group 1 takes longer, so group 0 has been solved before it."""
 
     async def test() -> None:
-        config = config_of(tmp_path, planners=[{"name": "xrpo", "round": 2, "largest": 4, "bonus": 0.0}])
+        config = config_of(tmp_path, planners=[{"name": "xrpo", "samples": 2, "largest": 4, "share": 0.5}])
         async with rig(config, lambda s: 4 if s.group_id == 1 else 3) as r:
             await r.start()
             easy, hard = (await r.take(1)).groups
@@ -315,5 +315,70 @@ def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
         async with rig(config, mixed_in_odd_groups) as r:
             assert r.manager._runner._planning.state() == before
             assert all(str(index) in before for index in asked)
+
+    run(test())
+
+
+def uncertain_in_even_groups(sample: Sample) -> int:
+    """Of groups 0, 2, ..: one right, one wrong response; both right in the others."""
+    return 4 if sample.group_id % 2 == 0 and sample.index % 2 else 3
+
+
+def test_groups_wait_for_their_round_and_the_uncertain_ones_grow(tmp_path: Path) -> None:
+    """A round of two: group 0 gets two samples. Then it waits with group 2, which came in the place of group 1;
+    nothing else can come, so this round closes with one new group, and half a group gets nothing."""
+
+    async def test() -> None:
+        xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
+        config = config_of(tmp_path, planners=[xrpo, {"name": "dapo"}])
+        async with rig(config, uncertain_in_even_groups) as r:
+            await r.start()
+            taken = await r.take(1)
+            sizes = {g.group_id: len(g.samples) for g in taken.groups}
+            assert sizes == {0: 4, 2: 2}
+            assert r.buffer.ledger().groups["filtered"] == 1  # dapo drops group 1, after its round
+
+    run(test())
+
+
+def test_a_round_that_can_never_be_full_closes_when_all_that_may_run_wait(tmp_path: Path) -> None:
+    async def test() -> None:
+        xrpo = {"name": "xrpo", "groups": 50, "samples": 1, "share": 1.0, "largest": 6}
+        async with rig(config_of(tmp_path, planners=[xrpo]), uncertain_in_even_groups) as r:
+            await r.start()
+            sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
+            assert sizes == {0: 3, 1: 2}
+
+    run(test())
+
+
+def test_a_restart_lets_what_waited_wait_again(tmp_path: Path) -> None:
+    """A group waits when the process ends, and again when the trainer begins anew; each is decided once."""
+
+    async def test() -> None:
+        xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
+        config = config_of(tmp_path, planners=[xrpo])
+
+        def one_is_slow(sample: Sample) -> int:
+            return 19 if sample.group_id == 1 else uncertain_in_even_groups(sample)
+
+        for again in (False, True):
+            async with rig(config, one_is_slow) as r:
+                await r.start()
+                planning = r.manager._runner._planning
+                task = asyncio.create_task(r.manager.take(1))
+                for _ in range(60):
+                    r.router.tick()
+                    await settle()
+                    if planning.waiting():
+                        break
+                assert planning.waiting() == {0}
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                if again:
+                    await r.start()
+                    assert not planning.waiting()
+                    sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
+                    assert sizes == {0: 4, 1: 2}
 
     run(test())
