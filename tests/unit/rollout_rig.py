@@ -128,10 +128,6 @@ def ids(groups: list[SampleGroup]) -> list[int]:
     return [g.group_id for g in groups]
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 def abandon(buffer: RolloutBuffer) -> None:
     """Leave the file as a killed process does: what was not committed is gone."""
     if buffer._db.in_transaction:

@@ -48,7 +48,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             [*EARLY, "algo.minibatches=2"],
             "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
         ),
-        ([*EARLY, "algo.epochs=2"], "algo.epochs = 2: a further pass needs the step's samples once more; use 1"),
+        (
+            [*EARLY, "algo.epochs=2"],
+            "algo.epochs = 2: a further pass needs the step's samples once more; use 1",
+        ),
         ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
         ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
@@ -144,7 +147,9 @@ def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str],
 
 def test_a_method_known_from_an_abstract_alone_says_so() -> None:
     (note,) = notes(load_config(CONFIGS / "algorithms" / "minpro.yaml"))
-    assert note.startswith("algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ ")
+    assert note.startswith(
+        "algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ "
+    )
     assert "\n" not in note
     assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
 

@@ -13,7 +13,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.types import Canary, Sample, SampleGroup, Taken, VersionSpan
-from tests.unit.scripted_engine import Network, ScriptedEngine, canary_logprobs, run_virtual
+from tests.unit.scripted_engine import Network, ScriptedEngine, canary_logprobs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -101,8 +101,9 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
     }
 
 
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-kept", "asynchronous"])
-def test_a_mode_on_a_scripted_engine(
+async def test_a_mode_on_a_scripted_engine(
     april: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ScriptedEngine("http://engine", ends_at=lambda seed: 10**6)
@@ -128,11 +129,7 @@ def test_a_mode_on_a_scripted_engine(
     canaries = [Canary(ids, canary_logprobs(ids, 0)) for ids in april.canary_ids()]
     stage = april.Stage(EngineClient(engine.url, Network(engine)), config, {}, canaries, lengths, tmp_path)  # type: ignore[arg-type]
     mode = next(m for m in april.MODES if m.name == name)
-
-    async def test() -> None:
-        figures = await april.run_mode(stage, mode, april.BATCH)
-        assert figures["length_ratio"] > 0.3
-        assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
-        assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (name in ("april-2", "asynchronous"))
-
-    run_virtual(test())
+    figures = await april.run_mode(stage, mode, april.BATCH)
+    assert figures["length_ratio"] > 0.3
+    assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
+    assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (name in ("april-2", "asynchronous"))

@@ -61,18 +61,20 @@ def test_the_summary_has_what_is_asked_for(router: ModuleType, theirs: dict[str,
     }
 
 
-def test_every_token_counts_of_requests_at_once(router: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_token_counts_of_requests_at_once(
+    router: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def one(_session: Any, _url: str, body: dict[str, Any]) -> int:
         await asyncio.sleep(0)
         return int(body["sampling_params"]["max_new_tokens"])
 
     monkeypatch.setattr(router, "one", one)
-    assert asyncio.run(router.many("http://engine:1", 300, 7))[1] == 300 * 7
+    assert (await router.many("http://engine:1", 300, 7))[1] == 300 * 7
 
 
-def test_samples_are_held_parked_and_ended(router: ModuleType) -> None:
+async def test_samples_are_held_parked_and_ended(router: ModuleType) -> None:
     import router_stage
 
-    figures = asyncio.run(router_stage.hold(40))
+    figures = await router_stage.hold(40)
     assert figures["samples"] == 40
     assert figures.keys() >= {"start_s", "interrupt_s", "resume_s", "kib_per_sample_parked"}

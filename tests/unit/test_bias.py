@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_rig import make_config, rig, run
+from rollout_rig import make_config, rig
 
 from rlsys.rollout.bias import WARM_UP_STEPS, by_rank, by_resumes, mean_length
 from rlsys.types import Sample, SampleGroup
@@ -53,7 +53,7 @@ def test_length_and_reward_by_rank_and_resumes() -> None:
     assert "length_rank_1" not in by_rank(groups[:1])
 
 
-def test_a_run_that_never_trains_its_long_responses_is_told(
+async def test_a_run_that_never_trains_its_long_responses_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every fourth group takes longer than max_staleness allows: it expires."""
@@ -77,6 +77,6 @@ def test_a_run_that_never_trains_its_long_responses_is_told(
                 )  # at least: how long the dropped ones had become is not known
                 assert metrics["generated_len_mean"] > metrics["response_len_mean"]
 
-    run(test(1, WARM_UP_STEPS + 1))
+    await test(1, WARM_UP_STEPS + 1)
     assert sum("trained responses are" in message for message in caplog.messages) == 1
-    run(test(9, None))
+    await test(9, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +44,36 @@ class Rig:
                 await asyncio.sleep(0.001)
 
 
-def scenario(
+@asynccontextmanager
+async def serving(
     engines: int = 1,
     *,
     token: str | None = None,
     limits: FrontLimits | None = None,
     interruption: FleetInterruption = "abort",
     queue_seconds: float = 10.0,
-) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    def run(body: Callable[[Rig], Awaitable[None]]) -> None:
-        async def main() -> None:
-            fakes = [HttpEngine() for _ in range(engines)]
-            urls = [await e.start() for e in fakes]
-            async with make_session() as session:
-                fleet = Fleet(
-                    urls,
-                    session,
-                    strategy="prefix_affinity",
-                    interruption=interruption,
-                    queue_seconds=queue_seconds,
-                    vocab_size=100,
-                )
-                app = Front(fleet, token, limits or FrontLimits()).app()
-                watch = asyncio.create_task(fleet.watch())
-                async with TestClient(TestServer(app)) as client:
-                    rig = Rig(fakes, urls, fleet, client)
-                    await rig.until(lambda: fleet.limits is not None or not engines)
-                    await body(rig)
-                watch.cancel()
-            for engine in fakes:
-                engine.free.set()
-                await engine.stop()
-
-        asyncio.run(main())
-
-    return run
+) -> AsyncIterator[Rig]:
+    fakes = [HttpEngine() for _ in range(engines)]
+    urls = [await e.start() for e in fakes]
+    async with make_session() as session:
+        fleet = Fleet(
+            urls,
+            session,
+            strategy="prefix_affinity",
+            interruption=interruption,
+            queue_seconds=queue_seconds,
+            vocab_size=100,
+        )
+        app = Front(fleet, token, limits or FrontLimits()).app()
+        watch = asyncio.create_task(fleet.watch())
+        async with TestClient(TestServer(app)) as client:
+            rig = Rig(fakes, urls, fleet, client)
+            await rig.until(lambda: fleet.limits is not None or not engines)
+            yield rig
+        watch.cancel()
+    for engine in fakes:
+        engine.free.set()
+        await engine.stop()
 
 
 def made(n: int, prompt: int = len(PROMPT)) -> list[int]:
@@ -96,18 +92,16 @@ def parse(text: str) -> list[dict[str, Any]]:
 # Bytes through
 
 
-def test_no_field_is_dropped() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_no_field_is_dropped() -> None:
+    async with serving() as rig:
         body = generate(return_routed_experts=True, return_logprob=True, extra_key="k", anything={"new": [1]})
         status, answer = await rig.post("/generate", body)
         assert (status, answer["output_ids"]) == (200, made(8))
         assert json.loads(rig.engines[0].raw[0]) == body
 
 
-def test_a_stream_comes_through_event_by_event() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_stream_comes_through_event_by_event() -> None:
+    async with serving() as rig:
         rig.engines[0].hold_at = 3
         async with rig.client.post("/generate", json=generate(stream=True)) as answer:
             first = await answer.content.readuntil(b"\n\n")
@@ -117,9 +111,8 @@ def test_a_stream_comes_through_event_by_event() -> None:
         assert [c["output_ids"][0] for c in parse(rest)] == made(8)
 
 
-def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> None:
+    async with serving() as rig:
         await rig.post("/v1/chat/completions", {"messages": [], "tools": [{"x": 1}], "n": 1})
         await rig.post("/v1/chat/completions", {"messages": [], "n": 2})
         await rig.post("/v1/chat/completions", {"messages": [], "seed": 5})
@@ -134,9 +127,8 @@ def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", [False, True])
-def test_an_interrupted_generate_goes_on_from_its_tokens(stream: bool, text: bool) -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_an_interrupted_generate_goes_on_from_its_tokens(stream: bool, text: bool) -> None:
+    async with serving(2) as rig:
         for engine in rig.engines:
             engine.hold_at = 5
         body = generate(12, stream=stream)
@@ -172,9 +164,8 @@ def test_an_interrupted_generate_goes_on_from_its_tokens(stream: bool, text: boo
         assert rig.fleet.proxy.counts["continued"] == 1
 
 
-def test_the_last_token_before_an_abort_may_be_the_end() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
+    async with serving() as rig:
         rig.fleet.proxy.stop_ids = {made(6)[-1]}
         rig.engines[0].hold_at = 5
         tasks = [
@@ -193,9 +184,8 @@ def test_the_last_token_before_an_abort_may_be_the_end() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
+    async with serving() as rig:
         rig.engines[0].hold_at = 5
         task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, "messages": []}))
         await rig.until(lambda: bool(rig.engines[0].requests))
@@ -213,11 +203,10 @@ def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str,
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
 
 
-def test_a_stream_that_cannot_go_on_gives_no_token_twice_after_a_death() -> None:
+async def test_a_stream_that_cannot_go_on_gives_no_token_twice_after_a_death() -> None:
     """What comes next depends on more than the tokens, so it is made again; the client has a part of it."""
 
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+    async with serving(2) as rig:
         for engine in rig.engines:
             engine.hold_at = 5
         body = generate(12, stream=True)
@@ -297,9 +286,8 @@ def test_routes_of_a_part_are_not_passed_as_the_wholes(
     assert routes(again) == (None if whole is None else whole + b"ef")
 
 
-def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
+    async with serving() as rig:
         rig.engines[0].hold_at = 5
         body = {"max_tokens": 9, "stream": True, "prompt": "a"}
         task = asyncio.create_task(rig.post("/v1/completions", body))
@@ -318,9 +306,8 @@ def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
         assert error["code"] == 503 and "new weights say something else" in error["message"]
 
 
-def test_a_dead_engine_costs_no_request() -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_a_dead_engine_costs_no_request() -> None:
+    async with serving(2) as rig:
         for engine in rig.engines:
             engine.hold_at = 5
         tasks = [
@@ -341,9 +328,8 @@ def test_a_dead_engine_costs_no_request() -> None:
         rig.engines[0].free.set()
 
 
-def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere() -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere() -> None:
+    async with serving(2) as rig:
         rig.engines[0].fail_with = 500
         for i in range(4):
             status, answer = await rig.post("/generate", generate(session_id=str(i)))
@@ -352,9 +338,8 @@ def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere()
         assert not rig.fleet.pool.engines[1].breaker.failures
 
 
-def test_a_request_that_no_engine_can_answer_is_told_and_costs_no_engine_its_place() -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_a_request_that_no_engine_can_answer_is_told_and_costs_no_engine_its_place() -> None:
+    async with serving(2) as rig:
         for engine in rig.engines:
             engine.fail_with = 500
         status, answer = await rig.post("/generate", generate())
@@ -412,9 +397,8 @@ def test_a_request_that_no_engine_can_answer_is_told_and_costs_no_engine_its_pla
         (b"[" * 100000, "not a JSON object"),
     ],
 )  # fmt: skip
-def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
+    async with serving() as rig:
         for path in FORWARDED:
             async with rig.client.post(path, data=body) as answer:
                 error = (await answer.json())["error"]
@@ -423,9 +407,8 @@ def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
         assert not rig.engines[0].requests
 
 
-def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused() -> None:
-    @scenario(token="0123456789abcdef")
-    async def _(rig: Rig) -> None:
+async def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused() -> None:
+    async with serving(token="0123456789abcdef") as rig:
         bearer = {"Authorization": "Bearer 0123456789abcdef"}
         async with rig.client.post(
             "/generate", data=b"{}", headers={**bearer, "Content-Encoding": "gzip"}
@@ -440,9 +423,8 @@ def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused() -> No
 
 
 @pytest.mark.parametrize("version", [True, -1, 1.0, 2**63, "9" * 5000, "-1", "\u00b2", [1]])
-def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> None:
+    async with serving() as rig:
         body = {"model_path": "next", "weight_version": version}
         status, answer = await rig.post("/update_weights_from_disk", body)
         assert status == 400
@@ -455,26 +437,22 @@ def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> Non
     ["localhost:30000", "http://", "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[bad", "ftp://a:1",
      f"http://{'a' * 70}.org:1", "http://a..b:1", "http://a:1?x=1", "http://a b:80", "http://\0:1", ""],
 )  # fmt: skip
-def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
+async def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
     """One in the pool would end the watch over all of them."""
 
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with serving() as rig:
         status, _ = await rig.post("/engines", {"url": url})
         assert status == 400
         assert [e.url for e in rig.fleet.pool.engines] == rig.urls
 
 
-def test_an_engine_given_twice_is_a_mistake() -> None:
-    async def main() -> None:
-        async with make_session() as session:
-            with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is in the pool already"):
-                Fleet(
-                    ["http://127.0.0.1:1", "http://127.0.0.1:1/"], session,
-                    strategy="least_tokens", interruption="abort", queue_seconds=1,
-                )  # fmt: skip
-
-    asyncio.run(main())
+async def test_an_engine_given_twice_is_a_mistake() -> None:
+    async with make_session() as session:
+        with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is in the pool already"):
+            Fleet(
+                ["http://127.0.0.1:1", "http://127.0.0.1:1/"], session,
+                strategy="least_tokens", interruption="abort", queue_seconds=1,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -498,9 +476,8 @@ def test_the_command_refuses_what_cannot_serve(
     assert error.startswith("rlsys: error: ") and why in error
 
 
-def test_too_large_too_many_and_nobody_there() -> None:
-    @scenario(limits=FrontLimits(body_bytes=1000, concurrency=1, queue=1))
-    async def _(rig: Rig) -> None:
+async def test_too_large_too_many_and_nobody_there() -> None:
+    async with serving(limits=FrontLimits(body_bytes=1000, concurrency=1, queue=1)) as rig:
         status, answer = await rig.post("/generate", generate(x="y" * 2000))
         assert (status, answer["error"]["code"]) == (413, 413)
         rig.engines[0].hold_at = 1
@@ -513,14 +490,12 @@ def test_too_large_too_many_and_nobody_there() -> None:
         rig.engines[0].free.set()
         assert [(await t)[0] for t in tasks] == [200, 200]
 
-    @scenario(queue_seconds=0.05)
-    async def _(rig: Rig) -> None:
+    async with serving(queue_seconds=0.05) as rig:
         rig.fleet.dispatcher.open = False
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["message"]) == (503, "no engine could take the request within 0.05 s")
 
-    @scenario(0)
-    async def _(rig: Rig) -> None:
+    async with serving(0) as rig:
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["message"]) == (503, "no engine has answered yet")
         assert (await rig.client.get("/health")).status == 200
@@ -543,9 +518,8 @@ def test_a_request_counts_as_what_it_asks_for(body: dict[str, Any], samples: int
     assert samples_of(body) == samples
 
 
-def test_one_request_does_not_get_round_the_limits() -> None:
-    @scenario(limits=FrontLimits(concurrency=4, queue=2))
-    async def _(rig: Rig) -> None:
+async def test_one_request_does_not_get_round_the_limits() -> None:
+    async with serving(limits=FrontLimits(concurrency=4, queue=2)) as rig:
         status, answer = await rig.post("/generate", {"input_ids": [[]] * 5})
         assert (status, answer["error"]["message"]) == (413, "5 samples in one request; expected at most 4")
         status, answer = await rig.post("/v1/completions", {"prompt": ["a"] * 4, "n": 2})
@@ -569,39 +543,35 @@ def test_one_request_does_not_get_round_the_limits() -> None:
         assert rig.fleet.pool.in_flight == 0
 
 
-def test_places_are_given_in_order_and_come_back() -> None:
-    async def main() -> None:
-        places, order = Places(3), []
+async def test_places_are_given_in_order_and_come_back() -> None:
+    places, order = Places(3), []
 
-        async def taker(name: str, n: int, free: asyncio.Event) -> None:
-            async with places.take(n):
-                order.append(name)
-                await free.wait()
+    async def taker(name: str, n: int, free: asyncio.Event) -> None:
+        async with places.take(n):
+            order.append(name)
+            await free.wait()
 
-        free, never = asyncio.Event(), asyncio.Event()
-        tasks = [asyncio.create_task(taker(*x)) for x in (("a", 2, free), ("b", 3, never), ("c", 1, never))]
-        await asyncio.sleep(0)
-        assert order == ["a"], "c would fit, but b was there first"
-        tasks[1].cancel()
-        await asyncio.gather(tasks[1], return_exceptions=True)
-        await asyncio.sleep(0)
-        assert order == ["a", "c"]
-        tasks += [asyncio.create_task(taker("d", 2, never))]
-        await asyncio.sleep(0)
-        free.set()
-        tasks[3].cancel()  # in the moment in which its places come free
-        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
-        last = asyncio.create_task(taker("e", 2, free))
-        await last
-        assert order == ["a", "c", "e"]
-        tasks[2].cancel()
-
-    asyncio.run(main())
+    free, never = asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(taker(*x)) for x in (("a", 2, free), ("b", 3, never), ("c", 1, never))]
+    await asyncio.sleep(0)
+    assert order == ["a"], "c would fit, but b was there first"
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert order == ["a", "c"]
+    tasks += [asyncio.create_task(taker("d", 2, never))]
+    await asyncio.sleep(0)
+    free.set()
+    tasks[3].cancel()  # in the moment in which its places come free
+    await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
+    last = asyncio.create_task(taker("e", 2, free))
+    await last
+    assert order == ["a", "c", "e"]
+    tasks[2].cancel()
 
 
-def test_a_token_is_asked_for() -> None:
-    @scenario(token="s3cret-s3cret-s3cret")
-    async def _(rig: Rig) -> None:
+async def test_a_token_is_asked_for() -> None:
+    async with serving(token="s3cret-s3cret-s3cret") as rig:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-s3cret-s3cret"}):
             status, answer = await rig.post("/generate", generate(), headers=headers)
             assert (status, answer["error"]["code"]) == (401, 401)
@@ -628,9 +598,8 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
 # Engines
 
 
-def test_engines_join_are_brought_up_to_date_and_leave() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_engines_join_are_brought_up_to_date_and_leave() -> None:
+    async with serving() as rig:
         await rig.post("/update_weights_from_disk", {"model_path": "next", "weight_version": 7})
         joiner = HttpEngine()
         url = await joiner.start()
@@ -653,9 +622,8 @@ def test_engines_join_are_brought_up_to_date_and_leave() -> None:
         await joiner.stop()
 
 
-def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
+    async with serving() as rig:
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         slow, quick = HttpEngine(), HttpEngine()
         slow.may_load.clear()
@@ -684,11 +652,10 @@ def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
             await engine.stop()
 
 
-def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once(
+async def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with serving() as rig:
         other = HttpEngine(version=3)
         url = await other.start()
         await rig.post("/engines", {"url": url})
@@ -707,12 +674,11 @@ def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once(
     ("status", "body", "told"),
     [(200, "{}", "is no SGLang server"), (200, "<html>", "is no SGLang server"), (404, "gone", "404 gone")],
 )
-def test_a_server_that_is_no_engine_is_named(status: int, body: str, told: str) -> None:
+async def test_a_server_that_is_no_engine_is_named(status: int, body: str, told: str) -> None:
     async def model_info(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body)
 
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with serving() as rig:
         app = web.Application()
         app.router.add_get("/model_info", model_info)
         async with TestServer(app) as stranger:
@@ -724,9 +690,8 @@ def test_a_server_that_is_no_engine_is_named(status: int, body: str, told: str) 
             assert state.state.startswith("dead: ") and not state.alive
 
 
-def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
-    @scenario(interruption="retract")
-    async def _(rig: Rig) -> None:
+async def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
+    async with serving(interruption="retract") as rig:
         status, answer = await rig.post("/update_weights_from_disk", {"model_path": "bad"})
         assert status == 500 and "no engine could load bad" in answer["error"]["message"]
         assert (await rig.post("/generate", generate()))[0] == 200
@@ -736,17 +701,15 @@ def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("interruption", ["abort", "retract"])
-def test_no_prefix_outlives_the_weights_that_read_it(interruption: FleetInterruption) -> None:
-    @scenario(2, interruption=interruption)
-    async def _(rig: Rig) -> None:
+async def test_no_prefix_outlives_the_weights_that_read_it(interruption: FleetInterruption) -> None:
+    async with serving(2, interruption=interruption) as rig:
         await rig.post("/update_weights_from_disk", {"model_path": "a"})
         for engine in rig.engines:
             assert engine.calls.index("flush_cache") > engine.calls.index("update_weights_from_disk")
 
 
-def test_prometheus_reads_it() -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_prometheus_reads_it() -> None:
+    async with serving(2) as rig:
         await rig.post("/generate", generate())
         await rig.post("/generate", {"input_ids": [1000]})
         async with rig.client.get("/metrics") as answer:
@@ -756,9 +719,8 @@ def test_prometheus_reads_it() -> None:
         assert f'rlsys_router_engine_up{{engine="{rig.urls[0]}"}} 1.0' in text
 
 
-def test_a_prefix_stays_with_its_engine() -> None:
-    @scenario(2)
-    async def _(rig: Rig) -> None:
+async def test_a_prefix_stays_with_its_engine() -> None:
+    async with serving(2) as rig:
         for _ in range(3):
             for first in (1, 2):
                 await rig.post("/generate", {**generate(), "input_ids": [first, *PROMPT]})

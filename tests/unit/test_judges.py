@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from rollout_rig import Numbers, rig, run
-from scripted_engine import EOS, Network, ScriptedEngine, run_virtual, token
+from rollout_rig import Numbers, rig
+from scripted_engine import EOS, Network, ScriptedEngine, token
 from test_planning import Lengths, config_of, group_of
 
 from rlsys.config import Config, identity
@@ -84,45 +84,39 @@ def says(text: str | None) -> web.Response:
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: Path, suffix: str) -> None:
+async def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: Path, suffix: str) -> None:
     async def reply(question: str) -> web.Response:
         return says(f"The first step is wrong: {SOUND.replace('-1', '0')}" if "\nxx\n" in question else SOUND)
 
-    async def test() -> None:
-        server = ScriptedServer(reply)
-        async with server.listening() as url:
-            data = {"judge": url + suffix, "judge_timeout": 20}
-            config = Config.model_validate({"model": {"path": tmp_path}, "data": data})
-            check_names(config)
-            judge = build_judge(config, nobody)
-            assert judge is not None
-            plan, group = judged_by(tmp_path, judge), group_of(["a", "b", "c"], [1, 1, 0])
-            assert await plan.reward(Numbers().train(0), group) is None
-            assert [s.reward for s in group.samples] == [1, 0, -1]
-            assert [a["model"] for a in server.asked] == ["judge-7b"] * 2
-            assert {a["temperature"] for a in server.asked} == {0}
-            assert all("Problem:\n0\n" in a["messages"][0]["content"] for a in server.asked)
-            assert judged(plan) == {"judge_hung": 0, "judge_failed": 0}
-            asked = server.model_questions
-            await judge("once more")
-            assert server.model_questions == asked
-
-    run(test())
+    server = ScriptedServer(reply)
+    async with server.listening() as url:
+        data = {"judge": url + suffix, "judge_timeout": 20}
+        config = Config.model_validate({"model": {"path": tmp_path}, "data": data})
+        check_names(config)
+        judge = build_judge(config, nobody)
+        assert judge is not None
+        plan, group = judged_by(tmp_path, judge), group_of(["a", "b", "c"], [1, 1, 0])
+        assert await plan.reward(Numbers().train(0), group) is None
+        assert [s.reward for s in group.samples] == [1, 0, -1]
+        assert [a["model"] for a in server.asked] == ["judge-7b"] * 2
+        assert {a["temperature"] for a in server.asked} == {0}
+        assert all("Problem:\n0\n" in a["messages"][0]["content"] for a in server.asked)
+        assert judged(plan) == {"judge_hung": 0, "judge_failed": 0}
+        asked = server.model_questions
+        await judge("once more")
+        assert server.model_questions == asked
 
 
-def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reply(question: str) -> web.Response:
         return says(SOUND)
 
-    async def test() -> None:
-        server = ScriptedServer(reply)
-        async with server.listening() as url:
-            await UrlJudge(url)("?")
-            monkeypatch.setenv("RLSYS_JUDGE_TOKEN", "abc")
-            await UrlJudge(url)("?")
-            assert server.tokens == [None, "Bearer abc"]
-
-    run(test())
+    server = ScriptedServer(reply)
+    async with server.listening() as url:
+        await UrlJudge(url)("?")
+        monkeypatch.setenv("RLSYS_JUDGE_TOKEN", "abc")
+        await UrlJudge(url)("?")
+        assert server.tokens == [None, "Bearer abc"]
 
 
 async def broken(question: str) -> web.Response:
@@ -150,40 +144,34 @@ async def no_text(question: str) -> web.Response:
         (no_text, "no text at choices.0.message.content"),
     ],
 )
-def test_a_server_that_fails_gives_no_verdict_and_is_counted(
+async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
     tmp_path: Path, reply: Callable[[str], Awaitable[web.Response]], told: str
 ) -> None:
-    async def test() -> None:
-        server = ScriptedServer(reply)
-        async with server.listening() as url:
-            plan = judged_by(tmp_path, PatientJudge(UrlJudge(url), 20))
-            reason = await plan.reward(Numbers().train(0), group_of(["a", "b", "c"], [1, 1, 0]))
-            assert reason is not None
-            assert reason.startswith(
-                "algo.group_reward fapo could not judge 2 samples of the group; the judge failed: JudgeErr"
-            )
-            assert told in reason
-            assert judged(plan) == {"judge_hung": 0, "judge_failed": 2}
-
-    run(test())
+    server = ScriptedServer(reply)
+    async with server.listening() as url:
+        plan = judged_by(tmp_path, PatientJudge(UrlJudge(url), 20))
+        reason = await plan.reward(Numbers().train(0), group_of(["a", "b", "c"], [1, 1, 0]))
+        assert reason is not None
+        assert reason.startswith(
+            "algo.group_reward fapo could not judge 2 samples of the group; the judge failed: JudgeErr"
+        )
+        assert told in reason
+        assert judged(plan) == {"judge_hung": 0, "judge_failed": 2}
 
 
-def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_verdict() -> None:
-    async def test() -> None:
-        server = ScriptedServer(broken)
-        server.models = {"data": []}
-        async with server.listening() as url:
-            judge = PatientJudge(UrlJudge(url), 20)
-            assert await judge("?") is None
-            assert "no text at data.0.id" in judge.last
+async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_verdict() -> None:
+    server = ScriptedServer(broken)
+    server.models = {"data": []}
+    async with server.listening() as url:
+        judge = PatientJudge(UrlJudge(url), 20)
         assert await judge("?") is None
-        assert "Client" in judge.last
-        assert judge.failed == 2
+        assert "no text at data.0.id" in judge.last
+    assert await judge("?") is None
+    assert "Client" in judge.last
+    assert judge.failed == 2
 
-    run(test())
 
-
-def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: Path) -> None:
+async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: Path) -> None:
     gone = asyncio.Event()
 
     async def reply(question: str) -> web.Response:
@@ -195,49 +183,41 @@ def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: 
             gone.set()
         raise AssertionError
 
-    async def test() -> None:
-        async with ScriptedServer(reply).listening() as url:
-            judge = PatientJudge(UrlJudge(url), 0.3)
-            censored = await judged_by(tmp_path, judge).reward(
-                Numbers().train(0), group_of(["a", "b"], [1, 1])
-            )
-            assert censored == (
-                "algo.group_reward fapo could not judge 1 samples of the group; "
-                "the judge took longer than data.judge_timeout = 0.3 s"
-            )
-            await gone.wait()  # its connection was closed
-            group = group_of(["a", "b", "c"], [1, 1, 0])
-            plan = judged_by(tmp_path, judge, no_verdict="sound")
-            assert await plan.reward(Numbers().train(0), group) is None
-            assert [s.reward for s in group.samples] == [1, 1, -1]
-            assert judged(plan) == {"judge_hung": 2, "judge_failed": 0}
-
-    run(test())
+    async with ScriptedServer(reply).listening() as url:
+        judge = PatientJudge(UrlJudge(url), 0.3)
+        censored = await judged_by(tmp_path, judge).reward(Numbers().train(0), group_of(["a", "b"], [1, 1]))
+        assert censored == (
+            "algo.group_reward fapo could not judge 1 samples of the group; "
+            "the judge took longer than data.judge_timeout = 0.3 s"
+        )
+        await gone.wait()  # its connection was closed
+        group = group_of(["a", "b", "c"], [1, 1, 0])
+        plan = judged_by(tmp_path, judge, no_verdict="sound")
+        assert await plan.reward(Numbers().train(0), group) is None
+        assert [s.reward for s in group.samples] == [1, 1, -1]
+        assert judged(plan) == {"judge_hung": 2, "judge_failed": 0}
 
 
 # Time
 
 
-def test_only_time_in_which_the_judge_can_work_counts() -> None:
+@pytest.mark.virtual_clock
+async def test_only_time_in_which_the_judge_can_work_counts() -> None:
     """A minute of work, one of rest, then the other half of its limit."""
-
-    async def test() -> None:
-        loop, rests = asyncio.get_running_loop(), [False]
-        judge = PatientJudge(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
-        asked = asyncio.create_task(judge("?"))
-        await asyncio.sleep(60)
-        rests[0] = True
-        await asyncio.sleep(3600)
-        assert not asked.done()
-        rests[0] = False
-        assert await asked is None
-        assert loop.time() == pytest.approx(60 + 3600 + 60, abs=1)
-        assert judge.hung == 1
-
-    run_virtual(test())
+    loop, rests = asyncio.get_running_loop(), [False]
+    judge = PatientJudge(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
+    asked = asyncio.create_task(judge("?"))
+    await asyncio.sleep(60)
+    rests[0] = True
+    await asyncio.sleep(3600)
+    assert not asked.done()
+    rests[0] = False
+    assert await asked is None
+    assert loop.time() == pytest.approx(60 + 3600 + 60, abs=1)
+    assert judge.hung == 1
 
 
-def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> None:
+async def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> None:
     """In group 0 it never answers; the others are judged meanwhile, and a step is taken without group 0."""
 
     async def never_of_prompt_zero(text: str) -> str:
@@ -248,29 +228,27 @@ def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> None:
     async def odd(prompt: Prompt, text: str) -> float:
         return 1.0
 
-    async def test() -> None:
-        async with rig(config_of(tmp_path, group_reward="fapo"), reward=odd) as r:
-            judge = PatientJudge(never_of_prompt_zero, 0.2)
-            r.manager._runner._planning._judge = judge
-            r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
-            await r.start()
-            taking = asyncio.create_task(r.manager.take(1))
-            while not taking.done():
-                await asyncio.sleep(0.001)
-                r.router.tick()
-            taken = taking.result()
-            assert taken is not None
-            assert [g.group_id for g in taken.groups] == [1, 2]
-            assert taken.metrics["judge_hung"] == 2
-            assert taken.metrics["censored"] == 1
-
-    run(test())
+    async with rig(config_of(tmp_path, group_reward="fapo"), reward=odd) as r:
+        judge = PatientJudge(never_of_prompt_zero, 0.2)
+        r.manager._runner._planning._judge = judge
+        r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
+        await r.start()
+        taking = asyncio.create_task(r.manager.take(1))
+        while not taking.done():
+            await asyncio.sleep(0.001)
+            r.router.tick()
+        taken = taking.result()
+        assert taken is not None
+        assert [g.group_id for g in taken.groups] == [1, 2]
+        assert taken.metrics["judge_hung"] == 2
+        assert taken.metrics["censored"] == 1
 
 
 # The run's own engines
 
 
-def test_the_policy_judges_itself_through_the_runs_router_over_an_interrupt(tmp_path: Path) -> None:
+@pytest.mark.virtual_clock
+async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrupt(tmp_path: Path) -> None:
     """Its verdict goes on after the interrupt, is outside the ledger, and its time stands still in between."""
 
     class Ids:
@@ -285,48 +263,45 @@ def test_the_policy_judges_itself_through_the_runs_router_over_an_interrupt(tmp_
         def apply_chat(self, messages: list[dict[str, str]]) -> str:
             return "user: " + messages[0]["content"]
 
-    async def test() -> None:
-        engine = ScriptedEngine("http://a:1", ends_at=lambda seed: 150, chunk=1)
-        network: Any = Network(engine)
-        router = Router(
-            [EngineClient(engine.url, network)], vocab_size=128, context_length=200, stop_ids={EOS},
-            bounds=Bounds(1e-6, 1e-4), routes=False,
-        )  # fmt: skip
-        tokenizer: Any = Ids()
+    engine = ScriptedEngine("http://a:1", ends_at=lambda seed: 150, chunk=1)
+    network: Any = Network(engine)
+    router = Router(
+        [EngineClient(engine.url, network)], vocab_size=128, context_length=200, stop_ids={EOS},
+        bounds=Bounds(1e-6, 1e-4), routes=False,
+    )  # fmt: skip
+    tokenizer: Any = Ids()
 
-        async def push(version: int, canaries: list[Canary]) -> None:
-            await router.begin_push(version)
-            engine.load(version)
-            await router.end_push(version, canaries)
-            router.resume()
+    async def push(version: int, canaries: list[Canary]) -> None:
+        await router.begin_push(version)
+        engine.load(version)
+        await router.end_push(version, canaries)
+        router.resume()
 
-        config = Config.model_validate(
-            {"model": {"path": tmp_path}, "data": {"judge": "engines", "judge_timeout": 20}}
-        )
-        judge = build_judge(
-            config, lambda question: ask_engines(router, tokenizer, 30, question), lambda: router.open
-        )
-        assert judge is not None
-        await push(1, [])
-        asked = asyncio.create_task(judge("1+1=2?"))
-        while router.stats()["evaluation_tokens"] < 10:
-            await asyncio.sleep(0.005)
-        await router.interrupt()
-        assert not router.open
-        await asyncio.sleep(1000)
-        assert not asked.done()
-        await push(2, [])
-        ids = json.loads(str(await asked))
-        start = len("user: 1+1=2?")
-        split = engine.started[1][start:]
-        assert 10 <= len(split) < 30
-        assert ids == [token(0, start + i, 1 if i < len(split) else 2) for i in range(30)]
-        assert router.stats()["evaluation_tokens"] == 30
-        assert (judge.hung, judge.failed) == (0, 0)
-        assert await judge("long " * 100) is None
-        assert "RefusedPrompt" in judge.last
-
-    run_virtual(test())
+    config = Config.model_validate(
+        {"model": {"path": tmp_path}, "data": {"judge": "engines", "judge_timeout": 20}}
+    )
+    judge = build_judge(
+        config, lambda question: ask_engines(router, tokenizer, 30, question), lambda: router.open
+    )
+    assert judge is not None
+    await push(1, [])
+    asked = asyncio.create_task(judge("1+1=2?"))
+    while router.stats()["evaluation_tokens"] < 10:
+        await asyncio.sleep(0.005)
+    await router.interrupt()
+    assert not router.open
+    await asyncio.sleep(1000)
+    assert not asked.done()
+    await push(2, [])
+    ids = json.loads(str(await asked))
+    start = len("user: 1+1=2?")
+    split = engine.started[1][start:]
+    assert 10 <= len(split) < 30
+    assert ids == [token(0, start + i, 1 if i < len(split) else 2) for i in range(30)]
+    assert router.stats()["evaluation_tokens"] == 30
+    assert (judge.hung, judge.failed) == (0, 0)
+    assert await judge("long " * 100) is None
+    assert "RefusedPrompt" in judge.last
 
 
 # Names

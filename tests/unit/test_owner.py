@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import threading
@@ -145,7 +144,7 @@ def test_a_second_supervisor_deposes_the_first_where_locks_do_not_work(
             first.owner.check()
 
 
-def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
+async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
     """Declared dead, replaced, and awake again: before, its push and its take(2) were accepted."""
 
     def push(client: RolloutClient) -> PushTicket:
@@ -153,25 +152,22 @@ def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         client.end_push(ticket, [], [])
         return ticket
 
-    async def test() -> None:
-        config = make_config(tmp_path, launch={"placement": "disaggregated"}, rollout={"max_staleness": 1})
-        async with rig(config) as r, served(r) as old:
-            new = RolloutClient(old._url, OWNER.key, start=2)
-            await ticking(r, old.restore, 0)
-            await ticking(r, push, old)
-            await ticking(r, old.take, 1)
-            await ticking(r, new.restore, 0)
-            await ticking(r, push, new)
-            await ticking(r, new.take, 1)
-            for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
-                with pytest.raises(RunError, match="start 1 of the trainer, but start 2 has taken its place"):
-                    await ticking(r, call)
-            assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
-
-    asyncio.run(test())
+    config = make_config(tmp_path, launch={"placement": "disaggregated"}, rollout={"max_staleness": 1})
+    async with rig(config) as r, served(r) as old:
+        new = RolloutClient(old._url, OWNER.key, start=2)
+        await ticking(r, old.restore, 0)
+        await ticking(r, push, old)
+        await ticking(r, old.take, 1)
+        await ticking(r, new.restore, 0)
+        await ticking(r, push, new)
+        await ticking(r, new.take, 1)
+        for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
+            with pytest.raises(RunError, match="start 1 of the trainer, but start 2 has taken its place"):
+                await ticking(r, call)
+        assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
 
 
-def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
+async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
     """Before: any local process could POST /commit {train_step: 10**9}, and every later restore failed."""
 
     def post(url: str, headers: dict[str, str]) -> int:
@@ -182,28 +178,22 @@ def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
         except urllib.error.HTTPError as e:
             return e.code
 
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r) as client:
-            for path in ("commit", "restore", "take", "leave?seconds=1"):
-                for headers in ({}, {"X-Rlsys-Key": "guess", "X-Rlsys-Start": "9"}):
-                    assert await ticking(r, post, f"{client._url}/{path}", headers) == 403
-            with pytest.raises(RunError, match="status 403"):
-                await ticking(r, RolloutClient(client._url, "guess").status)
-            await ticking(r, client.restore, 0)
-            with pytest.raises(RunError, match=r"commit\(1000000000\) after 0 steps: no such checkpoint yet"):
-                await ticking(r, client.commit, 10**9)
-            await ticking(r, client.restore, 0)
-
-    asyncio.run(test())
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        for path in ("commit", "restore", "take", "leave?seconds=1"):
+            for headers in ({}, {"X-Rlsys-Key": "guess", "X-Rlsys-Start": "9"}):
+                assert await ticking(r, post, f"{client._url}/{path}", headers) == 403
+        with pytest.raises(RunError, match="status 403"):
+            await ticking(r, RolloutClient(client._url, "guess").status)
+        await ticking(r, client.restore, 0)
+        with pytest.raises(RunError, match=r"commit\(1000000000\) after 0 steps: no such checkpoint yet"):
+            await ticking(r, client.commit, 10**9)
+        await ticking(r, client.restore, 0)
 
 
-def test_no_command_comes_before_restore(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r) as client:
-            with pytest.raises(RunError, match="begin_push before restore"):
-                await ticking(r, client.begin_push)
-
-    asyncio.run(test())
+async def test_no_command_comes_before_restore(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        with pytest.raises(RunError, match="begin_push before restore"):
+            await ticking(r, client.begin_push)
 
 
 def test_the_environment_names_no_secret(tmp_path: Path) -> None:

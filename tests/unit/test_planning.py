@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import run_virtual
-from test_manager import Numbers, ids, make_config, rig, run, settle
+from test_manager import Numbers, ids, make_config, rig, settle
 
 from rlsys.algo.group_rewards import Response
 from rlsys.config import Config
@@ -32,120 +31,102 @@ def mixed_in_odd_groups(sample: Sample) -> int:
     return 3 if sample.group_id % 2 == 0 or sample.index % 2 == 0 else 4
 
 
-def test_groups_of_equal_rewards_are_filtered_and_others_started_in_their_place(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(config_of(tmp_path, planners=["dapo"]), mixed_in_odd_groups) as r:
-            await r.start()
-            taken = await r.take(1)
-            assert ids(taken.groups) == [1, 3]  # staleness 0: the filtered made room for exactly these
-            assert taken.metrics["filtered"] == 2
-            assert r.buffer.ledger().groups["filtered"] == 2
-
-    run(test())
+async def test_groups_of_equal_rewards_are_filtered_and_others_started_in_their_place(tmp_path: Path) -> None:
+    async with rig(config_of(tmp_path, planners=["dapo"]), mixed_in_odd_groups) as r:
+        await r.start()
+        taken = await r.take(1)
+        assert ids(taken.groups) == [1, 3]  # staleness 0: the filtered made room for exactly these
+        assert taken.metrics["filtered"] == 2
+        assert r.buffer.ledger().groups["filtered"] == 2
 
 
-def test_a_filter_gives_in_after_so_many_drops(tmp_path: Path) -> None:
-    async def test() -> None:
-        dapo = {"name": "dapo", "drops": 3}
-        async with rig(config_of(tmp_path, planners=[dapo])) as r:  # all rewards are 1
-            await r.start()
-            taken = await r.take(1)
-            assert ids(taken.groups) == [3, 7]
-
-    run(test())
+async def test_a_filter_gives_in_after_so_many_drops(tmp_path: Path) -> None:
+    dapo = {"name": "dapo", "drops": 3}
+    async with rig(config_of(tmp_path, planners=[dapo])) as r:  # all rewards are 1
+        await r.start()
+        taken = await r.take(1)
+        assert ids(taken.groups) == [3, 7]
 
 
-def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(config_of(tmp_path, planners=["mc_grpo"])) as r:
-            await r.start()
-            assert [len(g.samples) for g in (await r.take(1)).groups] == [3, 3]
-
-    run(test())
+async def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
+    async with rig(config_of(tmp_path, planners=["mc_grpo"])) as r:
+        await r.start()
+        assert [len(g.samples) for g in (await r.take(1)).groups] == [3, 3]
 
 
 DARS = {"name": "dars", "signal": "plain", "largest": 6}
 """Of two wrong answers (p = 1/4): hardness asks for ceil((1.5 - 0.75) / 0.375) = 2 more."""
 
 
-def test_hard_groups_grow_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        def wrong_in_group_zero(sample: Sample) -> int:
-            return 4 if sample.group_id == 0 else 3
+async def test_hard_groups_grow_once(tmp_path: Path) -> None:
+    def wrong_in_group_zero(sample: Sample) -> int:
+        return 4 if sample.group_id == 0 else 3
 
-        async with rig(config_of(tmp_path, planners=[DARS]), wrong_in_group_zero) as r:
-            await r.start()
-            first, second = (await r.take(1)).groups
-            assert [s.index for s in first.samples] == [0, 1, 2, 3]
-            assert len({s.seed for s in first.samples}) == 4
-            assert [s.sample_id for s in second.samples] == [6, 7]  # ids leave room for the largest group
-            ledger = r.buffer.ledger()
-            assert (ledger.samples["trained"], ledger.sizes["trained"]) == (6, 6)
-
-    run(test())
+    async with rig(config_of(tmp_path, planners=[DARS]), wrong_in_group_zero) as r:
+        await r.start()
+        first, second = (await r.take(1)).groups
+        assert [s.index for s in first.samples] == [0, 1, 2, 3]
+        assert len({s.seed for s in first.samples}) == 4
+        assert [s.sample_id for s in second.samples] == [6, 7]  # ids leave room for the largest group
+        ledger = r.buffer.ledger()
+        assert (ledger.samples["trained"], ledger.sizes["trained"]) == (6, 6)
 
 
-def test_a_restart_neither_repeats_nor_forgets_that_a_group_grew(tmp_path: Path) -> None:
-    async def test() -> None:
-        def slow_second_stage(sample: Sample) -> int:
-            return 4 if sample.index < 2 else 12
+async def test_a_restart_neither_repeats_nor_forgets_that_a_group_grew(tmp_path: Path) -> None:
+    def slow_second_stage(sample: Sample) -> int:
+        return 4 if sample.index < 2 else 12
 
-        config = config_of(tmp_path, planners=[DARS])
-        async with rig(config, slow_second_stage) as r:
-            await r.start()
-            take = asyncio.create_task(r.manager.take(1))
-            for _ in range(6):
-                await settle()
-                r.router.tick()
-            take.cancel()
-            assert [len(g.samples) for g in r.buffer.active()] == [4, 4]
-        async with rig(config, slow_second_stage) as r:
-            await r.start()
-            assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
-
-    run(test())
+    config = config_of(tmp_path, planners=[DARS])
+    async with rig(config, slow_second_stage) as r:
+        await r.start()
+        take = asyncio.create_task(r.manager.take(1))
+        for _ in range(6):
+            await settle()
+            r.router.tick()
+        take.cancel()
+        assert [len(g.samples) for g in r.buffer.active()] == [4, 4]
+    async with rig(config, slow_second_stage) as r:
+        await r.start()
+        assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
 
 
-def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as_it_was(tmp_path: Path) -> None:
-    async def test() -> None:
-        scored: list[list[int]] = []
+async def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as_it_was(
+    tmp_path: Path,
+) -> None:
+    scored: list[list[int]] = []
 
-        async def scores(prompt: list[int]) -> tuple[list[float], list[bool]]:
-            scored.append(prompt)
-            return [0.0, 2.0, 1.0], [True, False, False]
+    async def scores(prompt: list[int]) -> tuple[list[float], list[bool]]:
+        scored.append(prompt)
+        return [0.0, 2.0, 1.0], [True, False, False]
 
-        def wrong_in_group_zero(sample: Sample) -> int:
-            return 4 if sample.group_id == 0 else 3
+    def wrong_in_group_zero(sample: Sample) -> int:
+        return 4 if sample.group_id == 0 else 3
 
-        config = config_of(tmp_path, planners=["lens"])
-        async with rig(config, wrong_in_group_zero, prompt_scores=scores) as r:
-            await r.start()
-            hard, easy = (await r.take(1)).groups
-            assert scored == [hard.samples[0].prompt_ids] == [[5, 6, 0]]
-            assert [(s.prompt_ids, s.trained_prompt) for s in hard.samples] == [
-                *[([5, 6, 0], None)] * 2,
-                *[([5, 0], [5, 6, 0])] * 2,
-            ]
-            assert {s.trained_prompt for s in easy.samples} == {None}
-
-    run(test())
+    config = config_of(tmp_path, planners=["lens"])
+    async with rig(config, wrong_in_group_zero, prompt_scores=scores) as r:
+        await r.start()
+        hard, easy = (await r.take(1)).groups
+        assert scored == [hard.samples[0].prompt_ids] == [[5, 6, 0]]
+        assert [(s.prompt_ids, s.trained_prompt) for s in hard.samples] == [
+            *[([5, 6, 0], None)] * 2,
+            *[([5, 0], [5, 6, 0])] * 2,
+        ]
+        assert {s.trained_prompt for s in easy.samples} == {None}
 
 
-def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own(tmp_path: Path) -> None:
+async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own(
+    tmp_path: Path,
+) -> None:
     """Even lengths are wrong: group 1 takes longer, so group 0 has been solved before it."""
-
-    async def test() -> None:
-        config = config_of(tmp_path, planners=[{"name": "xrpo", "samples": 2, "largest": 4, "share": 0.5}])
-        async with rig(config, lambda s: 4 if s.group_id == 1 else 3) as r:
-            await r.start()
-            easy, hard = (await r.take(1)).groups
-            assert {s.trained_prompt for s in easy.samples} == {None}
-            plain, seeded = hard.samples[:2], hard.samples[2:]
-            assert [(s.prompt_ids, s.trained_prompt) for s in plain] == [([5, 6, 1], None)] * 2
-            shown = [5, 6, 0, 0, 1, 2]
-            assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [([*shown, 5, 6, 1], [5, 6, 1])] * 2
-
-    run(test())
+    config = config_of(tmp_path, planners=[{"name": "xrpo", "samples": 2, "largest": 4, "share": 0.5}])
+    async with rig(config, lambda s: 4 if s.group_id == 1 else 3) as r:
+        await r.start()
+        easy, hard = (await r.take(1)).groups
+        assert {s.trained_prompt for s in easy.samples} == {None}
+        plain, seeded = hard.samples[:2], hard.samples[2:]
+        assert [(s.prompt_ids, s.trained_prompt) for s in plain] == [([5, 6, 1], None)] * 2
+        shown = [5, 6, 0, 0, 1, 2]
+        assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [([*shown, 5, 6, 1], [5, 6, 1])] * 2
 
 
 class Lengths:
@@ -175,18 +156,15 @@ def group_of(answers: Sequence[str | None], rewards: Sequence[float]) -> SampleG
     return SampleGroup(0, 0, samples)
 
 
-def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_path: Path) -> None:
-    async def test() -> None:
-        plan, group = planning(tmp_path, group_reward="ttrl"), group_of(["7", "7", None], [0, 0, 1])
-        for _ in range(2):  # a second time, as after a restart: the same
-            assert await plan.reward(Numbers().train(0), group) is None
-            assert [s.reward for s in group.samples] == [1, 1, 0]
-            assert [s.plain_reward for s in group.samples] == [0, 0, 1]
-
-    run(test())
+async def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_path: Path) -> None:
+    plan, group = planning(tmp_path, group_reward="ttrl"), group_of(["7", "7", None], [0, 0, 1])
+    for _ in range(2):  # a second time, as after a restart: the same
+        assert await plan.reward(Numbers().train(0), group) is None
+        assert [s.reward for s in group.samples] == [1, 1, 0]
+        assert [s.plain_reward for s in group.samples] == [0, 0, 1]
 
 
-def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: Path) -> None:
+async def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def judge(text: str) -> str:
@@ -196,35 +174,27 @@ def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: 
     async def mute(text: str) -> str:
         return "no verdict"
 
-    async def test() -> None:
-        group = group_of(["a", "b", "c"], [1, 1, 0])
-        plan = planning(tmp_path, judge, group_reward="fapo")
-        assert await plan.reward(Numbers().train(0), group) is None
-        assert [s.reward for s in group.samples] == [0, 1, -1]
-        assert len(asked) == 2
-        silent = planning(tmp_path, mute, group_reward="fapo")
-        assert "could not judge 2" in str(
-            await silent.reward(Numbers().train(0), group_of(["a"] * 2, [1, 1]))
-        )
-
-    run(test())
+    group = group_of(["a", "b", "c"], [1, 1, 0])
+    plan = planning(tmp_path, judge, group_reward="fapo")
+    assert await plan.reward(Numbers().train(0), group) is None
+    assert [s.reward for s in group.samples] == [0, 1, -1]
+    assert len(asked) == 2
+    silent = planning(tmp_path, mute, group_reward="fapo")
+    assert "could not judge 2" in str(await silent.reward(Numbers().train(0), group_of(["a"] * 2, [1, 1])))
 
 
 async def nobody(prompt: str, responses: Sequence[Response], judge: Judge | None) -> list[float | None]:
     return [None] * len(responses)
 
 
-def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
-    async def test() -> None:
-        config = config_of(tmp_path, group_reward="test_planning:nobody")
-        async with rig(config) as r:
-            r.manager._runner._planning._tokenizer = Lengths()
-            await r.start()
-            with pytest.raises(RunError, match="the last 4 groups could not be used"):
-                await r.take(1)
-            assert r.buffer.counts[GroupState.CENSORED] >= 4
-
-    run(test())
+async def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
+    config = config_of(tmp_path, group_reward="test_planning:nobody")
+    async with rig(config) as r:
+        r.manager._runner._planning._tokenizer = Lengths()
+        await r.start()
+        with pytest.raises(RunError, match="the last 4 groups could not be used"):
+            await r.take(1)
+        assert r.buffer.counts[GroupState.CENSORED] >= 4
 
 
 async def rude(prompt: str, responses: Sequence[Response], judge: Judge | None) -> Any:
@@ -246,40 +216,33 @@ async def rude(prompt: str, responses: Sequence[Response], judge: Judge | None) 
 RUDE = "algo.group_reward test_planning:rude "
 
 
-def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> None:
-    async def test() -> None:
-        rollout = {
-            "rollout": {**BUDGET["rollout"], "reward_timeout": 5, "over_provision": 4, "max_staleness": 4}
-        }
-        config = make_config(tmp_path, algo={"group_reward": "test_planning:rude"}, **rollout)
-        plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
-        told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
-        assert told == [
-            RUDE + "raised ZeroDivisionError: no such thing",
-            RUDE + "took longer than rollout.reward_timeout = 5 s",
-            RUDE + "was cancelled",
-            RUDE + "gave nan, not a finite number",
-            RUDE + "gave [1.0, 1.0, 1.0], expected a list of 2 rewards",
-            RUDE + "gave 'full', not a finite number",
-            RUDE + "gave None, expected a list of 2 rewards",
-            None,
-        ]
-        assert plan.counts == {"group_reward_hung": 1, "group_reward_failed": 6}
-
-    run_virtual(test())
+@pytest.mark.virtual_clock
+async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> None:
+    rollout = {"rollout": {**BUDGET["rollout"], "reward_timeout": 5, "over_provision": 4, "max_staleness": 4}}
+    config = make_config(tmp_path, algo={"group_reward": "test_planning:rude"}, **rollout)
+    plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
+    told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
+    assert told == [
+        RUDE + "raised ZeroDivisionError: no such thing",
+        RUDE + "took longer than rollout.reward_timeout = 5 s",
+        RUDE + "was cancelled",
+        RUDE + "gave nan, not a finite number",
+        RUDE + "gave [1.0, 1.0, 1.0], expected a list of 2 rewards",
+        RUDE + "gave 'full', not a finite number",
+        RUDE + "gave None, expected a list of 2 rewards",
+        None,
+    ]
+    assert plan.counts == {"group_reward_hung": 1, "group_reward_failed": 6}
 
 
-def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
-    async def test() -> None:
-        config = config_of(tmp_path, group_reward="test_planning:zero_raises")
-        async with rig(config) as r:
-            r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
-            await r.start()
-            taken = await r.take(1)
-            assert ids(taken.groups) == [1, 2]
-            assert (taken.metrics["censored"], taken.metrics["group_reward_failed"]) == (1, 1)
-
-    run(test())
+async def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, group_reward="test_planning:zero_raises")
+    async with rig(config) as r:
+        r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
+        await r.start()
+        taken = await r.take(1)
+        assert ids(taken.groups) == [1, 2]
+        assert (taken.metrics["censored"], taken.metrics["group_reward_failed"]) == (1, 1)
 
 
 async def zero_raises(prompt: str, responses: Sequence[Response], judge: Judge | None) -> list[float]:
@@ -304,19 +267,16 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
         [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
 
 
-def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
-    async def test() -> None:
-        config = config_of(tmp_path, prompt={"name": "vade", "pool": 8})
-        async with rig(config, mixed_in_odd_groups) as r:
-            await r.start()
-            asked = [g.prompt_index for g in (await r.take(1)).groups]
-            assert asked != [0, 1]
-            before = r.manager._runner._planning.state()
-        async with rig(config, mixed_in_odd_groups) as r:
-            assert r.manager._runner._planning.state() == before
-            assert all(str(index) in before for index in asked)
-
-    run(test())
+async def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
+    config = config_of(tmp_path, prompt={"name": "vade", "pool": 8})
+    async with rig(config, mixed_in_odd_groups) as r:
+        await r.start()
+        asked = [g.prompt_index for g in (await r.take(1)).groups]
+        assert asked != [0, 1]
+        before = r.manager._runner._planning.state()
+    async with rig(config, mixed_in_odd_groups) as r:
+        assert r.manager._runner._planning.state() == before
+        assert all(str(index) in before for index in asked)
 
 
 def uncertain_in_even_groups(sample: Sample) -> int:
@@ -324,61 +284,50 @@ def uncertain_in_even_groups(sample: Sample) -> int:
     return 4 if sample.group_id % 2 == 0 and sample.index % 2 else 3
 
 
-def test_groups_wait_for_their_round_and_the_uncertain_ones_grow(tmp_path: Path) -> None:
+async def test_groups_wait_for_their_round_and_the_uncertain_ones_grow(tmp_path: Path) -> None:
     """A round of two: group 0 gets two samples. Then it waits with group 2, which came in the place of group 1;
     nothing else can come, so this round closes with one new group, and half a group gets nothing."""
-
-    async def test() -> None:
-        xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
-        config = config_of(tmp_path, planners=[xrpo, {"name": "dapo"}])
-        async with rig(config, uncertain_in_even_groups) as r:
-            await r.start()
-            taken = await r.take(1)
-            sizes = {g.group_id: len(g.samples) for g in taken.groups}
-            assert sizes == {0: 4, 2: 2}
-            assert r.buffer.ledger().groups["filtered"] == 1  # dapo drops group 1, after its round
-
-    run(test())
+    xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
+    config = config_of(tmp_path, planners=[xrpo, {"name": "dapo"}])
+    async with rig(config, uncertain_in_even_groups) as r:
+        await r.start()
+        taken = await r.take(1)
+        sizes = {g.group_id: len(g.samples) for g in taken.groups}
+        assert sizes == {0: 4, 2: 2}
+        assert r.buffer.ledger().groups["filtered"] == 1  # dapo drops group 1, after its round
 
 
-def test_a_round_that_can_never_be_full_closes_when_all_that_may_run_wait(tmp_path: Path) -> None:
-    async def test() -> None:
-        xrpo = {"name": "xrpo", "groups": 50, "samples": 1, "share": 1.0, "largest": 6}
-        async with rig(config_of(tmp_path, planners=[xrpo]), uncertain_in_even_groups) as r:
-            await r.start()
-            sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
-            assert sizes == {0: 3, 1: 2}
-
-    run(test())
+async def test_a_round_that_can_never_be_full_closes_when_all_that_may_run_wait(tmp_path: Path) -> None:
+    xrpo = {"name": "xrpo", "groups": 50, "samples": 1, "share": 1.0, "largest": 6}
+    async with rig(config_of(tmp_path, planners=[xrpo]), uncertain_in_even_groups) as r:
+        await r.start()
+        sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
+        assert sizes == {0: 3, 1: 2}
 
 
-def test_a_restart_lets_what_waited_wait_again(tmp_path: Path) -> None:
+async def test_a_restart_lets_what_waited_wait_again(tmp_path: Path) -> None:
     """A group waits when the process ends, and again when the trainer begins anew; each is decided once."""
+    xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
+    config = config_of(tmp_path, planners=[xrpo])
 
-    async def test() -> None:
-        xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
-        config = config_of(tmp_path, planners=[xrpo])
+    def one_is_slow(sample: Sample) -> int:
+        return 19 if sample.group_id == 1 else uncertain_in_even_groups(sample)
 
-        def one_is_slow(sample: Sample) -> int:
-            return 19 if sample.group_id == 1 else uncertain_in_even_groups(sample)
-
-        for again in (False, True):
-            async with rig(config, one_is_slow) as r:
+    for again in (False, True):
+        async with rig(config, one_is_slow) as r:
+            await r.start()
+            planning = r.manager._runner._planning
+            task = asyncio.create_task(r.manager.take(1))
+            for _ in range(60):
+                r.router.tick()
+                await settle()
+                if planning.waiting():
+                    break
+            assert planning.waiting() == {0}
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if again:
                 await r.start()
-                planning = r.manager._runner._planning
-                task = asyncio.create_task(r.manager.take(1))
-                for _ in range(60):
-                    r.router.tick()
-                    await settle()
-                    if planning.waiting():
-                        break
-                assert planning.waiting() == {0}
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                if again:
-                    await r.start()
-                    assert not planning.waiting()
-                    sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
-                    assert sizes == {0: 4, 1: 2}
-
-    run(test())
+                assert not planning.waiting()
+                sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
+                assert sizes == {0: 4, 1: 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, length_reward, make_config, run, settle
+from rollout_rig import Rig, length_reward, make_config, settle
 
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
@@ -77,7 +77,7 @@ def what(taken: list[Taken]) -> list[Any]:
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("policy", ["drop", "mask"])
-def test_another_clock_repeats_every_token(
+async def test_another_clock_repeats_every_token(
     placement: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.rollout.manager.LOOK_SECONDS", 0.001)
@@ -88,31 +88,24 @@ def test_another_clock_repeats_every_token(
         sections = {"run": {"dir": tmp_path / name}, "launch": {"placement": placement}}
         return make_config(tmp_path, rollout={**april, **rollout}, **sections)
 
-    async def test() -> None:
-        first, groups = await trained(config("first"), random_clock(1))
-        other, _ = await trained(config("other"), random_clock(2))
-        again, groups_again = await trained(config("again", repeat=tmp_path / "first"), random_clock(2))
-        assert what(other) != what(first)
-        assert what(again) == what(first)
-        assert groups_again["expired"] == groups["expired"]
-        assert any(s.resumes for t in first for g in t.groups for s in g.samples)
-
-    run(test())
+    first, groups = await trained(config("first"), random_clock(1))
+    other, _ = await trained(config("other"), random_clock(2))
+    again, groups_again = await trained(config("again", repeat=tmp_path / "first"), random_clock(2))
+    assert what(other) != what(first)
+    assert what(again) == what(first)
+    assert groups_again["expired"] == groups["expired"]
+    assert any(s.resumes for t in first for g in t.groups for s in g.samples)
 
 
-def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.rollout.manager.LOOK_SECONDS", 0.001)
     first, again = tmp_path / "first", tmp_path / "again"
     first.mkdir()
     again.mkdir()
-
-    async def test() -> None:
-        await trained(make_config(tmp_path, run={"dir": first}), random_clock(1), steps=2)
-        repeated = make_config(tmp_path, run={"dir": again}, rollout={"repeat": first})
-        with pytest.raises(RunError, match="the record ends with train step 2"):
-            await trained(repeated, random_clock(2), steps=3)
-
-    run(test())
+    await trained(make_config(tmp_path, run={"dir": first}), random_clock(1), steps=2)
+    repeated = make_config(tmp_path, run={"dir": again}, rollout={"repeat": first})
+    with pytest.raises(RunError, match="the record ends with train step 2"):
+        await trained(repeated, random_clock(2), steps=3)
 
 
 def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:

@@ -119,14 +119,11 @@ def config_of(model: Path, name: str) -> Config:
     return Config.model_validate({"model": {"path": model}, "data": {"reward": f"{__name__}:{name}"}})
 
 
-def test_an_async_reward_by_import_path_runs_in_this_process(model: Path) -> None:
-    async def main() -> None:
-        rewards = Rewards(config_of(model, "makes_async"))
-        async with rewards.open() as reward_fn:
-            assert await reward_fn(Prompt(0, "", [], {}), "") == 0.5
-        assert rewards._workers.started == 0
-
-    asyncio.run(main())
+async def test_an_async_reward_by_import_path_runs_in_this_process(model: Path) -> None:
+    rewards = Rewards(config_of(model, "makes_async"))
+    async with rewards.open() as reward_fn:
+        assert await reward_fn(Prompt(0, "", [], {}), "") == 0.5
+    assert rewards._workers.started == 0
 
 
 class AsyncScore:
@@ -138,14 +135,11 @@ def makes_an_async_object(config: Config) -> object:
     return AsyncScore()
 
 
-def test_an_object_with_an_async_call_is_an_async_reward(model: Path) -> None:
-    async def main() -> None:
-        rewards = Rewards(config_of(model, "makes_an_async_object"))
-        scorer = Scorer(rewards.open, lambda ids: "", timeout=5)
-        assert (await scorer.score(Prompt(0, "", [], {}), [])).reward == 0.5
-        assert (rewards._workers.started, scorer.scoring) == (0, [])
-
-    asyncio.run(main())
+async def test_an_object_with_an_async_call_is_an_async_reward(model: Path) -> None:
+    rewards = Rewards(config_of(model, "makes_an_async_object"))
+    scorer = Scorer(rewards.open, lambda ids: "", timeout=5)
+    assert (await scorer.score(Prompt(0, "", [], {}), [])).reward == 0.5
+    assert (rewards._workers.started, scorer.scoring) == (0, [])
 
 
 BLOCKS = """
@@ -177,37 +171,33 @@ def test_only_a_loop_that_never_beats_stands_still() -> None:
     assert [stillness.look(99) for _ in range(CHECKS + 1)] == [False] * CHECKS + [True]
 
 
-def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
+async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
     """Two scores hang, with one place: the third gets its turn, and its time only begins then."""
+    rewards = Rewards(config_of(model, "hostile"))
+    scorer = Scorer(rewards.open, lambda ids: "", timeout=1.5, concurrency=1)
 
-    async def main() -> None:
-        rewards = Rewards(config_of(model, "hostile"))
-        scorer = Scorer(rewards.open, lambda ids: "", timeout=1.5, concurrency=1)
+    async def told(*deeds: str) -> list[object]:
+        prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(deeds)]
+        verdicts = await asyncio.gather(*(scorer.score(p, []) for p in prompts))
+        return [v.reason if v.reason is not None else v.reward for v in verdicts]
 
-        async def told(*deeds: str) -> list[object]:
-            prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(deeds)]
-            verdicts = await asyncio.gather(*(scorer.score(p, []) for p in prompts))
-            return [v.reason if v.reason is not None else v.reward for v in verdicts]
-
-        assert await told("parts", "raise", "nan", "two", "words") == [
-            1.0,
-            "reward raised ZeroDivisionError: no such thing",
-            *(f"reward raised ValueError: {__name__}:hostile gave {x} for prompt {i}: not in [0, 1]"
-              for i, x in ((2, "nan"), (3, "2"))),
-            "reward raised ValueError: could not convert string to float: 'full marks'",
-        ]  # fmt: skip
-        assert (scorer.failed, scorer.hung) == (4, 0)
-        assert await told("die") == ["reward raised ProcessEnded: with code -9"]
-        hung = await told("hang", "hang", "parts")
-        assert hung == [*["reward took longer than rollout.reward_timeout = 1.5 s"] * 2, 1.0]
-        assert scorer.hung == 2
-        assert rewards._workers.started == 4  # one for all that answered, one after each end
-        await rewards.close()
-
-    asyncio.run(main())
+    assert await told("parts", "raise", "nan", "two", "words") == [
+        1.0,
+        "reward raised ZeroDivisionError: no such thing",
+        *(f"reward raised ValueError: {__name__}:hostile gave {x} for prompt {i}: not in [0, 1]"
+          for i, x in ((2, "nan"), (3, "2"))),
+        "reward raised ValueError: could not convert string to float: 'full marks'",
+    ]  # fmt: skip
+    assert (scorer.failed, scorer.hung) == (4, 0)
+    assert await told("die") == ["reward raised ProcessEnded: with code -9"]
+    hung = await told("hang", "hang", "parts")
+    assert hung == [*["reward took longer than rollout.reward_timeout = 1.5 s"] * 2, 1.0]
+    assert scorer.hung == 2
+    assert rewards._workers.started == 4  # one for all that answered, one after each end
+    await rewards.close()
 
 
-def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path) -> None:
+async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path) -> None:
     given: list[object] = [
         {"right": 1.0, "brief": 0.0}, {"brief": 1.0, "right": 0.0}, {"right": 1.0}, {"right": 1.0, "breif": 1.0}, 1.0
     ]  # fmt: skip
@@ -215,20 +205,17 @@ def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path
     async def reward(prompt: Prompt, text: str) -> Any:
         return given[prompt.index]
 
-    async def main() -> None:
-        scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
-        first, turned, *refused = [await scorer.score(Prompt(i, "", [], {}), []) for i in range(len(given))]
-        assert first.named is not None and turned.named is not None
-        assert list(turned.named.items()) == [("right", 0.0), ("brief", 1.0)]
-        assert (first.right, turned.right) == (True, False)
-        assert [v.reason for v in refused] == [
-            f"reward has the parts {names}, the run's first had ['right', 'brief']"
-            for names in (["right"], ["right", "breif"], [])
-        ]
-        assert all(v.reward is None for v in refused)
-        assert scorer.failed == 3
-
-    asyncio.run(main())
+    scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
+    first, turned, *refused = [await scorer.score(Prompt(i, "", [], {}), []) for i in range(len(given))]
+    assert first.named is not None and turned.named is not None
+    assert list(turned.named.items()) == [("right", 0.0), ("brief", 1.0)]
+    assert (first.right, turned.right) == (True, False)
+    assert [v.reason for v in refused] == [
+        f"reward has the parts {names}, the run's first had ['right', 'brief']"
+        for names in (["right"], ["right", "breif"], [])
+    ]
+    assert all(v.reward is None for v in refused)
+    assert scorer.failed == 3
 
 
 def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
@@ -243,7 +230,7 @@ def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
     ("working", "verdict"),
     [("4-1=3\n3-7=-4", -1), ("4-1=2\n2-7=-5", 0), ("4-1=3\n3-7=4", 1), ("", 0), ("4-1=3\nwell", 1)],
 )
-def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: int) -> None:
+async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: int) -> None:
     from rlsys.algo.group_rewards import Fapo, flaw
     from rlsys.rewards.judges import build_judge
 
@@ -255,4 +242,4 @@ def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: int) -
     assert judge is not None
     solution = f"{working}</think><answer>-4</answer>"
     asked = Fapo().question.replace("{prompt}", "4-1-7=").replace("{response}", solution)
-    assert flaw(asyncio.run(judge(asked))) == verdict  # type: ignore[arg-type]
+    assert flaw(await judge(asked)) == verdict  # type: ignore[arg-type]

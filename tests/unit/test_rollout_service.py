@@ -55,55 +55,46 @@ async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:
     return task.result()
 
 
-def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
-    async def test() -> None:
-        config = make_config(tmp_path, **APRIL, eval={"prompts": 4})
-        async with rig(config, slow_group_zero) as r, served(r) as client:
-            await ticking(r, client.wait_ready, 5.0)
-            await ticking(r, client.restore, 0)
-            ticket = await ticking(r, client.begin_push)
-            assert (ticket.weight_version, ticket.engines[0].url) == (1, "http://engine:1")
-            metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])], [{"norm": "0f"}])
-            assert metrics["push_canary_mean"] == 1e-8
-            taken = await ticking(r, client.take, 1)
-            assert taken is not None
-            assert taken.groups == (await r.manager.take(1)).groups  # every bit of mu
-            assert isinstance(taken.metrics["tokens"], int)
-            assert taken.groups[0].samples[0].mu[1] == -1 / 7
-            await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
-            assert (await ticking(r, client.evaluate)).prompts == 4
+async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
+    config = make_config(tmp_path, **APRIL, eval={"prompts": 4})
+    async with rig(config, slow_group_zero) as r, served(r) as client:
+        await ticking(r, client.wait_ready, 5.0)
+        await ticking(r, client.restore, 0)
+        ticket = await ticking(r, client.begin_push)
+        assert (ticket.weight_version, ticket.engines[0].url) == (1, "http://engine:1")
+        metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])], [{"norm": "0f"}])
+        assert metrics["push_canary_mean"] == 1e-8
+        taken = await ticking(r, client.take, 1)
+        assert taken is not None
+        assert taken.groups == (await r.manager.take(1)).groups  # every bit of mu
+        assert isinstance(taken.metrics["tokens"], int)
+        assert taken.groups[0].samples[0].mu[1] == -1 / 7
+        await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
+        assert (await ticking(r, client.evaluate)).prompts == 4
+        await ticking(r, client.commit, 1)
+        r.router.stale_engines = ["http://engine:2"]
+        if (again := await ticking(r, client.take, 2)) is not None:
+            assert ids(again.groups) == ids(r.buffer.taken(2)[1])
+        status = await ticking(r, client.status)
+        assert status["engines_ready"] is True
+        assert status["weight_version"] == r.buffer.weight_version
+        assert status["engines"] == {"http://engine:1": "version 2"}
+
+
+async def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 9"):
+            await ticking(r, client.restore, 9)
+        with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
+            await ticking(r, client.take, 1)
+
+
+async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        await ticking(r, client.restore, 0)
+        r.manager.commit = None  # type: ignore[method-assign, assignment]
+        with pytest.raises(RunError, match=r"rollout: commit failed with 500 .*see its log"):
             await ticking(r, client.commit, 1)
-            r.router.stale_engines = ["http://engine:2"]
-            if (again := await ticking(r, client.take, 2)) is not None:
-                assert ids(again.groups) == ids(r.buffer.taken(2)[1])
-            status = await ticking(r, client.status)
-            assert status["engines_ready"] is True
-            assert status["weight_version"] == r.buffer.weight_version
-            assert status["engines"] == {"http://engine:1": "version 2"}
-
-    asyncio.run(test())
-
-
-def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r) as client:
-            with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 9"):
-                await ticking(r, client.restore, 9)
-            with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
-                await ticking(r, client.take, 1)
-
-    asyncio.run(test())
-
-
-def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r) as client:
-            await ticking(r, client.restore, 0)
-            r.manager.commit = None  # type: ignore[method-assign, assignment]
-            with pytest.raises(RunError, match=r"rollout: commit failed with 500 .*see its log"):
-                await ticking(r, client.commit, 1)
-
-    asyncio.run(test())
 
 
 def test_a_dead_service_is_told_at_once(tmp_path: Path) -> None:
@@ -116,41 +107,33 @@ def test_a_dead_service_is_told_at_once(tmp_path: Path) -> None:
             client.wait_ready(0.01)
 
 
-def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r, lambda: False) as client:
-            with pytest.raises(RunError, match=r"its engines are .*engine:1"):
-                await ticking(r, client.wait_ready, 0.01)
-
-    asyncio.run(test())
+async def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r, served(r, lambda: False) as client:
+        with pytest.raises(RunError, match=r"its engines are .*engine:1"):
+            await ticking(r, client.wait_ready, 0.01)
 
 
-def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with rig(make_config(tmp_path)) as r, served(r) as client:
-            await ticking(r, client.restore, 0)
-            await r.start()
-            port = int(client._url.rsplit(":", 1)[1])
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = b"\x81\xaatrain_step\x01"
-            headers = (
-                f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\nContent-Length: {len(body)}"
-            )
-            writer.write(f"POST /take HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
-            await writer.drain()
-            while not r.manager._command.locked():
-                await asyncio.sleep(0.001)
-            writer.close()
-            while r.manager._command.locked():
-                await asyncio.sleep(0.001)
-            await settle()
-            assert r.buffer.last_taken_step == 0
-            await r.start()
-            taken = await ticking(r, client.take, 1)
-            assert taken is not None
-            assert ids(taken.groups) == [0, 1]
-
-    asyncio.run(test())
+async def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        await ticking(r, client.restore, 0)
+        await r.start()
+        port = int(client._url.rsplit(":", 1)[1])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b"\x81\xaatrain_step\x01"
+        headers = f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\nContent-Length: {len(body)}"
+        writer.write(f"POST /take HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while not r.manager._command.locked():
+            await asyncio.sleep(0.001)
+        writer.close()
+        while r.manager._command.locked():
+            await asyncio.sleep(0.001)
+        await settle()
+        assert r.buffer.last_taken_step == 0
+        await r.start()
+        taken = await ticking(r, client.take, 1)
+        assert taken is not None
+        assert ids(taken.groups) == [0, 1]
 
 
 def test_model_limits_come_from_the_model(tmp_path: Path) -> None:

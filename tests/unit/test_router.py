@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from scripted_engine import (
     checksums,
     experts,
     logprob,
-    run_virtual,
     token,
 )
 
@@ -32,6 +32,8 @@ from rlsys.types import Canary, Sample, Status
 PROMPT = [1, 5, 6, 7]
 A, B = "http://a:1", "http://b:1"
 CANARY_IDS = [4, 8, 15, 16, 23]
+
+pytestmark = pytest.mark.virtual_clock
 
 
 class Rig:
@@ -113,29 +115,22 @@ def positions_with_routes(s: Sample) -> list[int]:
     return [p for span in s.routes for p in range(span.start, span.end)]
 
 
-def scenario(*args: Any, **kwargs: Any) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    """Run the body with a rig, on the virtual clock."""
-
-    def run(body: Callable[[Rig], Awaitable[None]]) -> None:
-        async def main() -> None:
-            rig = Rig(*args, **kwargs)
-            watch = asyncio.create_task(rig.router.watch())
-            try:
-                await body(rig)
-            finally:
-                watch.cancel()
-
-        run_virtual(main())
-
-    return run
+@asynccontextmanager
+async def routing(*engines: ScriptedEngine, **options: Any) -> AsyncIterator[Rig]:
+    """A rig whose router watches its engines."""
+    rig = Rig(*engines, **options)
+    watch = asyncio.create_task(rig.router.watch())
+    try:
+        yield rig
+    finally:
+        watch.cancel()
 
 
 # One sample
 
 
-def test_nothing_is_sent_before_the_first_push() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_nothing_is_sent_before_the_first_push() -> None:
+    async with routing() as rig:
         rig.router.resume()
         task = rig.start(sample())
         await asyncio.sleep(5)
@@ -146,11 +141,10 @@ def test_nothing_is_sent_before_the_first_push() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 0.2), max_size=6), st.integers(1, 50))
-def test_interrupted_anywhere_equals_unbroken(pauses: list[float], budget: int) -> None:
+async def test_interrupted_anywhere_equals_unbroken(pauses: list[float], budget: int) -> None:
     """Also before the request is registered, and in the middle of a chunk; the budget counts over all segments."""
 
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with routing() as rig:
         await rig.push()
         s = sample()
         task = rig.start(s, budget)
@@ -165,9 +159,8 @@ def test_interrupted_anywhere_equals_unbroken(pauses: list[float], budget: int) 
         assert (await rig.settle())["lost"] == 0
 
 
-def test_versions_follow_the_pushes() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_versions_follow_the_pushes() -> None:
+    async with routing() as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -179,11 +172,10 @@ def test_versions_follow_the_pushes() -> None:
         assert s.prefilled_tokens == 4 + sum(4 + span.start for span in s.spans[1:])
 
 
-def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
+async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
     """SGLang answers it with its last token again; what it made and had not sent is made again."""
 
-    @scenario(ScriptedEngine(A, chunk=4))
-    async def _(rig: Rig) -> None:
+    async with routing(ScriptedEngine(A, chunk=4)) as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -200,9 +192,8 @@ def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
         assert rig.router._pool.engines[0].received == rig.engine.generated < len(s.response_ids)
 
 
-def test_waiting_in_the_engines_queue_costs_no_token() -> None:
-    @scenario(ScriptedEngine(A, max_running=1))
-    async def _(rig: Rig) -> None:
+async def test_waiting_in_the_engines_queue_costs_no_token() -> None:
+    async with routing(ScriptedEngine(A, max_running=1)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(3)]
         tasks = [rig.start(s) for s in samples]
@@ -224,9 +215,8 @@ def test_waiting_in_the_engines_queue_costs_no_token() -> None:
         ([1] * 94, "the prompt has 94 tokens; there is room for 93"),
     ],
 )
-def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], why: str) -> None:
-    @scenario(context=100)
-    async def _(rig: Rig) -> None:
+async def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], why: str) -> None:
+    async with routing(context=100) as rig:
         await rig.push()
         s = sample(prompt=prompt)
         with pytest.raises(RefusedPrompt, match=f"^{why}$"):
@@ -234,18 +224,16 @@ def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], why: s
         assert (s.status, rig.engine.started, rig.router.stats()["refused"]) == (Status.PARKED, [], 1)
 
 
-def test_a_response_ends_where_the_context_does() -> None:
+async def test_a_response_ends_where_the_context_does() -> None:
     """And short enough that it could be sent again as a prompt at any length."""
 
-    @scenario(ScriptedEngine(A, ends_at=lambda seed: 1000), context=50)
-    async def _(rig: Rig) -> None:
+    async with routing(ScriptedEngine(A, ends_at=lambda seed: 1000), context=50) as rig:
         await rig.push()
         check(await rig.start(sample()), versions={1}, ends_at=1000, budget=50 - 6 - 4)
 
 
-def test_a_refusal_by_the_engine_stops_the_run() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_refusal_by_the_engine_stops_the_run() -> None:
+    async with routing() as rig:
         await rig.push()
         rig.engine._step = lambda request: {"type": "abort", "status_code": 400, "message": "no"}  # type: ignore
         with pytest.raises(RunError, match=r"sample 0: http://a:1/generate: 400 no"):
@@ -255,9 +243,8 @@ def test_a_refusal_by_the_engine_stops_the_run() -> None:
 # All samples
 
 
-def test_the_oldest_goes_on_first() -> None:
-    @scenario(ScriptedEngine(A, ends_at=lambda seed: 30))
-    async def _(rig: Rig) -> None:
+async def test_the_oldest_goes_on_first() -> None:
+    async with routing(ScriptedEngine(A, ends_at=lambda seed: 30)) as rig:
         await rig.push()
         await rig.router.interrupt()
         tasks = [rig.start(sample(i, prompt=[1, 10 + i])) for i in (2, 0, 3, 1)]
@@ -267,9 +254,8 @@ def test_the_oldest_goes_on_first() -> None:
         assert [ids[1] for ids in rig.engine.started] == [10, 11, 12, 13]
 
 
-def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
+    async with routing() as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -281,9 +267,8 @@ def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
         check(await task, versions={1})
 
 
-def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> None:
+    async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
         held = rig.start(sample())
@@ -307,9 +292,8 @@ def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> None:
         await held
 
 
-def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i, group=i // 4) for i in range(16)]
         tasks = [rig.start(s) for s in samples]
@@ -324,9 +308,8 @@ def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
         await asyncio.gather(*tasks)
 
 
-def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i, group=0) for i in range(20)]
         tasks = [rig.start(s) for s in samples]
@@ -340,9 +323,8 @@ def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> Non
         await asyncio.gather(*tasks)
 
 
-def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is_lost() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is_lost() -> None:
+    async with routing() as rig:
         waiting = asyncio.create_task(rig.router.prompt_logprobs(PROMPT))
         await asyncio.sleep(1)
         assert not waiting.done()  # nothing was attested yet
@@ -364,9 +346,8 @@ def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is_lost(
 # Pushes
 
 
-def test_a_push_keeps_its_order() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_push_keeps_its_order() -> None:
+    async with routing() as rig:
         await rig.push()
         task = rig.start(sample())
         await asyncio.sleep(0.1)
@@ -380,9 +361,8 @@ def test_a_push_keeps_its_order() -> None:
 
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
-def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption) -> None:
-    @scenario(interruption=how)
-    async def _(rig: Rig) -> None:
+async def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption) -> None:
+    async with routing(interruption=how) as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -403,9 +383,8 @@ def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption) -> No
         assert (await rig.settle())["lost"] == 0
 
 
-def test_what_must_not_be_kept_comes_back() -> None:
-    @scenario(interruption="retract")
-    async def _(rig: Rig) -> None:
+async def test_what_must_not_be_kept_comes_back() -> None:
+    async with routing(interruption="retract") as rig:
         await rig.push()
         young, old = sample(0, seed=3), sample(1, seed=4)
         tasks = [rig.start(young), rig.start(old)]
@@ -420,9 +399,8 @@ def test_what_must_not_be_kept_comes_back() -> None:
 
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
-def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: Interruption) -> None:
-    @scenario(interruption=how)
-    async def _(rig: Rig) -> None:
+async def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: Interruption) -> None:
+    async with routing(interruption=how) as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -434,9 +412,8 @@ def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: Interrup
         check(await task, versions={1, 2})
 
 
-def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weights() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B), interruption="retract")
-    async def _(rig: Rig) -> None:
+async def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weights() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B), interruption="retract") as rig:
         await rig.push()
         samples = [sample(i, group=i) for i in range(2)]
         tasks = [rig.start(s) for s in samples]
@@ -452,9 +429,8 @@ def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weight
 # Engines that come and go
 
 
-def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
-    @scenario(ScriptedEngine(A))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
+    async with routing(ScriptedEngine(A)) as rig:
         await rig.push()
         joiner = ScriptedEngine(B)
         rig.join(joiner)
@@ -467,9 +443,8 @@ def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
         assert joiner.started
 
 
-def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
@@ -489,9 +464,8 @@ def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
             rig.router.remove_engine(B)
 
 
-def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         step = rig.engines[0]._step
         rig.engines[0]._step = lambda request: {"type": "abort", "status_code": 500, "message": "oom"}  # type: ignore
@@ -507,17 +481,15 @@ def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
         assert done[0].engine == A, "tried again after the back-off"
 
 
-def test_an_update_that_was_left_open_is_ended_first() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_an_update_that_was_left_open_is_ended_first() -> None:
+    async with routing() as rig:
         rig.engine.update_open = True
         await rig.push()
         check(await rig.start(sample()), versions={1})
 
 
-def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         metrics = await rig.push(sums=checksums(1) | {"packed": "trainer's"})
         assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (2, 1)
         with pytest.raises(RunError, match=r"holds other values in 1 tensor\(s\), first: layers.1.norm"):
@@ -525,9 +497,8 @@ def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> No
         assert rig.router.engine_states()[A].startswith("quarantined: holds other values")
 
 
-def test_an_engine_with_wrong_weights_is_quarantined() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         metrics = await rig.push(wrong=(B,))
         assert metrics["push_canary_mean"] > 1
         assert rig.router.engine_states()[B].startswith("quarantined: canary log-probs differ")
@@ -540,9 +511,8 @@ def test_an_engine_with_wrong_weights_is_quarantined() -> None:
             await rig.push(wrong=(A,))
 
 
-def test_a_restart_ends_a_quarantine() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_a_restart_ends_a_quarantine() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push(wrong=(B,))
         rig.engines[1].die()
         await asyncio.sleep(5)
@@ -553,9 +523,8 @@ def test_a_restart_ends_a_quarantine() -> None:
         assert rig.router.stats()["engines_serving"] == 2
 
 
-def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
+    async with routing() as rig:
         await rig.push()
         rig.engine.die()
         asyncio.get_running_loop().call_later(25, rig.engine.restart)
@@ -563,9 +532,8 @@ def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
         check(await rig.start(sample()), versions={2})
 
 
-def test_a_push_does_not_wait_for_ever() -> None:
-    @scenario(patience=40.0)
-    async def _(rig: Rig) -> None:
+async def test_a_push_does_not_wait_for_ever() -> None:
+    async with routing(patience=40.0) as rig:
         rig.engine.die()
         with pytest.raises(
             RunError, match=r"no engine was there for weight version 1 within 40 s: http://a:1 dead"
@@ -573,9 +541,8 @@ def test_a_push_does_not_wait_for_ever() -> None:
             await rig.push()
 
 
-def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         await rig.router.begin_push(2)
         rig.version = 2
@@ -592,9 +559,8 @@ def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0, 0.5))
-def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i, group=0) for i in range(3)]
         tasks = [rig.start(s) for s in samples]
@@ -610,9 +576,8 @@ def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
         assert (await rig.settle())["lost"] == 0
 
 
-def test_the_only_engine_dies_and_comes_back() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_the_only_engine_dies_and_comes_back() -> None:
+    async with routing() as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -631,9 +596,8 @@ def test_the_only_engine_dies_and_comes_back() -> None:
         assert (stats["lost"], stats["engine_deaths"], s.resumes) == (0, 1, 1)
 
 
-def test_a_restart_between_two_probes_is_noticed() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_restart_between_two_probes_is_noticed() -> None:
+    async with routing() as rig:
         await rig.push()
         await asyncio.sleep(0.3)  # the next probe is not yet
         rig.engine.restart()
@@ -647,9 +611,8 @@ def test_a_restart_between_two_probes_is_noticed() -> None:
         check(await task, versions={1})
 
 
-def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
+    async with routing() as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -673,9 +636,8 @@ def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
 
 
 @pytest.mark.parametrize("after", ["take", "begin_push"])
-def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None:
+    async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
         await rig.router.rest_engines()
@@ -688,9 +650,8 @@ def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None:
         assert not rig.engine.released
 
 
-def test_a_restarted_engine_has_its_memory() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_a_restarted_engine_has_its_memory() -> None:
+    async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
         await rig.router.rest_engines()
@@ -699,9 +660,8 @@ def test_a_restarted_engine_has_its_memory() -> None:
         check(await rig.start(sample()), versions={2})
 
 
-def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
+    async with routing() as rig:
         rig.engine.generated = 500
         await rig.push()
         s = await rig.start(sample())
@@ -710,18 +670,16 @@ def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
         assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
 
 
-def test_an_idle_restart_is_noticed_by_a_probe() -> None:
-    @scenario()
-    async def _(rig: Rig) -> None:
+async def test_an_idle_restart_is_noticed_by_a_probe() -> None:
+    async with routing() as rig:
         await rig.push()
         rig.engine.restart()
         await asyncio.sleep(3)
         assert rig.router.stale_engines == [A]
 
 
-def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
@@ -735,11 +693,10 @@ def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
             check(await task, versions={1})
 
 
-def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
+async def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
     """Nobody interrupts: without them its samples would wait for ever, while another engine has room."""
 
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
@@ -759,11 +716,10 @@ def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
 
 
 @pytest.mark.parametrize("busy", ["prefill", "stutter"])
-def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
+async def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
     """Its scheduler is another process than the one that answers probes; one late answer is no silence."""
 
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with routing() as rig:
         await rig.push()
         task = rig.start(sample())
         await asyncio.sleep(0.1)
@@ -780,11 +736,10 @@ def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
         assert rig.router.stats()["engine_deaths"] == 0
 
 
-def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
+async def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
     """The abort that it never answered is repeated; it is as alive as before, and costs no push."""
 
-    @scenario(ScriptedEngine(A), ScriptedEngine(B))
-    async def _(rig: Rig) -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
@@ -800,9 +755,8 @@ def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
             check(await task, versions={1})
 
 
-def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
-    @scenario(ScriptedEngine(A), ScriptedEngine(B), patience=100)
-    async def _(rig: Rig) -> None:
+async def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B), patience=100) as rig:
         await rig.push()
         rig.engines[0].hung = True
         rig.engines[1].die()
@@ -814,11 +768,10 @@ def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
         assert rig.router.stale_engines == [A]
 
 
-def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
+async def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
     """Its own count tells, and no later death makes it forgotten."""
 
-    @scenario()
-    async def _(rig: Rig) -> None:
+    async with routing() as rig:
         await rig.push()
         task = rig.start(sample())
         await asyncio.sleep(0.1)
@@ -831,9 +784,8 @@ def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
         assert (await rig.settle())["lost"] == 5
 
 
-def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -> None:
-    @scenario(ScriptedEngine(A, ends_at=lambda s: 180))
-    async def _(rig: Rig) -> None:
+async def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -> None:
+    async with routing(ScriptedEngine(A, ends_at=lambda s: 180)) as rig:
         await rig.push()
         tasks = [rig.start(sample(i), budget=175) for i in range(8)]
         await asyncio.sleep(0.1)
@@ -844,9 +796,8 @@ def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -> None
             check(await task, versions={1}, ends_at=180, budget=175)
 
 
-def test_a_trainer_that_dies_in_an_evaluation_or_a_push_loses_no_token() -> None:
-    @scenario(ScriptedEngine(A, chunk=4))
-    async def _(rig: Rig) -> None:
+async def test_a_trainer_that_dies_in_an_evaluation_or_a_push_loses_no_token() -> None:
+    async with routing(ScriptedEngine(A, chunk=4)) as rig:
         await rig.push()
         asking = asyncio.create_task(rig.router.greedy(PROMPT, 30))
         await asyncio.sleep(0.1)
@@ -881,11 +832,10 @@ async def stopped(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
+async def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
     """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
-    @scenario(ScriptedEngine(A, chunk=4))
-    async def _(rig: Rig) -> None:
+    async with routing(ScriptedEngine(A, chunk=4)) as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -904,11 +854,12 @@ def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_chaos(seed: int) -> None:
+async def test_chaos(seed: int) -> None:
     """Interrupts, pushes, deaths, restarts and preemptions at random: every sample is what it would have been."""
 
-    @scenario(*(ScriptedEngine(url, ends_at=lambda s: 20 + s % 60, max_running=12) for url in (A, B)))
-    async def _(rig: Rig) -> None:
+    async with routing(
+        *(ScriptedEngine(url, ends_at=lambda s: 20 + s % 60, max_running=12) for url in (A, B))
+    ) as rig:
         rng = random.Random(seed)
         await rig.push()
         samples = [sample(i, seed=rng.randrange(1000), group=i // 4) for i in range(60)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, abandon, length_reward, make_config, run, settle
+from rollout_rig import Rig, abandon, length_reward, make_config, settle
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
@@ -58,16 +58,10 @@ def test_names_lead_nowhere() -> None:
     assert refusal(ast.parse("f'{1}'").body[0]) == "JoinedStr"
 
 
-def test_each_call_has_a_process_with_limits() -> None:
-    async def main() -> list[str]:
-        calculate = Calculator()
-        return list(
-            await asyncio.gather(
-                *(calculate(c) for c in ("6*7", "9**9**9", "[0]*10**12", "1/0", "\x00", "x=2\nx**0.5"))
-            )
-        )
-
-    answers = asyncio.run(main())
+async def test_each_call_has_a_process_with_limits() -> None:
+    calculate = Calculator()
+    calls = ("6*7", "9**9**9", "[0]*10**12", "1/0", "\x00", "x=2\nx**0.5")
+    answers = await asyncio.gather(*(calculate(call) for call in calls))
     assert answers[0] == "42"
     assert answers[1] in ("error: too much time or memory", "error: MemoryError")
     assert answers[2] == "error: MemoryError"
@@ -92,10 +86,10 @@ def test_a_restricted_process_can_open_nothing() -> None:
         assert done.stdout.strip() == "24", (deed, done)  # EMFILE
 
 
-def test_a_tool_that_does_not_answer_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tool_that_does_not_answer_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "TOOL_SECONDS", 0.0)
     with pytest.raises(ToolFailed, match="did not answer within 0 s"):
-        asyncio.run(Calculator()("1+1"))
+        await Calculator()("1+1")
 
 
 # Turns
@@ -137,14 +131,14 @@ def say(sample: Sample, *ids: int) -> None:
 PROMPT = Prompt(0, "", [5], {})
 
 
-def test_turns_and_answers_alternate_until_a_turn_without_a_call() -> None:
+async def test_turns_and_answers_alternate_until_a_turn_without_a_call() -> None:
     said = iter([(7, CALL, 4, CALL, STOP), (CALL, 5, CALL, CALL, 6, CALL, STOP), (8, STOP)])
 
     async def speak(sample: Sample) -> None:
         say(sample, *next(said))
 
     sample = Sample(0, 0, 0, [5], seed=1)
-    asyncio.run(turns(speak)(sample, PROMPT))
+    await turns(speak)(sample, PROMPT)
     first, second = [7, CALL, 4, CALL, STOP], [CALL, 5, CALL, CALL, 6, CALL, STOP]
     assert sample.response_ids == [*first, 90, 8, 91, *second, 90, 12, 91, 8, STOP]
     assert sample.trained() == [True] * 5 + [False] * 3 + [True] * 7 + [False] * 3 + [True] * 2
@@ -152,22 +146,22 @@ def test_turns_and_answers_alternate_until_a_turn_without_a_call() -> None:
     assert sample.sampled_tokens == 14
 
 
-def test_the_last_turn_is_not_answered() -> None:
+async def test_the_last_turn_is_not_answered() -> None:
     async def speak(sample: Sample) -> None:
         say(sample, CALL, 4, CALL, STOP)
 
     sample = Sample(0, 0, 0, [5], seed=1)
-    asyncio.run(turns(speak, max_turns=2)(sample, PROMPT))
+    await turns(speak, max_turns=2)(sample, PROMPT)
     assert sample.response_ids == [CALL, 4, CALL, STOP, 90, 8, 91, CALL, 4, CALL, STOP]
     assert sample.status is Status.FINISHED
 
 
-def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
+async def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
     async def speak(sample: Sample) -> None:
         say(sample, CALL, 4, CALL, STOP)
 
     sample = Sample(0, 0, 0, [5], seed=1)
-    asyncio.run(turns(speak, budget=7)(sample, PROMPT))
+    await turns(speak, budget=7)(sample, PROMPT)
     assert sample.response_ids == [CALL, 4, CALL, STOP]
     assert sample.status is Status.TRUNCATED
 
@@ -232,7 +226,7 @@ def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> 
         around_answer(tokenizer, "tool")
 
 
-def test_generators_by_name(tmp_path: Path) -> None:
+async def test_generators_by_name(tmp_path: Path) -> None:
     write_model(tmp_path)
 
     async def speak(sample: Sample) -> None:
@@ -245,7 +239,7 @@ def test_generators_by_name(tmp_path: Path) -> None:
         return build_generator(config, Tokenizer(tmp_path), speak)
 
     sample = Sample(0, 0, 0, [5], seed=1)
-    asyncio.run(make(generator="calculator")(sample, PROMPT))
+    await make(generator="calculator")(sample, PROMPT)
     text = Tokenizer(tmp_path).decode(sample.response_ids)
     assert text == "<python>6*7</python><eos><user>42<assistant><think></think><answer>42</answer><eos>"
     with pytest.raises(UserError, match="did you mean calculator"):
@@ -327,5 +321,5 @@ def test_an_interrupted_sample_goes_on_in_the_middle_of_a_turn(tmp_path: Path) -
         await r.manager.close()
         r.buffer.close()
 
-    run(killed_in_the_tool())
-    run(goes_on())
+    asyncio.run(killed_in_the_tool())
+    asyncio.run(goes_on())

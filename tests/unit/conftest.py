@@ -1,0 +1,15 @@
+"""The event loop of a test that is a coroutine: the usual one, or one on which waiting takes no time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from scripted_engine import VirtualLoop
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("virtual_clock"):
+        return {"virtual clock": VirtualLoop}
+    return {"clock": asyncio.new_event_loop}
