@@ -41,6 +41,9 @@ class AlgoSection(Section):
     """What ratios are taken against: mu (engine), old (trainer at the start of the step), behaviour (trainer at the
     version that sampled the token), interpolated (between mu and current, by version), ewma (averaged weights).
 
+    `interpolated` stands for the trainer one version ago, as AReaL's does: mu + alpha (current - mu), where
+    alpha = (age - 1) / age for a token that is `age` versions old, and 0 up to an age of 1.
+
     With interrupted samples `behaviour` is the exact one; `old` is then of later weights than those that sampled. The
     default serves float32: there a push is attested to a mean difference of 1e-6 between mu and the trainer's
     log-probs, so mu is the exact `old`, and a scoring pass would buy nothing. In bfloat16, or with engines of

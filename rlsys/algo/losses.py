@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -209,7 +209,10 @@ class Gspo(Loss):
 
 
 class Cispo(Loss):
-    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient."""
+    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient.
+
+    So nothing of it is in `clip_share`; the metric `capped_share` is of the tokens whose weight is bounded.
+    """
 
     paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
     evidence: ClassVar[str] = "R"
@@ -221,7 +224,7 @@ class Cispo(Loss):
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         ratio = view.ratio.detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return -weight * view.advantages * view.logp, {"clipped": weight != ratio}
+        return -weight * view.advantages * view.logp, {"capped_share": (weight != ratio).to(weight)}
 
 
 class Sapo(Loss):
@@ -250,61 +253,6 @@ class Reinforce(Loss):
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp, {}
-
-
-KlKind = Literal["k1", "k2", "k3"]
-KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
-
-
-def kl_estimate(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """k1 = logp - ref; k2 = (logp - ref)^2 / 2; k3 = exp(ref - logp) - 1 - (ref - logp). Unbiased (k2: nearly) for
-    KL(policy || ref) on the policy's own samples; Schulman, "Approximating KL divergence"."""
-    gap = (logp - ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if kind == "k1":
-        return gap
-    return gap**2 / 2 if kind == "k2" else (-gap).exp() - 1 + gap
-
-
-class Kl(Loss):
-    """beta times an estimate of KL(policy || reference).
-
-    k1 has the wrong gradient as a loss (zero on average) and is here for completeness; k2's is right on the
-    policy's own samples, k3 is GRPO's.
-    """
-
-    paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4"
-    evidence: ClassVar[str] = "R"
-    policy: ClassVar[bool] = False
-    beta: Annotated[float, Field(ge=0)] = 1e-3
-    """Weight."""
-    kind: KlKind = "k3"
-    """Estimator."""
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"ref"})
-
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        batch = view.batch
-        kl = kl_estimate(batch.masked(view.logp), batch.masked(batch.signal("ref")), self.kind)
-        return self.beta * kl, {"kl": kl.detach()}
-
-
-class EntropyBonus(Loss):
-    """-coefficient times the policy's entropy at each token."""
-
-    paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
-    evidence: ClassVar[str] = "R"
-    policy: ClassVar[bool] = False
-    coefficient: float = 1e-3
-    """Weight; negative lowers the entropy."""
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"entropy"})
-
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        if view.entropy is None:
-            raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
-        return -self.coefficient * view.entropy, {}
 
 
 class ValueLoss(Loss):

@@ -25,7 +25,8 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
 from rlsys.algo.hooks import Hook
-from rlsys.algo.losses import KL_KINDS, Figures, Loss, Preparing, Sums, View, kl_estimate
+from rlsys.algo.kl import KL_KINDS, kl_estimate
+from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
 from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
@@ -48,6 +49,8 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "ewma": frozenset({"ewma"}),
 }
 
+MEANS = ("kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share")
+"""Figures of loss terms whose mean over the trained tokens is a metric."""
 
 Later = tuple[SampleGroup, float]
 """One sample that was put off, as a group of one, and its advantage."""
@@ -265,8 +268,8 @@ class Objective:
             stored = batch.signal("behaviour")
             return torch.where(stored.isnan(), batch.signal("old"), stored)
         if self.anchor == "interpolated":
-            age = (batch.version - batch.versions).clamp(min=0).to(batch.mu.dtype)
-            return batch.mu + age / (age + 1) * (logp - batch.mu)
+            age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
+            return batch.mu + (age - 1) / age * (logp - batch.mu)  # 0 up to an age of 1: see `algo.anchor`
         return batch.mu
 
     def __call__(
@@ -328,11 +331,7 @@ class Objective:
         out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
         out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
         out["weight_mean"] = float(sums["weight"]) / tokens
-        out |= {
-            name: float(sums[name]) / tokens
-            for name in ("kl", "value_error", "anchor_missing")
-            if name in sums
-        }
+        out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
         if "entropy" in self.needs:
             out["entropy"] = float(sums["entropy"]) / tokens
         moved = out.get("drift_k3_age1", out.get("drift_k3_age0"))

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.losses import KL_KINDS, KlKind
+from rlsys.algo.kl import KL_KINDS, KlKind
 from rlsys.algo.plugin import Plugin
 
 
@@ -57,7 +57,8 @@ class Overlong(Shaping):
 class KlReward(Shaping):
     """R - beta * sum over tokens of an estimate of KL(old || ref): inside the reward, before the group's baseline.
 
-    The estimates are those of the loss term `kl`, from the log-probs at the start of the step; k1 = old - ref.
+    The estimates are those of the loss term `kl`, from the log-probs at the start of the step; k1 = old - ref. k3 is
+    at most 10 for a token, as in the loss term.
     """
 
     paper: ClassVar[str] = "InstructGPT, eq. 2; Schulman, Approximating KL divergence"

@@ -199,12 +199,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 CLAIMS = {
+    "adaptive_entropy": "loss", "adaptive_kl": "loss",
     "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
     "dars_b": "loss",
     "decoupled_ewma": "rejected_share", "decoupled_interpolated": "weight_mean", "decoupled_ppo": "rejected_share",
     "dr_grpo": "loss", "dual_clip": "clip_share", "entropy": "loss", "exact_old": "rejected_share", "gae": "loss",
     "gapo": "loss", "gdpo": "loss", "grpo": "loss", "grpo_roc": "clip_share", "gspo": "clip_share",
     "icepop": "rejected_share", "icepop_geometric": "rejected_share", "kl": "loss", "kl_reward": "loss",
+    "kl_unbiased": "kl",
     "lens": "loss", "m2po": "loss", "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean",
     "mssr": "loss", "opsm": "rejected_share", "outcome_exploration": "loss", "puzzlecraft": "loss",
     "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
@@ -217,6 +219,8 @@ CLIP = "algo.loss=[{name: clip, clip_high: 0.2}]"
 WITHOUT = {
     "decoupled_ewma": ("algo.anchor=old",), "decoupled_interpolated": ("algo.anchor=old",),
     "exact_old": ("algo.anchor=old",),
+    "adaptive_entropy": ("algo.loss=[clip]",), "adaptive_kl": ("algo.loss=[clip]",),
+    "kl_unbiased": ("algo.loss=[clip,kl]",),
     "brorl": ("algo.hooks=[]",), "entropy": ("algo.loss=[clip]",), "kl": ("algo.loss=[clip]",),
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
     "grpo": ("algo.reducer=token_mean",),

@@ -390,6 +390,18 @@ def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() ->
     assert objective.average()["w"].item() == pytest.approx(2.8)
 
 
+def test_the_average_goes_on_under_cispo_which_takes_no_gradient() -> None:
+    """Every weight is bounded at 1.28 and every token has its gradient: all are active."""
+    objective = Objective(section(loss=["cispo"], anchor="ewma", hooks=["ewma"]))
+    batch = packed([2], ewma=[0.0, 0.0])
+    weights = torch.tensor([1.0])
+    for value in (1.0, 4.0):
+        metrics = stepped(objective, batch, vector(LOG2, LOG2))
+        objective.after_step([("w", weights.fill_(value))], metrics)
+    assert (metrics["clip_share"], metrics["active_share"]) == (0, 1)
+    assert objective.average()["w"].item() != 4.0
+
+
 def test_policy_kl_is_that_of_the_version_before_by_hand() -> None:
     """w = 2 on its token: 1 - ln 2, whatever older tokens say; without one, what moved within the step."""
     objective = Objective(section())

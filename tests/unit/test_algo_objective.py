@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -255,13 +256,22 @@ def test_a_missing_signal_is_named() -> None:
 
 
 def test_the_anchor_between_mu_and_current_by_version() -> None:
-    """alpha = age / (age + 1): 0 for tokens of the resident version, 2/3 for two versions old."""
-    batch = packed([2], mu=[-1.0, -1.0], versions=[7.0, 5.0])
+    """AReaL: alpha = (age - 1) / age and 0 up to an age of 1: for ages 0, 1, 2, 4 it is 0, 0, 1/2, 3/4."""
+    batch = packed([5], mu=[-1.0] * 5, versions=[7.0, 6.0, 5.0, 3.0, -1.0])
     batch.version = 7
     anchor = Objective(section(anchor="interpolated")).anchor_of(
-        batch, torch.tensor([-4.0, -4.0], dtype=DOUBLE)
+        batch, torch.tensor([-5.0] * 5, dtype=DOUBLE)
     )
-    torch.testing.assert_close(anchor, torch.tensor([-1.0, -3.0], dtype=DOUBLE))
+    torch.testing.assert_close(anchor[:4], torch.tensor([-1.0, -1.0, -3.0, -4.0], dtype=DOUBLE))
+
+
+def test_at_an_age_of_one_the_clip_bounds_the_whole_ratio() -> None:
+    """clip 0.2: a ratio of 1.25 to mu, one version old, A > 0, is clipped; its square root of 1.118 would not be."""
+    objective = Objective(section(anchor="interpolated", loss=[{"name": "clip", "clip_high": 0.2}]))
+    batch = packed([1], mu=[-1.0], versions=[6.0], advantages=[1.0], weight=[1.0])
+    batch.version = 7
+    logp = torch.tensor([-1.0 + math.log(1.25)], dtype=DOUBLE)
+    assert objective.metrics(objective(logp, batch)[1])["clip_share"] == 1
 
 
 def test_behaviour_falls_back_to_old_and_counts_it() -> None:

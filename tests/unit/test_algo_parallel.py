@@ -37,6 +37,8 @@ def cases() -> dict[str, AlgoSection]:
             given: dict[str, Any] = {"anchor": "old", field: name if one else [name]}
             if (field, name) == ("loss", "value"):
                 given["advantage"] = "gae"  # makes its targets
+            if (field, name) == ("loss", "adaptive_entropy"):
+                given["loss"] = [{"name": name, "coefficient": 0.1}]  # starts at 0
             found[f"{field}.{name}"] = given
     everything = {
         "loss": ["m2po", "kl", "entropy"],

@@ -312,13 +312,39 @@ def test_trl_overlong_punishment(libraries: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_verl_kl_estimates_within_their_clamp_of_ten(libraries: SimpleNamespace, kind: str) -> None:
-    from rlsys.algo.losses import kl_estimate
+    from rlsys.algo.kl import kl_estimate
 
     data = Padded()
     theirs = libraries.verl.kl_penalty_forward(
         data.logp, data.ref, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[kind]
     )
     close(kl_estimate(data.logp, data.ref, kind), theirs)
+
+
+@pytest.mark.parametrize(("gradient", "theirs"), [("estimate", "k3"), ("k2", "k3+")])
+def test_verl_kl_with_its_clamp_and_straight_through(
+    libraries: SimpleNamespace, gradient: str, theirs: str
+) -> None:
+    """Some tokens are so far from the reference that k3 is cut at 10."""
+    data = Padded()
+    data.ref = data.ref + 4 * (data.mu - data.old)
+    leaf = data.logp.clone().requires_grad_()
+    penalty = libraries.verl.kl_penalty(leaf, data.ref, theirs)
+    assert (data.flat(penalty.detach()) == 10).any()
+    (penalty * data.mask).sum().backward()
+    kl = {"name": "kl", "beta": 1.0, "gradient": gradient}
+    got, found = data.loss(torch.zeros(B, dtype=DOUBLE), TOKEN_MEAN, loss=["clip", kl])
+    close(got, (penalty * data.mask).sum().detach() / sum(LENGTHS))
+    close(found, data.flat(leaf.grad) / sum(LENGTHS))
+
+
+def test_verl_adaptive_kl_of_one_sample_an_update(libraries: SimpleNamespace) -> None:
+    theirs = libraries.verl.AdaptiveKLController(0.01, 0.1, 50.0)
+    ours = build("loss", "adaptive_kl", beta=0.01, target=0.1, horizon=50.0)
+    for kl in (0.3, 0.105, 0.01, 0.2):
+        theirs.update(kl, n_steps=1)
+        ours.observe({"kl": kl})
+        assert ours.weight() == pytest.approx(theirs.value, rel=1e-12)
 
 
 def test_verl_value_loss(libraries: SimpleNamespace) -> None:
@@ -335,22 +361,31 @@ def test_verl_value_loss(libraries: SimpleNamespace) -> None:
 
 
 def trl_loss(
-    libraries: SimpleNamespace, data: Padded, advantages: Tensor, entropy: Tensor | None = None, **fields: Any
+    libraries: SimpleNamespace,
+    data: Padded,
+    advantages: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    args: dict[str, Any] | None = None,
+    keep: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GRPOTrainer._compute_loss on given log-probs: only what it asks of `self` is there."""
+    """GRPOTrainer._compute_loss on given log-probs: only what it asks of `self` is there. Its attributes that `keep`
+    names are in there afterwards."""
     leaf = data.logp.clone().requires_grad_()
     entropy = torch.zeros_like(leaf) if entropy is None else entropy
     quiet = SimpleNamespace(
         gather=lambda t: t, num_processes=1, sync_gradients=True, gather_for_metrics=lambda t: t,
         reduce=lambda t, reduction: t,
     )  # fmt: skip
-    args = SimpleNamespace(
-        use_bias_correction_kl=False, delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-        steps_per_generation=1,
-    )  # fmt: skip
+    asked = {
+        "use_bias_correction_kl": False, "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+        "steps_per_generation": 1, **(args or {}),
+    }  # fmt: skip
     this = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, entropy, None),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, args=args,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0,
+        args=SimpleNamespace(**asked),
         importance_sampling_level="token", loss_type="grpo", epsilon_low=0.2, epsilon_high=0.28, use_vllm=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=L,
         accelerator=quiet, _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
@@ -365,6 +400,8 @@ def trl_loss(
     }  # fmt: skip
     loss = libraries.trl._compute_loss(this, None, inputs)
     loss.backward()
+    if keep is not None:
+        keep |= {name: getattr(this, name) for name in keep}
     assert leaf.grad is not None
     return loss.detach(), data.flat(leaf.grad)
 
@@ -407,6 +444,47 @@ def test_trl_entropy_bonus_but_trl_takes_its_mean_over_tokens_whatever_the_reduc
     close(gradient, expected_gradient)
     assert theirs.grad is not None and ours.grad is not None
     close(ours.grad, data.flat(theirs.grad))
+
+
+def test_trl_bias_corrected_kl_but_trl_takes_the_ratio_to_its_old_policy(libraries: SimpleNamespace) -> None:
+    """The same where old is mu."""
+    data, advantages = Padded(), torch.linspace(-2, 2, B, dtype=DOUBLE)
+    data.mu = data.old
+    expected = trl_loss(libraries, data, advantages, beta=0.1, args={"use_bias_correction_kl": True})
+    kl = {"name": "kl", "beta": 0.1, "gradient": "ratio"}
+    got = data.loss(advantages, SEQUENCE_MEAN, loss=["clip", kl], anchor="mu")
+    close(got[0], expected[0])
+    close(got[1], expected[1])
+
+
+def test_trl_adaptive_entropy_but_trl_has_no_bonus_before_it_has_measured(libraries: SimpleNamespace) -> None:
+    """Its state after windows of mean entropy near 0.8, 0.4, 0.8 for a target of 0.6."""
+    data, ours = Padded(), build("loss", "adaptive_entropy", coefficient=0.1, target=0.6, delta=0.03)
+    state: dict[str, Any] = {
+        "entropy_coef": 0.1,
+        "_last_world_entropy": float("inf"),
+        "_entropy_window_stats": None,
+    }
+    args = {
+        "entropy_target": 0.6,
+        "entropy_coef_delta": 0.03,
+        "entropy_coef_max": 1.0,
+        "entropy_coef_min": 0.0,
+    }
+    for step, scale in enumerate((1.0, 0.5, 1.0)):
+        entropy = data.values.abs() * scale
+        state["_metrics"] = defaultdict(lambda: defaultdict(list))
+        theirs = trl_loss(
+            libraries, data, torch.zeros(B, dtype=DOUBLE), entropy, loss_type="dapo", args=args, keep=state,
+            _entropy_bonus_enabled=True, use_adaptive_entropy=True, **state,
+        )[0]  # fmt: skip
+        mean = float(data.flat(entropy).mean())
+        if step:
+            close(theirs, torch.tensor(-ours.weight() * mean))
+        ours.observe({"entropy": mean})
+        assert ours.state_dict() == pytest.approx(
+            {"coefficient": state["entropy_coef"], "entropy": state["_last_world_entropy"]}
+        )
 
 
 def test_trl_sequence_level_is_gspo_but_trl_lets_each_token_share_the_sum(libraries: SimpleNamespace) -> None:
