@@ -27,10 +27,10 @@ Check = Callable[[Config], None]
 """Raises UserError for a config that cannot run."""
 
 
-def add_commands(add: Add, check_algo: Check) -> None:
+def add_commands(add: Add, check_plugins: Check) -> None:
     sub = add(
         "submit",
-        partial(submit_run, check_algo),
+        partial(submit_run, check_plugins),
         "send a run to Slurm as a job that goes on by itself after a preemption",
     )
     sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
@@ -55,13 +55,13 @@ def add_commands(add: Add, check_algo: Check) -> None:
     sub.add_argument("--follow", action="store_true", help="go on with what is added")
 
 
-def submit_run(check_algo: Check, args: argparse.Namespace) -> int:
+def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
     nodes = [f"launch.nodes={args.nodes}"] if args.nodes is not None else []
     config = load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"])
-    check_model(config)
-    check_algo(config)
-    must_reach(config)
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
+    check_model(config)
+    must_reach(config)
+    check_plugins(config)
     script = job_script(config, args.config, args.overrides, options)
     print(script if args.dry_run else submit(config, script), end="" if args.dry_run else "\n")
     return 0

@@ -45,7 +45,7 @@ def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
     config = load_config(args.config, args.overrides)
     check_model(config)
-    check_algo(config)
+    check_plugins(config)
     if config.launch.backend == "local":  # other nodes say it themselves
         found = importlib.util.find_spec("transformer_engine") is not None
         check_device(config, device_capability(), found)
@@ -130,14 +130,11 @@ def show_report(run_dir: Path) -> None:
     console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
 
 
-def check_algo(config: Config) -> None:
-    """Raises UserError for an algorithm that does not exist or cannot run here; tells what is worth knowing of it."""
-    from rlsys.algo.preflight import check, notes  # imports torch
-    from rlsys.rollout.preflight import check_names
+def check_plugins(config: Config) -> None:
+    """Raises UserError for a run that would not start; tells what is worth knowing of it."""
+    from rlsys.preflight import check_start  # imports torch
 
-    check_names(config)
-    check(config)
-    for line in notes(config):
+    for line in check_start(config):
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 
@@ -146,31 +143,35 @@ def explain(args: argparse.Namespace) -> int:
     if not 0 < args.gpu_memory < math.inf:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     config = load_config(args.config, args.overrides)
-    check_algo(config)
-    first = config.engine.port
-    engines = config.engine.count
+    check_plugins(config)
+    print(describe_run(config, args.gpu_memory))
+    return 0
+
+
+def describe_run(config: Config, gpu_gb: float) -> str:
+    """What `explain` prints: the resolved config, what its numbers come to, the processes. Raises UserError."""
+    first, engines = config.engine.port, config.engine.count
     ports = Ports([first + i if first else 0 for i in range(engines)], 0, 0, (0,) * engines)
     nodes = [Node("localhost")]
     if config.launch.nodes > 1:  # names and addresses are the scheduler's
         nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
-    print(dump_config(config))
-    print(describe_arithmetic(config))
+    told = [dump_config(config), describe_arithmetic(config)]
     if config.model.path.exists():
-        print(describe_memory(config, read_model(config), args.gpu_memory), end="\n\n")
+        told.append(describe_memory(config, read_model(config), gpu_gb) + "\n")
     else:
-        print(
+        told.append(
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory\n"
         )
-    print(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
+    told.append(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
     if not first:
-        print("(port 0: a free one is chosen at the start)")
+        told.append("(port 0: a free one is chosen at the start)")
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
-        print("(no GPU: launch.release_memory frees nothing)")
+        told.append("(no GPU: launch.release_memory frees nothing)")
     if config.launch.gpus_per_node and not have_cuda():
-        print(
+        told.append(
             "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
         )
-    return 0
+    return "\n".join(told)
 
 
 def report(args: argparse.Namespace) -> int:
@@ -288,7 +289,7 @@ def make_parser() -> Parser:
     which = sub.add_subparsers(required=True, metavar="list|show")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
-    add_commands(add, check_algo)
+    add_commands(add, check_plugins)
     add_router(add)
     add_model_commands(add)
     return parser

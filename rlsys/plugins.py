@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from rlsys.config import explain_error
-from rlsys.errors import UserError
+from rlsys.errors import RlsysError, UserError
 
 Params = TypeVar("Params", bound=BaseModel)
 
@@ -43,6 +46,20 @@ def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any)
     except (TypeError, ValueError) as e:  # the latter: it has no signature to check
         raise UserError(f"{field}: {e}") from None
     return function(*args, **params)
+
+
+@contextmanager
+def tried(field: str) -> Iterator[None]:
+    """A plug-in is tried before anything starts: whatever it raises becomes one line that names `field` (UserError),
+    with the place in the source where it was raised."""
+    try:
+        yield
+    except RlsysError:
+        raise
+    except Exception as e:  # anybody's code: all that it can raise is told in one line
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        where = f"{Path(at.filename).name}:{at.lineno}"
+        raise UserError(f"{field}: {type(e).__name__}: {e} ({where})") from e
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:

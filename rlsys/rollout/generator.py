@@ -10,10 +10,12 @@ saved, in the middle of a turn or between two, and finds out from them what come
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
+from rlsys.errors import UserError
 from rlsys.plugins import call, resolve
 from rlsys.rollout.tools import calculator
 from rlsys.router.router import Router
@@ -40,6 +42,13 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, speak: Speak) -
     made: Generator = call(
         "rollout.generator_params", factory, config, tokenizer, speak, **r.generator_params
     )
+    if not callable(made):
+        if inspect.iscoroutine(made):
+            made.close()
+        raise UserError(
+            f"rollout.generator = {r.generator!r}: expected a function of (config, tokenizer, speak) that returns an "
+            f"async function of (sample, prompt); it returned a {type(made).__name__}"
+        )
     return made
 
 

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "convert",
     },  # what a model's folder says, before anything starts
 }
-FREE = {"train", "cli", "cli_models"}  # these may import every room
+FREE = {"train", "cli", "cli_models", "preflight"}  # these may import every room
 
 TORCH_FREE = (
     "types",
@@ -63,6 +63,7 @@ TORCH_FREE = (
     "launch",
     "cli",
     "cli_models",
+    "preflight",
 )
 TORCH_FREE_FILES = (
     "rlsys/engine/client.py",

@@ -1,0 +1,32 @@
+"""Before `rlsys train` or `submit`, and by `explain`: a config that passes here starts.
+
+Names, parameters and what has no meaning together first; then each plug-in is made and run once, those of the
+rollout process on the run's own first prompts, those of the trainer on a made-up step. Imports torch; needs no GPU,
+no engine and no network, and writes nothing.
+"""
+
+from __future__ import annotations
+
+from rlsys.algo.preflight import check, notes
+from rlsys.algo.rehearsal import rehearse as rehearse_objective
+from rlsys.config import Config
+from rlsys.rollout.preflight import check_names
+from rlsys.rollout.rehearsal import rehearse as rehearse_rollout
+
+
+def check_start(config: Config) -> list[str]:
+    """What is worth knowing of a run that can start, one line each. Raises UserError, one line.
+
+    A folder without a tokenizer is no mistake here (launch.preflight.check_model says that it cannot be trained): a
+    line says what was not checked.
+    """
+    check_names(config)
+    check(config)
+    rehearsed = rehearse_rollout(config)
+    rehearse_objective(config, rehearsed.rewards)
+    found = notes(config)
+    if rehearsed.rewards is None:
+        found.append(
+            f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"
+        )
+    return found

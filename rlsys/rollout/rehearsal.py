@@ -1,0 +1,202 @@
+"""What the rollout process is made of, run once before anything starts: `rlsys explain`, `train` and `submit`.
+
+    prompt source -> first prompt -> chat template and tokenizer -> generator -> reward -> group reward -> planners
+
+All of it is what the run has. Made up is only what an engine or another server would say: a turn of the model, a
+judge's verdict, the scores of a prompt. Nothing is written, and no server is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from rlsys.algo.planners import Accept, More
+from rlsys.config import Config
+from rlsys.data import PromptSource, Tokenizer, build_source
+from rlsys.errors import UserError
+from rlsys.plugins import tried
+from rlsys.rewards import Rewards
+from rlsys.rewards.judges import PatientJudge, build_judge
+from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.generator import build_generator
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.router.router import RefusedPrompt
+from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
+
+RESPONSE = "<answer>0</answer>"
+"""What the model is taken to say."""
+VERDICT = r"\boxed{-1}"
+"""What a judge is taken to say."""
+GENERATOR_SECONDS = 30.0
+"""In which a generator has to end a response whose turns cost no time."""
+HELDOUT = 256
+"""Held-out prompts that are drawn, at most: they cost about half a millisecond each."""
+ROUNDS = 64
+"""After which a planner has to have accepted or dropped a group."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """`rewards`: names of the reward's parts, none for a plain number; None: not known."""
+
+    rewards: tuple[str, ...] | None
+
+
+class TokenizerMissing(UserError):
+    """Something asked the tokenizer of a folder that has none."""
+
+
+class _NoTokenizer:
+    """Stands where a tokenizer would be; whoever uses it learns that there is none."""
+
+    def __getattr__(self, name: str) -> object:
+        raise TokenizerMissing(f"no tokenizer to ask for {name}")
+
+
+def rehearse(config: Config) -> Rehearsed:
+    """Raises UserError, one line that names the field, for what would stop the run at its first prompt."""
+    inputs = build_inputs(config)
+    return Rehearsed(None) if inputs is None else asyncio.run(_rehearse(config, *inputs))
+
+
+def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
+    """Tokenizer and prompt source, which has enough held-out prompts; None where the folder has no tokenizer."""
+    if not (config.model.path / "tokenizer.json").is_file():
+        _build_without_tokenizer(config)
+        return None
+    tokenizer = Tokenizer(config.model.path)
+    with tried(f"data.source = {config.data.source!r}"):
+        source = build_source(config, tokenizer)
+        source.heldout(min(config.eval.prompts, HELDOUT))
+    return tokenizer, source
+
+
+def _build_without_tokenizer(config: Config) -> None:
+    """What can be known of the prompt source all the same: above all, whether it takes its parameters."""
+    with tried(f"data.source = {config.data.source!r}"):
+        try:
+            build_source(config, cast(Tokenizer, _NoTokenizer()))
+        except TokenizerMissing:
+            return  # it wants one at once; nothing is known
+
+
+async def _rehearse(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Rehearsed:
+    async def verdict(question: str) -> str:
+        return VERDICT
+
+    async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
+        return [float(i) for i in range(len(ids))], [i in tokenizer.special_ids for i in ids]
+
+    with tried(f"data.judge = {config.data.judge!r}"):
+        local = config.data.judge is None or "://" not in config.data.judge
+        judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
+    planning = Planning(config, source, tokenizer, judge, prompt_scores)
+    prompts = [first_prompt(config, tokenizer, planning, group_id) for group_id in range(3)]
+    answer = await _respond(config, tokenizer, prompts[0])
+    rewards = Rewards(config)
+    try:
+        scorer = build_scorer(config, rewards, tokenizer)
+        parts = await _score(config, scorer, prompts[0], tokenizer)
+    finally:
+        await rewards.close()
+    for group_id, won in enumerate(((1.0, 0.0), (1.0,), (0.0,))):  # mixed, solved, not solved
+        await _conclude(planning, prompts[group_id], answer, won, group_id)
+    with tried("algo: the state of prompt, planners or group_reward"):
+        Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
+    return Rehearsed(parts)
+
+
+def first_prompt(config: Config, tokenizer: Tokenizer, planning: Planning, group_id: int) -> Prompt:
+    """The prompt of a run's group `group_id`. Raises UserError when no engine would take it."""
+    field = f"data.source = {config.data.source!r}"
+    with tried(field):
+        prompt = planning.prompt(group_id)
+    if not isinstance(prompt, Prompt):
+        raise UserError(
+            f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.types.Prompt"
+        )
+    try:
+        build_router(config, [], tokenizer).check(prompt.ids)
+    except RefusedPrompt as e:
+        raise UserError(f"{field}: no engine takes prompt {group_id}: {e}") from None
+    return prompt
+
+
+async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:
+    """One response by the run's generator, of a model that says RESPONSE at each turn."""
+    said = [*tokenizer.encode(RESPONSE), tokenizer.eos_id]
+
+    async def speak(sample: Sample) -> None:
+        room = config.rollout.max_response_tokens - len(sample.response_ids)
+        ids = said[: max(room, 0)]
+        sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
+        sample.status = Status.FINISHED if ids == said else Status.TRUNCATED
+
+    field = f"rollout.generator = {config.rollout.generator!r}"
+    sample = Sample(0, 0, 0, list(prompt.ids), seed=0)
+    with tried(field):
+        generate = build_generator(config, tokenizer, speak)
+        try:
+            async with asyncio.timeout(GENERATOR_SECONDS):
+                await generate(sample, prompt)
+        except TimeoutError:
+            raise UserError(
+                f"{field}: it has not ended a response within {GENERATOR_SECONDS:g} s, though each turn of the "
+                "model took none"
+            ) from None
+    if not sample.status.terminal:
+        raise UserError(
+            f"{field}: it left the first response {sample.status}; expected finished, truncated or censored"
+        )
+    return sample
+
+
+async def _score(config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Names of the reward's parts."""
+    verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
+    if verdict.reward is None:
+        raise UserError(
+            f"data.reward = {config.data.reward!r}: the response {RESPONSE} to the first prompt gets none: "
+            f"{verdict.reason}"
+        )
+    return tuple(verdict.named or ())
+
+
+async def _conclude(
+    planning: Planning, prompt: Prompt, answer: Sample, won: Sequence[float], group_id: int
+) -> None:
+    """A group with rewards `won` in turn, to its end."""
+    group = SampleGroup(group_id, prompt.index, [])
+    _grow(group, prompt.ids, answer, won, planning.size)
+    for _ in range(ROUNDS):
+        with tried("algo.group_reward"):
+            if reason := await planning.reward(prompt, group):
+                raise UserError(f"algo.group_reward: a group of made-up responses gets no rewards: {reason}")
+        with tried("algo.planners"):
+            await planning.score_prompt(group)
+            decision = planning.decide(group)
+        if not isinstance(decision, More):
+            break
+        _grow(group, list(decision.prompt_ids or prompt.ids), answer, won, decision.samples)
+        if len(group.samples) > planning.largest:
+            raise UserError(
+                f"algo.planners: a group grew to {len(group.samples)} samples; its planners' limit is "
+                f"{planning.largest}"
+            )
+    else:
+        raise UserError(f"algo.planners: a group was neither accepted nor dropped in {ROUNDS} rounds")
+    with tried("algo.prompt"):
+        planning.close(group, rewarded=isinstance(decision, Accept))
+
+
+def _grow(group: SampleGroup, ids: list[int], answer: Sample, won: Sequence[float], count: int) -> None:
+    """`count` more samples with the answer's tokens."""
+    for place in range(len(group.samples), len(group.samples) + count):
+        sample = Sample(place, group.group_id, place, ids, seed=place, status=Status.FINISHED, answer="0")
+        sample.response_ids, sample.mu = list(answer.response_ids), list(answer.mu)
+        sample.spans, sample.reward = list(answer.spans), won[place % len(won)]
+        group.samples.append(sample)
