@@ -1,7 +1,7 @@
 """Deaths and stops in mid-run, on the real stack: the same command goes on, and the ledger stays exact.
 
-One run folder goes through all of it, because every start costs an engine start: the trainer is killed, then
-Ctrl-C, then an engine is killed, then the rollout process; at the end the run has all its steps, each once.
+In the long test one run folder goes through all of it, because every start costs an engine start: the trainer is
+killed, then Ctrl-C, then an engine is killed, then the rollout process; at the end the run has all its steps, once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # three starts
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], Session]]:
+def start(tmp_path: Path) -> Iterator[Callable[[int], Session]]:
+    """Begin a run of so many steps, or go on with it."""
     sessions: list[Session] = []
 
-    def begin() -> Session:
-        sessions.append(Session(tmp_path / "run", f"trainer.steps={STEPS}"))
+    def begin(steps: int) -> Session:
+        sessions.append(Session(tmp_path / "run", f"trainer.steps={steps}"))
         return sessions[-1]
 
     yield begin
@@ -35,10 +36,23 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Session]]:
         session.kill()
 
 
-def test_a_run_survives_deaths_and_stops(start: Callable[[], Session], tmp_path: Path) -> None:
+def test_a_killed_trainer_costs_no_step_and_no_token(start: Callable[[int], Session], tmp_path: Path) -> None:
+    """kill -9 after the first step that no checkpoint holds: it is trained again, from the same groups."""
+    session = start(4)
+    session.wait_for_steps(3)
+    session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
+    code, output = session.end()
+    assert code == 0, output
+    assert "restart 1" in output
+    assert check_ledger(tmp_path / "run")["trained"] == 4 * GROUPS
+    assert [s["step"] for s in read_metrics(tmp_path / "run").steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    session = start()
+    session = start(STEPS)
     session.wait_for_steps(3)
     session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
     session.wait_for_steps(5)  # two of them in the new trainer, or again
@@ -49,7 +63,7 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[], Session], tmp_path:
     assert output.splitlines()[-1].startswith("rlsys: error: stopped by SIGINT")
     check_ledger(run_dir)
 
-    session = start()
+    session = start(STEPS)
     session.wait_for_steps(1)
     session.find("sglang.launch_server").send_signal(signal.SIGKILL)
     session.wait_for_steps(2)
@@ -70,7 +84,9 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[], Session], tmp_path:
 @pytest.mark.parametrize(
     ("override", "code", "told"),
     [
-        ("engine.extra_args=[--no-such-option]", 1, "engine-0 exited with code 2"),
+        pytest.param(
+            "engine.extra_args=[--no-such-option]", 1, "engine-0 exited with code 2", marks=pytest.mark.full
+        ),
         ("data.source=chain_sums_tail", 2, "data.source = 'chain_sums_tail': unknown name; did you mean"),
     ],
 )
