@@ -34,9 +34,9 @@ sys.path[0] = str(ROOT)  # not this folder, where this file would hide the packa
 
 from bench.measure import machine, say  # noqa: E402
 from rlsys.obs.role import STACKS_VARIABLE  # noqa: E402
-from tests.cluster.ray_cluster import RayCluster  # noqa: E402
-from tests.cluster.runs import RLSYS, TINY, logs_of  # noqa: E402
-from tests.cluster.slurm_cluster import SlurmCluster, missing  # noqa: E402
+from tests.helpers.ray_cluster import RayCluster  # noqa: E402
+from tests.helpers.runs import RLSYS, TINY, logs_of  # noqa: E402
+from tests.helpers.slurm_cluster import SlurmCluster, missing  # noqa: E402
 
 BACKENDS = ("local", "slurm", "ray")
 PATIENCE = 300.0

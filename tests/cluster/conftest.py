@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.ray_cluster import RayCluster
-from tests.cluster.runs import SYNCHRONOUS, curve, train_locally
-from tests.cluster.slurm_cluster import SlurmCluster, missing
+from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.runs import SYNCHRONOUS, curve, train_locally
+from tests.helpers.slurm_cluster import SlurmCluster, missing
 
 
 @pytest.fixture

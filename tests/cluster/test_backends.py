@@ -18,8 +18,8 @@ import pytest
 from launch.backends import END, END_NOW, Backend, Handle, open_backend
 from launch.plan import Role
 from rlsys.config import Config
-from tests.cluster.runs import ROOT
-from tests.cluster.slurm_cluster import SlurmCluster
+from tests.helpers.runs import ROOT
+from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 NODES = 2

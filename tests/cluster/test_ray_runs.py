@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rlsys.obs.metrics import read_metrics
-from tests.cluster.ray_cluster import RayCluster
-from tests.cluster.runs import (
+from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.runs import (
     RLSYS,
     ROOT,
     SYNCHRONOUS,

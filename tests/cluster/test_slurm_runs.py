@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.obs.metrics import read_metrics
-from tests.cluster.runs import (
+from tests.helpers.runs import (
     RLSYS,
     ROOT,
     SYNCHRONOUS,
@@ -20,7 +20,7 @@ from tests.cluster.runs import (
     same_curve,
     steps_done,
 )
-from tests.cluster.slurm_cluster import PREEMPTION_GRACE, SlurmCluster
+from tests.helpers.slurm_cluster import PREEMPTION_GRACE, SlurmCluster
 
 pytestmark = pytest.mark.cluster
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")

@@ -20,7 +20,7 @@ from rlsys.types import PushTicket, Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync
-from tests.integration.servers import running_engine, tiny_moe_model
+from tests.helpers.servers import running_engine, tiny_moe_model
 
 pytestmark = [
     pytest.mark.gpu,

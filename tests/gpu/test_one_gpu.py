@@ -18,8 +18,8 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.types import PushTicket, Sample, Status
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
-from tests.integration import trainer_cases as cases
-from tests.integration.servers import running_engine, write_tiny_moe
+from tests.helpers import trainer_cases as cases
+from tests.helpers.servers import running_engine, write_tiny_moe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
-from tests.integration.servers import ROOT, running_engine, write_tiny_moe
+from tests.helpers.servers import ROOT, running_engine, write_tiny_moe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

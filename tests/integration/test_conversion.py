@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import family_cases
 import psutil
 import pytest
 import torch
-import trainer_cases as cases
 from safetensors.torch import load_file, save_file
 
 from rlsys.cli import main as rlsys
@@ -28,6 +26,8 @@ from rlsys.errors import RunError
 from rlsys.trainer import manifest, setup
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import family_cases
+from tests.helpers import trainer_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
@@ -97,7 +97,7 @@ def test_every_layout_loads_the_same_model_and_trains_it_alike(tmp_path: Path) -
     todo = [f"{family}:{case}" for family, some in CASES.items() for case in some]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    command = [*torchrun, family_cases.__file__, str(tmp_path), *todo]
+    command = [*torchrun, "-m", family_cases.__name__, str(tmp_path), *todo]
     subprocess.run(command, check=True, env=env, timeout=300)
     seen = dict(json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines())
     assert list(seen) == todo

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.metrics import read_metrics
-from tests.integration.servers import ROOT
-from tests.integration.sessions import GROUPS, PATIENCE, RLSYS, Session, as_json, check_ledger
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import GROUPS, PATIENCE, RLSYS, Session, as_json, check_ledger
 
 STEPS = 12
 

@@ -24,8 +24,8 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
-from tests.integration.servers import ROOT, running_engine
-from tests.integration.test_engine import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
+from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
+from tests.helpers.servers import ROOT, running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
@@ -302,44 +302,40 @@ def tree_of(url: str) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
-def test_interrupted_five_times_and_moved_equals_unbroken(
+async def test_interrupted_five_times_and_moved_equals_unbroken(
     engine_config: Config, engine: str, second_engine: str
 ) -> None:
     """At random places. Token for token, log-prob for log-prob, route for route."""
     drawn = sorted(random.Random(5).sample(range(3, 52), 5))
     places = [at + 8 * n for n, at in enumerate(drawn)]  # so far apart that each segment has tokens
-
-    async def body() -> None:
-        async with make_session() as session:
-            a, b = EngineClient(engine, session), EngineClient(second_engine, session)
-            s = Stack(engine_config, a)
-            await s.push(0)
-            unbroken = await s.generate(sample(1, seed=11), tokens=100)
-            both = Stack(engine_config, a)
-            both.router.add_engine(b)
-            await both.push(0)
-            broken = sample(2, seed=11)
-            for c in (a, b):
-                await c.slow_down(SLOW)
-            task = asyncio.create_task(both.generate(broken, tokens=100))
-            homes = []
-            for n, at_least in enumerate(places):
-                await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
-                await both.router.interrupt()
-                homes.append(broken.engine)
-                if n == 2:
-                    assert broken.engine is not None
-                    both.router.remove_engine(broken.engine)
-                both.router.resume()
-            for c in (a, b):
-                await c.slow_down(None)
-            await task
-            assert homes[:3] == [homes[0]] * 3 and homes[3] == homes[4] != homes[0]
-            assert broken.response_ids == unbroken.response_ids and len(broken.response_ids) == 100
-            assert EOS not in broken.response_ids and broken.resumes == 5
-            assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
-            assert routes(broken) == routes(unbroken)
+    async with make_session() as session:
+        a, b = EngineClient(engine, session), EngineClient(second_engine, session)
+        s = Stack(engine_config, a)
+        await s.push(0)
+        unbroken = await s.generate(sample(1, seed=11), tokens=100)
+        both = Stack(engine_config, a)
+        both.router.add_engine(b)
+        await both.push(0)
+        broken = sample(2, seed=11)
+        for c in (a, b):
+            await c.slow_down(SLOW)
+        task = asyncio.create_task(both.generate(broken, tokens=100))
+        homes = []
+        for n, at_least in enumerate(places):
+            await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
             await both.router.interrupt()
-            assert both.router.stats()["lost"] == 0
-
-    asyncio.run(body())
+            homes.append(broken.engine)
+            if n == 2:
+                assert broken.engine is not None
+                both.router.remove_engine(broken.engine)
+            both.router.resume()
+        for c in (a, b):
+            await c.slow_down(None)
+        await task
+        assert homes[:3] == [homes[0]] * 3 and homes[3] == homes[4] != homes[0]
+        assert broken.response_ids == unbroken.response_ids and len(broken.response_ids) == 100
+        assert EOS not in broken.response_ids and broken.resumes == 5
+        assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
+        assert routes(broken) == routes(unbroken)
+        await both.router.interrupt()
+        assert both.router.stats()["lost"] == 0

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.integration.servers import ROOT
+from tests.helpers.servers import ROOT
 from tests.unit.test_hashes import GOLDEN
 
 pytestmark = pytest.mark.integration

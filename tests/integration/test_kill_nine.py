@@ -16,8 +16,8 @@ import pytest
 
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.store import FILE_NAME
-from tests.integration import saboteur
-from tests.integration.sessions import GROUPS, Session, check_ledger, step_lines
+from tests.helpers import saboteur
+from tests.helpers.sessions import GROUPS, Session, check_ledger, step_lines
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -114,7 +114,7 @@ def test_the_rollout_process_at_every_boundary(tmp_path: Path) -> None:
         run_dir,
         f"trainer.steps={steps}",
         "trainer.checkpoint_every=1",
-        "data.reward=tests.integration.saboteur:reward",
+        "data.reward=tests.helpers.saboteur:reward",
     )
     try:
         for name in saboteur.BOUNDARIES:  # patience for each

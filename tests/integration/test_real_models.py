@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
@@ -23,8 +22,9 @@ from rlsys.router.attest import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from tests.integration.servers import ROOT, running_engine, tiny_moe_model
-from tests.integration.test_engine import ENGINE_TENSORS, keep_model, model, stack
+from tests.helpers import trainer_cases as cases
+from tests.helpers.engine_stack import ENGINE_TENSORS, keep_model, model, stack
+from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
@@ -145,7 +145,7 @@ def test_a_pretrained_model_converts_and_returns(smollm2: Path, tmp_path: Path) 
 def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_path: Path) -> None:
     overrides = {
         "run.dir": tmp_path / "run", "model.path": smollm2, "data.source": "reasoning_gym",
-        "data.params": "{task: chain_sum}", "data.reward": "tests.integration.length_reward:shorter",
+        "data.params": "{task: chain_sum}", "data.reward": "tests.helpers.length_reward:shorter",
         "rollout.groups_per_step": 4, "rollout.group_size": 4,
         "rollout.over_provision": 1, "rollout.max_staleness": 0, "rollout.max_response_tokens": 48,
         "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
 from torch import Tensor
 
 from rlsys.config import Config
@@ -19,8 +18,9 @@ from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.routing import decode
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import RouteSpan, Sample, VersionSpan
-from tests.integration.servers import TINY_MOE, running_engine, tiny_moe_model
-from tests.integration.test_engine import keep_model, stack
+from tests.helpers import trainer_cases as cases
+from tests.helpers.engine_stack import keep_model, stack
+from tests.helpers.servers import TINY_MOE, running_engine, tiny_moe_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 

@@ -33,7 +33,7 @@ from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt, Sample, Taken
 from rlsys.weights.sync import WeightSync
-from tests.integration.test_engine import (
+from tests.helpers.engine_stack import (
     EOS,
     PROMPT,
     SLOW,
@@ -42,9 +42,9 @@ from tests.integration.test_engine import (
     logprobs,
     model,
     sample,
+    stack,
     tensors,
     until,
-    with_stack,
     worst_gap,
 )
 
@@ -167,110 +167,88 @@ def average(taken: Iterable[Taken], name: str) -> float:
     return mean(t.metrics[name] for t in taken)
 
 
-def test_auto_moves_towards_its_share(start: Start) -> None:
+async def test_auto_moves_towards_its_share(start: Start) -> None:
     """From N'/N = 2 on, by what each step had of tokens of older weights."""
     wanted = 0.2
-
-    async def body() -> None:
-        how = {"over_provision": "auto", "auto_share": wanted, "max_staleness": 8, "groups_per_step": 8}
-        async with start(**how) as run:
-            taken = await run.steps(6)
-        factors = [t.metrics["over_provision"] for t in taken]
-        shares = [t.metrics["off_policy_share"] for t in taken]
-        print("auto:", [(round(f, 2), round(s, 2)) for f, s in zip(factors, shares, strict=True)])
-        for before, after, share in zip(factors, factors[1:], shares, strict=False):
-            assert (after < before) == (share > wanted)
-        assert all(t.metrics["slots"] == round(f * 16) for t, f in zip(taken, factors, strict=True))
-        most = max(t.metrics["slots"] for t in taken)
-        assert all(t.metrics["in_flight"] + t.metrics["parked"] < most + GROUP_SIZE for t in taken)
-        assert (factors[0], shares[0]) == (2.0, 0.0)
-        assert factors[-1] < factors[1]
-
-    asyncio.run(body())
+    how = {"over_provision": "auto", "auto_share": wanted, "max_staleness": 8, "groups_per_step": 8}
+    async with start(**how) as run:
+        taken = await run.steps(6)
+    factors = [t.metrics["over_provision"] for t in taken]
+    shares = [t.metrics["off_policy_share"] for t in taken]
+    print("auto:", [(round(f, 2), round(s, 2)) for f, s in zip(factors, shares, strict=True)])
+    for before, after, share in zip(factors, factors[1:], shares, strict=False):
+        assert (after < before) == (share > wanted)
+    assert all(t.metrics["slots"] == round(f * 16) for t, f in zip(taken, factors, strict=True))
+    most = max(t.metrics["slots"] for t in taken)
+    assert all(t.metrics["in_flight"] + t.metrics["parked"] < most + GROUP_SIZE for t in taken)
+    assert (factors[0], shares[0]) == (2.0, 0.0)
+    assert factors[-1] < factors[1]
 
 
 APRIL = {"over_provision": 2, "max_staleness": 1, "groups_per_step": 4}
 
 
-def test_drop_trains_the_short_and_the_bias_monitor_says_so(start: Start) -> None:
-    async def body() -> None:
-        async with start(**APRIL, staleness_policy="drop", length_bias_bound=0.05) as run:
-            taken = await run.steps(18)
-        last = taken[-1].metrics
-        print("drop:", {k: v for k, v in last.items() if "bias" in k or "rank" in k or k == "expired"})
-        assert last["expired"] > 0
-        assert max(t.metrics["staleness_max"] for t in taken) <= 1
-        assert last["generated_len_mean"] > last["response_len_mean"]
-        assert last["length_bias"] < -0.05
-        assert [t.metrics["bias_alarm"] for t in taken] == [0] * 16 + [1] * 2
-
-    asyncio.run(body())
+async def test_drop_trains_the_short_and_the_bias_monitor_says_so(start: Start) -> None:
+    async with start(**APRIL, staleness_policy="drop", length_bias_bound=0.05) as run:
+        taken = await run.steps(18)
+    last = taken[-1].metrics
+    print("drop:", {k: v for k, v in last.items() if "bias" in k or "rank" in k or k == "expired"})
+    assert last["expired"] > 0
+    assert max(t.metrics["staleness_max"] for t in taken) <= 1
+    assert last["generated_len_mean"] > last["response_len_mean"]
+    assert last["length_bias"] < -0.05
+    assert [t.metrics["bias_alarm"] for t in taken] == [0] * 16 + [1] * 2
 
 
-def test_wait_loses_nothing(start: Start) -> None:
-    async def body() -> None:
-        async with start(**APRIL, staleness_policy="wait") as run:
-            taken = await run.steps(6)
-        print("wait:", {k: average(taken, k) for k in ("staleness_max", "response_len_mean")})
-        assert taken[-1].metrics["expired"] == 0
-        assert max(t.metrics["staleness_max"] for t in taken) == 1
-        assert max(len(s.response_ids) for s in samples(taken)) == max(TAIL)
-
-    asyncio.run(body())
+async def test_wait_loses_nothing(start: Start) -> None:
+    async with start(**APRIL, staleness_policy="wait") as run:
+        taken = await run.steps(6)
+    print("wait:", {k: average(taken, k) for k in ("staleness_max", "response_len_mean")})
+    assert taken[-1].metrics["expired"] == 0
+    assert max(t.metrics["staleness_max"] for t in taken) == 1
+    assert max(len(s.response_ids) for s in samples(taken)) == max(TAIL)
 
 
-def test_mask_trains_all_but_the_old_tokens(start: Start) -> None:
-    async def body() -> None:
-        async with start(**APRIL, staleness_policy="mask") as run:
-            taken = await run.steps(10)
-            for t in taken:
-                now = run.buffer.policy_step(t.weight_version)
-                for s in samples([t]):
-                    old = [now - run.buffer.policy_step(v) > 1 for v in s.versions()]
-                    assert s.trained() == [not o for o in old]
-        print("mask:", {k: average(taken, k) for k in ("masked_tokens", "tokens", "staleness_max")})
-        assert taken[-1].metrics["expired"] == 0
-        assert max(t.metrics["staleness_max"] for t in taken) > 1
-        assert sum(t.metrics["masked_tokens"] for t in taken) > 0
-
-    asyncio.run(body())
+async def test_mask_trains_all_but_the_old_tokens(start: Start) -> None:
+    async with start(**APRIL, staleness_policy="mask") as run:
+        taken = await run.steps(10)
+        for t in taken:
+            now = run.buffer.policy_step(t.weight_version)
+            for s in samples([t]):
+                old = [now - run.buffer.policy_step(v) > 1 for v in s.versions()]
+                assert s.trained() == [not o for o in old]
+    print("mask:", {k: average(taken, k) for k in ("masked_tokens", "tokens", "staleness_max")})
+    assert taken[-1].metrics["expired"] == 0
+    assert max(t.metrics["staleness_max"] for t in taken) > 1
+    assert sum(t.metrics["masked_tokens"] for t in taken) > 0
 
 
 @pytest.mark.parametrize("most", [None, 1])
-def test_no_sample_is_resumed_more_often_than_it_may(most: int | None, start: Start) -> None:
-    async def body() -> None:
-        async with start(over_provision=3, max_staleness=16, groups_per_step=4, max_resumes=most) as run:
-            taken = await run.steps(5)
-            everywhere = [*samples(taken), *(s for g in run.buffer.groups.values() for s in g.samples)]
-        resumes = max(s.resumes for s in everywhere)
-        print(f"max_resumes {most}: at most {resumes}, age {average(taken, 'staleness_mean'):.2f}")
-        assert resumes == 1 if most == 1 else resumes > 1
-
-    asyncio.run(body())
+async def test_no_sample_is_resumed_more_often_than_it_may(most: int | None, start: Start) -> None:
+    async with start(over_provision=3, max_staleness=16, groups_per_step=4, max_resumes=most) as run:
+        taken = await run.steps(5)
+        everywhere = [*samples(taken), *(s for g in run.buffer.groups.values() for s in g.samples)]
+    resumes = max(s.resumes for s in everywhere)
+    print(f"max_resumes {most}: at most {resumes}, age {average(taken, 'staleness_mean'):.2f}")
+    assert resumes == 1 if most == 1 else resumes > 1
 
 
 @pytest.mark.parametrize("order", ["oldest", "nearest_done", "longest"])
-def test_what_was_interrupted_goes_on_in_the_order_asked_for(order: str, start: Start) -> None:
+async def test_what_was_interrupted_goes_on_in_the_order_asked_for(order: str, start: Start) -> None:
     """As the engine sees it: the first requests after a push are the interrupted samples, in this order."""
-
-    async def body() -> None:
-        async with start(over_provision=3, max_staleness=16, groups_per_step=8, resume_order=order) as run:
-            await run.steps(3)
-            groups = {g.group_id: g for g in run.buffer.active()}
-            parked = [
-                s for g in groups.values() for s in g.samples if s.response_ids and not s.status.terminal
-            ]
-            keys = {id(s): resume_key(order, s, groups[s.group_id]) for s in parked}  # type: ignore[arg-type]
-            expected = [s.prompt_ids + s.response_ids for s in sorted(parked, key=lambda s: keys[id(s)])]
-            run.client.asked.clear()
-            await run.steps(1)
-        assert len(expected) > 3
-        assert [ids for ids in run.client.asked if len(ids) > 5][: len(expected)] == expected
-
-    asyncio.run(body())
+    async with start(over_provision=3, max_staleness=16, groups_per_step=8, resume_order=order) as run:
+        await run.steps(3)
+        groups = {g.group_id: g for g in run.buffer.active()}
+        parked = [s for g in groups.values() for s in g.samples if s.response_ids and not s.status.terminal]
+        keys = {id(s): resume_key(order, s, groups[s.group_id]) for s in parked}  # type: ignore[arg-type]
+        expected = [s.prompt_ids + s.response_ids for s in sorted(parked, key=lambda s: keys[id(s)])]
+        run.client.asked.clear()
+        await run.steps(1)
+    assert len(expected) > 3
+    assert [ids for ids in run.client.asked if len(ids) > 5][: len(expected)] == expected
 
 
-def test_a_run_is_repeated_by_its_record(start: Start, tmp_path: Path) -> None:
+async def test_a_run_is_repeated_by_its_record(start: Start, tmp_path: Path) -> None:
     """Two models take turns, so tokens tell which one sampled them; the other run's engine has another speed."""
 
     async def one(name: str, seconds: float, **rollout: Any) -> list[list[Sample]]:
@@ -279,25 +257,22 @@ def test_a_run_is_repeated_by_its_record(start: Start, tmp_path: Path) -> None:
             taken = await run.steps(5, models=2)
         return [samples([t]) for t in taken]
 
-    async def body() -> None:
-        first = await one("first", 0.01)
-        again = await one("again", 0.0, repeat=tmp_path / "first")
-        gaps = []
-        for step, repeated in zip(first, again, strict=True):
-            for s, r in zip(step, repeated, strict=True):
-                assert (r.sample_id, r.response_ids, r.versions()) == (
-                    s.sample_id,
-                    s.response_ids,
-                    s.versions(),
-                )
-                gaps.append(worst_gap(r.mu, s.mu))
-        print(
-            f"repeated: log-probs differ by up to {max(gaps):.1e}, {sum(g > 0 for g in gaps)} of {len(gaps)} samples"
-        )
-        assert max(gaps) <= 1e-5
-        assert len({v for step in first for s in step for v in s.versions()}) > 3
-
-    asyncio.run(body())
+    first = await one("first", 0.01)
+    again = await one("again", 0.0, repeat=tmp_path / "first")
+    gaps = []
+    for step, repeated in zip(first, again, strict=True):
+        for s, r in zip(step, repeated, strict=True):
+            assert (r.sample_id, r.response_ids, r.versions()) == (
+                s.sample_id,
+                s.response_ids,
+                s.versions(),
+            )
+            gaps.append(worst_gap(r.mu, s.mu))
+    print(
+        f"repeated: log-probs differ by up to {max(gaps):.1e}, {sum(g > 0 for g in gaps)} of {len(gaps)} samples"
+    )
+    assert max(gaps) <= 1e-5
+    assert len({v for step in first for s in step for v in s.versions()}) > 3
 
 
 NUDGED = 100
@@ -313,7 +288,7 @@ def nudged() -> Any:
     return made
 
 
-def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config, engine: str) -> None:
+async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config, engine: str) -> None:
     """|logp - mu| of tokens sampled after the push, `logp` by transformers under the new weights."""
     keep_model(NUDGED, nudged())
 
@@ -338,7 +313,7 @@ def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config,
         assert len(found) > 300
         return torch.tensor(found)
 
-    async def body(plain: Stack) -> None:
+    async with stack(engine_config, engine) as plain:
         error: dict[Interruption, torch.Tensor] = {
             how: await gaps(plain, how) for how in ("in_place", "retract")
         }
@@ -350,10 +325,8 @@ def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config,
         assert error["in_place"].mean() > 100 * error["retract"].mean()
         assert error["in_place"].mean() < 0.1
 
-    with_stack(engine_config, engine, body)
 
-
-def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
+async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
     engine_config: Config, engine: str, tiny_moe: Path
 ) -> None:
     """A random model's turns end by chance, and what stands between two of its digits is the call."""
@@ -365,7 +338,19 @@ def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
     data["rollout"] |= rollout
     config = Config.model_validate(data)
 
-    async def body(s: Stack) -> None:
+    async def check_answer(s: Sample) -> None:
+        """Between the turns stands what the calculator says about the call, and it is not trained."""
+        span = s.observed[0]
+        assert s.response_ids[span.start - 1] == EOS
+        call = re.findall("1(.*?)2", tokenizer.decode(s.response_ids[: span.start]), re.DOTALL)[-1]
+        before, after = around_answer(tokenizer, "user")
+        answer = await Calculator()(call)
+        assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
+        print("tool:", repr(call), "->", answer)
+        assert not any(s.trained()[span.start : span.end])
+        assert s.mu[span.start : span.end] == [0.0] * (span.end - span.start)
+
+    async with stack(config, engine) as s:
         await s.push(0)
         talk = build_generator(config, tokenizer, sampling_turns(config, s.router))
         prompt = Prompt(0, "", PROMPT, {})
@@ -394,17 +379,3 @@ def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         assert worst_gap(broken.mu, first.mu) <= 1e-5
         assert (broken.observed, broken.trained()) == (first.observed, first.trained())
         assert (broken.status, broken.resumes) == (first.status, 1)
-
-    async def check_answer(s: Sample) -> None:
-        """Between the turns stands what the calculator says about the call, and it is not trained."""
-        span = s.observed[0]
-        assert s.response_ids[span.start - 1] == EOS
-        call = re.findall("1(.*?)2", tokenizer.decode(s.response_ids[: span.start]), re.DOTALL)[-1]
-        before, after = around_answer(tokenizer, "user")
-        answer = await Calculator()(call)
-        assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
-        print("tool:", repr(call), "->", answer)
-        assert not any(s.trained()[span.start : span.end])
-        assert s.mu[span.start : span.end] == [0.0] * (span.end - span.start)
-
-    with_stack(config, engine, body)

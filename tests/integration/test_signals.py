@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import signal_cases as cases
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from rlsys.trainer.signals import pack_rows, score, score_parked
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Unscored
+from tests.helpers import signal_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from rlsys.trainer.attention import Padding
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, pack
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration
 

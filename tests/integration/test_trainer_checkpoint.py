@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trainer_cases as cases
 
 from rlsys.errors import RunError
 from rlsys.trainer import checkpoint
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration
 
@@ -108,8 +108,8 @@ def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
 def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(model: Path, tmp_path: Path) -> None:
     """A process saves step 1, begins to save step 2, and is killed when a part of it is on the disk."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    victim = Path(__file__).with_name("trainer_saves_forever.py")
-    command = [sys.executable, str(victim), str(model), str(tmp_path / "run")]
+    victim = "tests.helpers.trainer_saves_forever"
+    command = [sys.executable, "-m", victim, str(model), str(tmp_path / "run")]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     expected = process.stdout.readline()

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
 
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer_cases as cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration
 

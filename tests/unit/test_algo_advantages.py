@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from rlsys.algo.reduction import alone
 from rlsys.algo.registry import TABLE
 from rlsys.algo.segments import discounted_suffix_sum, running_min
 from rlsys.errors import UserError
+from tests.helpers.algo_world import DOUBLE, packed, table
 
 close = torch.testing.assert_close
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed, section, table
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
@@ -20,6 +19,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import widest_subset
+from tests.helpers.algo_world import DOUBLE, packed, section, table
 
 close = torch.testing.assert_close
 LOG2 = math.log(2)

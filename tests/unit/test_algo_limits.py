@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from algo_world import DOUBLE, Outcome, World, run, section, table
 
 from rlsys.algo import build
 from rlsys.algo.registry import TABLE
 from rlsys.algo_section import AlgoSection
+from tests.helpers.algo_world import DOUBLE, Outcome, World, run, section, table
 
 close = torch.testing.assert_close
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
@@ -14,6 +13,7 @@ from rlsys.algo.kl import kl_estimate
 from rlsys.algo.losses import View
 from rlsys.algo.reduction import alone
 from rlsys.algo.trust_regions import largest_cap, largest_kept
+from tests.helpers.algo_world import DOUBLE, packed
 
 close = torch.testing.assert_close
 LOG2 = math.log(2)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from algo_world import DOUBLE, Outcome, World, on_ranks, packed, run, section, table
 from torch import Tensor
 
 from rlsys.algo.advantages import grpo
@@ -19,6 +18,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import threshold
 from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
+from tests.helpers.algo_world import DOUBLE, Outcome, World, on_ranks, packed, run, section, table
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from algo_world import Outcome, World, all_of_it, run
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
@@ -21,6 +20,7 @@ from rlsys.algo.registry import SECTION_KINDS, TABLE
 from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
 from rlsys.trainer.share import Share
+from tests.helpers.algo_world import Outcome, World, all_of_it, run
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
 TRAINER_SIDE = ("shaping", "advantage", "selectors", "corrections", "loss", "reducer", "hooks")

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from algo_world import DOUBLE
 from torch import Tensor
 
 from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
@@ -22,6 +21,7 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective
 from rlsys.algo_section import AlgoSection
+from tests.helpers.algo_world import DOUBLE
 
 pytestmark = pytest.mark.skipif(
     not PARITY_STAMP.is_file(), reason="TRL and verl: launch/bootstrap.py --parity"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from algo_world import table
 
 from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage, Grpo, dr_grpo
@@ -25,6 +24,7 @@ from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config, read_layers
 from rlsys.errors import UserError
+from tests.helpers.algo_world import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/algorithms").glob("*.yaml"))

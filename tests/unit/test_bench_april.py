@@ -13,7 +13,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.types import Canary, Sample, SampleGroup, Taken, VersionSpan
-from tests.unit.scripted_engine import Network, ScriptedEngine, canary_logprobs
+from tests.helpers.scripted_engine import Network, ScriptedEngine, canary_logprobs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_rig import make_config, rig
 
 from rlsys.rollout.bias import WARM_UP_STEPS, by_rank, by_resumes, mean_length
 from rlsys.types import Sample, SampleGroup
+from tests.helpers.rollout_rig import make_config, rig
 
 
 def test_mean_length_hand_computed() -> None:

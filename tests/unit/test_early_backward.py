@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rollout_rig import Rig, answer_all_but, ids, make_config, rig, settle
-
 from rlsys.types import Sample
+from tests.helpers.rollout_rig import Rig, answer_all_but, ids, make_config, rig, settle
 
 
 def even_tail(sample: Sample) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
-from test_rollout_service import served, ticking
 
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.types import Sample, Scored, Unscored
+from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
+from tests.helpers.service_rig import served, ticking
 
 LONG = 12
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from http_engine import HttpEngine, letters, token_at
 
 from rlsys.cli import main
 from rlsys.engine.client import make_session
@@ -25,6 +24,7 @@ from rlsys.router.places import Places
 from rlsys.router.serve import RouterOptions, is_loopback, read_token
 from rlsys.router.skip import Broken, skipper
 from rlsys.router.stitch import can_go_on, join
+from tests.helpers.http_engine import HttpEngine, letters, token_at
 
 PROMPT = [1, 2, 3, 4]
 

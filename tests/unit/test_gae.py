@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algo_world import DOUBLE, World, packed, run, section, table
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.gae import gae
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
+from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 
 close = torch.testing.assert_close
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from algo_world import DOUBLE, table
 
 from rlsys.algo import build
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
 from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config
+from tests.helpers.algo_world import DOUBLE, table
 
 close = torch.testing.assert_close
 METHODS = ("lite_ppo", "maxrl", "opo", "grpo_passk", "gpg")

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from rollout_rig import Numbers, rig
-from scripted_engine import EOS, Network, ScriptedEngine, token
-from test_planning import Lengths, config_of, group_of
 
 from rlsys.config import Config, identity
 from rlsys.engine.client import EngineClient
@@ -26,6 +23,9 @@ from rlsys.rollout.preflight import check_names
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt
+from tests.helpers.planning_cases import Lengths, config_of, group_of
+from tests.helpers.rollout_rig import Numbers, rig
+from tests.helpers.scripted_engine import EOS, Network, ScriptedEngine, token
 
 SOUND = r"\boxed{-1}"
 

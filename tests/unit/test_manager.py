@@ -10,13 +10,24 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_rig import Numbers, Rig, abandon, ids, length_reward, make_config, rig, settle
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.ledger import check, read_ledger
 from rlsys.rollout.step_metrics import quantile
 from rlsys.types import Prompt, Sample, SampleGroup, Status
+from tests.helpers.rollout_rig import (
+    APRIL,
+    Numbers,
+    Rig,
+    abandon,
+    ids,
+    length_reward,
+    make_config,
+    rig,
+    settle,
+    slow_group_zero,
+)
 
 # Admission and seeds
 
@@ -90,13 +101,6 @@ async def test_step_metrics_hand_computed(tmp_path: Path) -> None:
 
 
 # APRIL
-
-
-APRIL = {"rollout": {"over_provision": 2, "max_staleness": 4}}
-
-
-def slow_group_zero(sample: Sample) -> int:
-    return 8 if sample.group_id == 0 else 3
 
 
 async def test_the_first_to_finish_are_taken_and_the_rest_is_parked_and_resumed(tmp_path: Path) -> None:

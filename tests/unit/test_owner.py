@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_manager import make_config, rig
-from test_rollout_service import OWNER, served, ticking
 
 from launch.rundir import open_run_dir
 from rlsys.config import Config
@@ -22,6 +20,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, PushTicket, VersionSpan
+from tests.helpers.rollout_rig import make_config, rig
+from tests.helpers.service_rig import OWNER, served, ticking
 
 
 @pytest.fixture

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_manager import Numbers, ids, make_config, rig, settle
 
 from rlsys.algo.group_rewards import Response
-from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 from rlsys.rewards.judges import Judge, PatientJudge
 from rlsys.rollout.planning import Planning
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup
-
-BUDGET = {"rollout": {"groups_per_step": 2, "group_size": 2}}
-
-
-def config_of(tmp_path: Path, **algo: Any) -> Config:
-    return make_config(tmp_path, algo=algo, **BUDGET)
+from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
+from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
 
 
 def mixed_in_odd_groups(sample: Sample) -> int:
@@ -129,31 +123,10 @@ async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_i
         assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [([*shown, 5, 6, 1], [5, 6, 1])] * 2
 
 
-class Lengths:
-    """A tokenizer of text that is as long as its ids; it answers with the length."""
-
-    def decode(self, response_ids: Sequence[int]) -> str:
-        return "x" * len(response_ids)
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) % 100 for c in text]
-
-    def apply_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
-
-
 def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **algo: Any) -> Planning:
     tokenizer: Any = Lengths()
     patient = None if judge is None else PatientJudge(judge, 5.0)
     return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, patient)
-
-
-def group_of(answers: Sequence[str | None], rewards: Sequence[float]) -> SampleGroup:
-    samples = [
-        Sample(i, 0, i, [1], 0, [5] * (i + 1), [-0.5] * (i + 1), reward=r, answer=a)
-        for i, (a, r) in enumerate(zip(answers, rewards, strict=True))
-    ]
-    return SampleGroup(0, 0, samples)
 
 
 async def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, length_reward, make_config, settle
 
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.repeat import Record
 from rlsys.types import Sample, Taken
+from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
 STEPS = 8
 Clock = Callable[[Rig], None]

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Numbers, abandon, make_config
-from scripted_engine import EOS, Network, ScriptedEngine, canary_logprobs, logprob, run_virtual, token
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
@@ -33,6 +31,16 @@ from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt, Sample, Status, Taken
+from tests.helpers.rollout_rig import Numbers, abandon, make_config
+from tests.helpers.scripted_engine import (
+    EOS,
+    Network,
+    ScriptedEngine,
+    canary_logprobs,
+    logprob,
+    run_virtual,
+    token,
+)
 
 STEPS = 1000
 KILLS = 40

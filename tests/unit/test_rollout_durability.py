@@ -7,10 +7,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Sample, Segment, Status, VersionSpan
+from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 
 APRIL = {"over_provision": 2, "max_staleness": 4}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, answer_all_but, ids, length_reward, make_config, rig, settle
 
 from rlsys.errors import RunError
 from rlsys.types import Sample, Status
+from tests.helpers.rollout_rig import Rig, answer_all_but, ids, length_reward, make_config, rig, settle
 
 
 def april(tmp_path: Path, **rollout: Any) -> Any:

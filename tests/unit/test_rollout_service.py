@@ -9,50 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
 
 import pytest
-from aiohttp import web
-from test_manager import APRIL, Rig, ids, make_config, rig, settle, slow_group_zero
 
 from rlsys.config import Config, dump_config, load_config
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import RunError, UserError
-from rlsys.owner import KEY_HEADER, START_HEADER, Owner, claim, current
+from rlsys.owner import KEY_HEADER, START_HEADER, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.service import make_app, serve
+from rlsys.rollout.service import serve
 from rlsys.types import Canary
-
-T = TypeVar("T")
-
-OWNER = Owner(Path("run"), 1, "the launch's key")
-
-
-@asynccontextmanager
-async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncIterator[RolloutClient]:
-    app = make_app(r.manager, ready, OWNER)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}", OWNER.key)
-    finally:
-        await runner.cleanup()
-
-
-async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:
-    """A blocking call in a thread, while the scripted engine works."""
-    task = asyncio.create_task(asyncio.to_thread(call, *args))
-    while not task.done():
-        r.router.tick()
-        await asyncio.sleep(0.001)
-    return task.result()
+from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow_group_zero
+from tests.helpers.service_rig import OWNER, served, ticking
 
 
 async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import (
+
+from rlsys.engine.client import EngineClient
+from rlsys.errors import RunError, UserError
+from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
+from rlsys.router.router import RefusedPrompt, Router
+from rlsys.types import Canary, Sample, Status
+from tests.helpers.scripted_engine import (
     EOS,
     Network,
     ScriptedEngine,
@@ -21,13 +28,6 @@ from scripted_engine import (
     logprob,
     token,
 )
-
-from rlsys.engine.client import EngineClient
-from rlsys.errors import RunError, UserError
-from rlsys.router.attest import Bounds
-from rlsys.router.dispatch import Interruption
-from rlsys.router.router import RefusedPrompt, Router
-from rlsys.types import Canary, Sample, Status
 
 PROMPT = [1, 5, 6, 7]
 A, B = "http://a:1", "http://b:1"

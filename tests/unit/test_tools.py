@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_rig import Rig, abandon, length_reward, make_config, settle
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
@@ -21,6 +20,7 @@ from rlsys.rollout.calculator import evaluate, refusal
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.tools import CALCULATOR, Calculator, ToolFailed, ToolTurns, around_answer
 from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, settle
 
 # The calculator
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.servers import ROOT
+from tests.helpers.servers import ROOT
 
 SMALL = (
     "trainer.checkpoint_every=2",

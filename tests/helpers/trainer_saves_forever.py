@@ -6,10 +6,9 @@ import sys
 import threading
 from pathlib import Path
 
-import trainer_cases as cases
-
 from rlsys.trainer import manifest
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 
 def main(model: Path, run: Path) -> None:

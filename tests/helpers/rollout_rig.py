@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scripted_router import ScriptedRouter
-
 from rlsys.config import Config, identity
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
@@ -18,6 +16,7 @@ from rlsys.rollout.planning import Planning, PromptScores
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, Sample, SampleGroup, Taken
+from tests.helpers.scripted_router import ScriptedRouter
 
 T = TypeVar("T")
 Reward = Callable[[Prompt, str], Awaitable[float]]
@@ -36,6 +35,14 @@ class Numbers:
 async def length_reward(prompt: Prompt, text: str) -> float:
     """1 for an odd number of tokens."""
     return float(len(text) % 2)
+
+
+APRIL = {"rollout": {"over_provision": 2, "max_staleness": 4}}
+"""Sections of a config."""
+
+
+def slow_group_zero(sample: Sample) -> int:
+    return 8 if sample.group_id == 0 else 3
 
 
 def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:

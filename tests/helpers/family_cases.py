@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trainer_cases as cases
 
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
 
 
 def look(folder: Path, run: Path, layout: str) -> dict[str, Any]:

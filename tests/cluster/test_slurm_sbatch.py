@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT
-from tests.cluster.slurm_cluster import SlurmCluster
+from tests.helpers.runs import ROOT
+from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))

@@ -1,0 +1,145 @@
+"""One real engine and a router before it, as the rollout process has them; and what transformers says of a text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
+from rlsys.router.router import Router
+from rlsys.types import Canary, PushTicket, Sample
+from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.sync import WeightSync
+from tests.helpers.servers import TINY_MOE, tiny_moe_model
+
+EOS = TINY_MOE["eos_token_id"]
+LAYERS, TOP_K = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
+PROMPT = [1, 4, 20, 40, 21, 40, 22, 30, 23, 5, 6]
+CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
+SLOW = 0.03  # seconds for a forward pass: long enough to interrupt in the middle
+ENGINE_TENSORS = 3 + LAYERS * 9
+"""Embedding, head and norm; in each layer two norms, four of attention, a router and two of all experts."""
+_models: dict[int, Any] = {}
+
+
+def model(seed: int) -> Any:
+    if seed not in _models:
+        _models[seed] = tiny_moe_model(seed)
+    return _models[seed]
+
+
+def keep_model(seed: int, made: Any) -> None:
+    """From now on model `seed` is this one."""
+    _models[seed] = made
+
+
+def logprobs(seed: int, ids: list[int]) -> list[float]:
+    """Of `ids[1:]`, by transformers."""
+    with torch.no_grad():
+        logits = model(seed)(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def canaries(seed: int) -> list[Canary]:
+    return [Canary(ids, logprobs(seed, ids)) for ids in CANARIES]
+
+
+def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
+    """Under the names that a checkpoint has on disk: one tensor for each expert."""
+    for name, tensor in model(seed).state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                stem = name.removesuffix("gate_up_proj")
+                yield f"{stem}{e}.gate_proj.weight", gate
+                yield f"{stem}{e}.up_proj.weight", up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(tensor):
+                yield f"{name.removesuffix('down_proj')}{e}.down_proj.weight", down
+        else:
+            yield name, tensor
+
+
+def sample(sample_id: int, seed: int = 7) -> Sample:
+    return Sample(sample_id, sample_id, 0, PROMPT, seed=seed)
+
+
+class Stack:
+    """One engine and a router of its own, as the rollout process has them; versions count up over all tests."""
+
+    _versions = iter(range(1, 1000))
+
+    def __init__(self, config: Config, client: EngineClient, interruption: Interruption = "abort") -> None:
+        self.client = client
+        self.router = Router(
+            [client],
+            vocab_size=128,
+            context_length=512,
+            stop_ids={EOS},
+            bounds=Bounds.of(config),
+            routes=config.engine.return_routes,
+            interruption=interruption,
+        )
+        self.sync = WeightSync(config, is_main=True)
+        self._hf = HFConfig.read(config.model.path)
+
+    async def push(
+        self, seed: int, claimed_seed: int | None = None, hurt: Callable[[str, Tensor], Tensor] | None = None
+    ) -> tuple[int, dict[str, float]]:
+        """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics.
+
+        `hurt`: what becomes of a tensor between the trainer and the engine.
+        """
+        version = next(self._versions)
+        addresses = await self.router.begin_push(version)
+        ticket = PushTicket(version, addresses, CANARIES)
+        checksums = EngineChecksums(self._hf, self.client.tp)
+        sent = checksums.watch(tensors(seed))
+        if hurt is not None:
+            sent = ((name, hurt(name, tensor)) for name, tensor in sent)
+        self.bytes_sent = await asyncio.to_thread(self.sync.push, sent, ticket)
+        claimed = canaries(seed if claimed_seed is None else claimed_seed)
+        metrics = await self.router.end_push(version, claimed, checksums.digests())
+        self.router.resume()
+        return version, metrics
+
+    async def generate(self, s: Sample, tokens: int = 120) -> Sample:
+        return await self.router.generate(s, max_response_tokens=tokens, temperature=1.0)
+
+
+@asynccontextmanager
+async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
+    async with make_session() as session:
+        client = EngineClient(url, session, tp=config.engine.tp)
+        made = Stack(config, client)
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(made.sync.close)
+            await client.abort(None)
+            await client.slow_down(None)
+
+
+async def until(true: Callable[[], bool], task: asyncio.Future[Any]) -> None:
+    while not true():
+        assert not task.done(), "ended too early to be interrupted"
+        await asyncio.sleep(0.002)
+
+
+def routes(s: Sample) -> bytes:
+    """Of all positions, one byte each: there are few experts."""
+    assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
+    return b"".join(r.experts for r in s.routes)
+
+
+def worst_gap(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))

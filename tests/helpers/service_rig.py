@@ -1,0 +1,41 @@
+"""The rollout service of a rig on a real socket, and blocking calls to it while the scripted engine works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from rlsys.owner import Owner
+from rlsys.rollout.client import RolloutClient
+from rlsys.rollout.service import make_app
+from tests.helpers.rollout_rig import Rig
+
+T = TypeVar("T")
+
+OWNER = Owner(Path("run"), 1, "the launch's key")
+
+
+@asynccontextmanager
+async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncIterator[RolloutClient]:
+    app = make_app(r.manager, ready, OWNER)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}", OWNER.key)
+    finally:
+        await runner.cleanup()
+
+
+async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:
+    """A blocking call in a thread, while the scripted engine works."""
+    task = asyncio.create_task(asyncio.to_thread(call, *args))
+    while not task.done():
+        r.router.tick()
+        await asyncio.sleep(0.001)
+    return task.result()
