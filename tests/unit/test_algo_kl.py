@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed, section, table
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.errors import UserError
+from tests.helpers.algo_world import DOUBLE, packed, section, table
 
 close = torch.testing.assert_close
 LOG2 = math.log(2)
