@@ -52,7 +52,9 @@ class EngineChecksums:
 
     def digests(self) -> list[dict[str, str]]:
         """Of each rank: the engine's name of a tensor -> its checksum. Only tensors that came whole."""
-        whole = {name: found for name, joined in self._joined.items() if (found := joined.digests) is not None}
+        whole = {
+            name: found for name, joined in self._joined.items() if (found := joined.digests) is not None
+        }
         return [{name: ranks[rank] for name, ranks in whole.items()} for rank in range(self._tp)]
 
     def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:

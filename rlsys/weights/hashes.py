@@ -18,7 +18,10 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
-_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's place, of each half of the hash
+_PLACES = (
+    (0x27D4EB2D, 15),
+    (0x165667B1, 13),
+)  # factor and rotation of a word's place, of each half of the hash
 TILE = 8192
 """Words."""
 _AT_ONCE = 512 * TILE
