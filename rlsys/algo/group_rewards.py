@@ -24,12 +24,14 @@ Judge = Callable[[str], Awaitable[str | None]]
 
 @dataclass(frozen=True)
 class Response:
-    """One response of a group. `mu` are its tokens' log-probs; `reward` is the verifier's, if there is one."""
+    """One response of a group. `mu` are its tokens' log-probs; `reward` is the verifier's, if there is one; `key` the
+    right answer, where the problem's entry has one."""
 
     text: str
     answer: str | None
     mu: Sequence[float]
     reward: float | None = None
+    key: str | None = None
 
 
 class GroupReward(Plugin):
@@ -115,8 +117,9 @@ VERDICT = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
 class Fapo(GroupReward):
     """1 for a correct and sound response, 1 - penalty for a correct one with a flaw, -1 for a wrong one.
 
-    A judge names the first wrong step of a correct response in \\boxed{}, -1 for none. Only correct responses are
-    judged, all at once. One that fails, takes longer than `data.judge_timeout`, or names no step gives no verdict.
+    A judge that is shown the right answer names the first wrong step of a correct response in \\boxed{}, -1 for none.
+    Only correct responses are judged, all at once. One that fails, takes longer than `data.judge_timeout`, or names
+    no step gives no verdict; the authors take that for sound. `data.reward: fapo_judge` trains a judge.
     """
 
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
@@ -128,10 +131,10 @@ class Fapo(GroupReward):
     no_verdict: Literal["censor", "sound"] = "censor"
     """What a correct response without a verdict is: censored, with its group, or taken as sound."""
     question: Annotated[str, Field(pattern=r"\{response\}")] = (
-        "Problem:\n{prompt}\n\nSolution:\n{response}\n\nThe final answer is right. Name the first paragraph, counted "
-        "from 0, that has an error, or -1 if there is none, in \\boxed{}."
+        "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
+        "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
     )
-    """What the judge is asked; {prompt} and {response} are replaced."""
+    """What the judge is asked; {prompt}, {key} (the problem's `answer`) and {response} are replaced."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"verdicts"})
@@ -148,24 +151,22 @@ class Fapo(GroupReward):
             return None
         if response.reward <= self.correct:
             return -1.0
-        asked = self.question.replace("{prompt}", prompt).replace("{response}", response.text)
-        step = flaw(await judge(asked) or "")
+        step = flaw(await judge(self._asked(prompt, response)) or "")
         if step is None:
             return None if self.no_verdict == "censor" else 1.0
-        return 1.0 if step < 0 else 1.0 - self.penalty
+        return 1.0 if step == -1 else 1.0 - self.penalty
+
+    def _asked(self, prompt: str, response: Response) -> str:
+        asked = self.question
+        if "{key}" in asked and response.key is None:
+            raise ValueError(
+                "the judge is shown the key, but the problem's entry has no `answer`; leave out {key}"
+            )
+        values = {"{prompt}": prompt, "{key}": response.key or "", "{response}": response.text}
+        return re.sub(r"\{(?:prompt|key|response)\}", lambda found: values[found[0]], asked)
 
 
 def flaw(verdict: str) -> int | None:
     """The last boxed step of a judge's response; -1: sound; None: no verdict."""
     found = VERDICT.findall(verdict)
     return int(found[-1]) if found else None
-
-
-def judge_reward(said: int, truth: int, steps: int) -> float:
-    """How a judge itself is trained (FAPO): +-1 for finding that there is a flaw, less the relative distance.
-
-    `said` and `truth` are steps, -1 for sound. When both name a step: 1 - |said - truth| / steps.
-    """
-    if (said < 0) != (truth < 0):
-        return -1.0
-    return 1.0 if truth < 0 else 1.0 - abs(said - truth) / steps

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from rlsys.config import Config
 from rlsys.data.chain_sum import chain_sum_tail
+from rlsys.data.faults import chain_sum_faults
 from rlsys.data.source import PromptSource, jsonl, reasoning_gym
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.plugins import call, resolve
 
 SOURCES: dict[str, Callable[..., PromptSource]] = {
     "chain_sum_tail": chain_sum_tail,
+    "chain_sum_faults": chain_sum_faults,
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
 }

@@ -49,6 +49,10 @@ class ChainSumParams(Section):
             if share > 0
         ]
 
+    def source(self, tokenizer: Tokenizer, seed: int, eval_seed: int) -> ReasoningGymSource:
+        """The sums, each asked as `4-1-7=`."""
+        return ReasoningGymSource(self.tasks(), lambda e: expression(e) + "=", tokenizer, seed, eval_seed)
+
 
 def expression(entry: Entry) -> str:
     """`4-1-7+2` of an entry: the problem without the sentence around it."""
@@ -58,5 +62,4 @@ def expression(entry: Entry) -> str:
 def chain_sum_tail(config: Config, tokenizer: Tokenizer, **params: Any) -> ReasoningGymSource:
     """The source; parameters: ChainSumParams."""
     p = parse_params("data.params", ChainSumParams, params)
-    seed = config.data.seed + config.run.seed
-    return ReasoningGymSource(p.tasks(), lambda e: expression(e) + "=", tokenizer, seed, config.eval.seed)
+    return p.source(tokenizer, config.data.seed + config.run.seed, config.eval.seed)

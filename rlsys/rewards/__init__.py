@@ -17,11 +17,11 @@ from rlsys.config import Config
 from rlsys.plugins import call, resolve
 from rlsys.rewards.answer import (
     answer_and_format,
-    canonical_answer,
     exact_answer,
     reasoning_gym,
     reasoning_gym_partial,
 )
+from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.workers import RewardWorkers
 from rlsys.types import Prompt
 
@@ -34,6 +34,7 @@ REWARDS: dict[str, Callable[[Config], Callable[[Prompt, str], Any]]] = {
     "reasoning_gym_partial": reasoning_gym_partial,
     "exact_answer": exact_answer,
     "answer_and_format": answer_and_format,
+    "fapo_judge": fapo_judge,
 }
 
 
@@ -83,4 +84,4 @@ class Rewards:
         await self._workers.close()
 
 
-__all__ = ["REWARDS", "Reward", "RewardFn", "Rewards", "canonical_answer", "check_reward", "make_score"]
+__all__ = ["REWARDS", "Reward", "RewardFn", "Rewards", "check_reward", "make_score"]

@@ -1,4 +1,4 @@
-"""Verifiers of a final answer between <answer> and </answer>.
+"""Verifiers of a final answer: between <answer> and </answer>, or in the form that the prompt asks for.
 
 A response that does not end with the end-of-sequence token never said that it was done: it scores 0.
 """
@@ -15,17 +15,60 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.types import Prompt
 
 _ANSWER = re.compile("<answer>.*?</answer>", re.DOTALL)
+_LINE = re.compile(r"^Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_BOX = "\\boxed{"
 
 Score = Callable[[Prompt, str], float]
 
 
-def final_answer(response_text: str, eos_token: str) -> str | None:
-    """Text of the last <answer>...</answer> of a response that ended with `eos_token`, else None."""
+def final_answer(response_text: str, eos_token: str, form: str = "tags") -> str | None:
+    """The final answer of a response that ended with `eos_token`; None when there is none, or it never ended.
+
+    `form`: how the prompt asks for it. tags: the last <answer>...</answer>; boxed: the last \\boxed{...}; line: what
+    follows `Answer:` on the last line that begins so. Raises KeyError for another form.
+    """
     if not response_text.endswith(eos_token):
         return None
-    _, opened, tail = response_text.rpartition("<answer>")
+    return FORMS[form](response_text[: len(response_text) - len(eos_token)])
+
+
+def _tags(text: str) -> str | None:
+    _, opened, tail = text.rpartition("<answer>")
     answer, closed, _ = tail.partition("</answer>")
     return answer.strip() if opened and closed else None
+
+
+def _boxed(text: str) -> str | None:
+    _, opened, tail = text.rpartition(_BOX)
+    depth = 1
+    for i, character in enumerate(tail if opened else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return tail[:i].strip()
+    return None
+
+
+def _line(text: str) -> str | None:
+    found = _LINE.findall(text)
+    return found[-1] if found else None
+
+
+FORMS: dict[str, Callable[[str], str | None]] = {"tags": _tags, "boxed": _boxed, "line": _line}
+
+
+def form_of(prompt: Prompt) -> str:
+    """How this prompt asks for its final answer: algo.prompt may have put it so."""
+    return str(prompt.entry.get("form", "tags"))
+
+
+def format_share(prompt: Prompt, response_text: str, eos_token: str) -> float:
+    """How well a response keeps to the format that its prompt asks for: the share of what it should have that it has.
+
+    That is a final answer, and each of the marks of the prompt's template exactly once.
+    """
+    kept = [final_answer(response_text, eos_token, form_of(prompt)) is not None]
+    kept += [response_text.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
+    return sum(kept) / len(kept)
 
 
 def count_answers(text: str) -> int:
@@ -33,9 +76,9 @@ def count_answers(text: str) -> int:
     return len(_ANSWER.findall(text))
 
 
-def canonical_answer(response_text: str, eos_token: str) -> str | None:
+def canonical_answer(response_text: str, eos_token: str, form: str = "tags") -> str | None:
     """The final answer as votes compare it: single blanks, no case; None where there is none."""
-    answer = final_answer(response_text, eos_token)
+    answer = final_answer(response_text, eos_token, form)
     return " ".join(answer.casefold().split()) if answer else None
 
 
@@ -54,7 +97,7 @@ def reasoning_gym_partial(config: Config) -> Score:
     eos_token = Tokenizer(config.model.path).eos_token
 
     def score(prompt: Prompt, response_text: str) -> float:
-        answer = final_answer(response_text, eos_token)
+        answer = final_answer(response_text, eos_token, form_of(prompt))
         if answer is None:
             return 0.0
         return float(_verifier(prompt.entry["metadata"]["source_dataset"])(answer, prompt.entry))
@@ -71,12 +114,13 @@ def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def answer_and_format(config: Config) -> Callable[[Prompt, str], dict[str, float]]:
-    """Two named rewards: `answer`, full marks of the task's verifier; `format`, 1 for a final answer at all."""
+    """Two named rewards: `answer`, full marks of the task's verifier; `format`, how well the response keeps to the
+    format that its prompt asks for (format_share)."""
     right, eos_token = reasoning_gym(config), Tokenizer(config.model.path).eos_token
 
     def score(prompt: Prompt, response_text: str) -> dict[str, float]:
-        found = final_answer(response_text, eos_token) is not None
-        return {"answer": right(prompt, response_text), "format": float(found)}
+        kept = format_share(prompt, response_text, eos_token)
+        return {"answer": right(prompt, response_text), "format": kept}
 
     return score
 
@@ -86,6 +130,7 @@ def exact_answer(config: Config) -> Score:
     eos_token = Tokenizer(config.model.path).eos_token
 
     def score(prompt: Prompt, response_text: str) -> float:
-        return float(final_answer(response_text, eos_token) == str(prompt.entry["answer"]).strip())
+        found = final_answer(response_text, eos_token, form_of(prompt))
+        return float(found == str(prompt.entry["answer"]).strip())
 
     return score

@@ -10,7 +10,8 @@ from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import UserError
-from rlsys.rewards import Rewards, canonical_answer
+from rlsys.rewards import Rewards
+from rlsys.rewards.answer import canonical_answer, form_of
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -21,7 +22,7 @@ def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scor
         rewards.open,
         tokenizer.decode,
         config.rollout.reward_timeout,
-        lambda text: canonical_answer(text, tokenizer.eos_token),
+        lambda prompt, text: canonical_answer(text, tokenizer.eos_token, form_of(prompt)),
         config.rollout.reward_concurrency,
     )
 

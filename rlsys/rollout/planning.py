@@ -76,18 +76,21 @@ class Planning:
         if not prompt.question:
             raise UserError("algo.prompt: data.source gives whole chats, and only a question can be put anew")
         text = self._text.apply_chat(template.messages(prompt.question)) + template.opening
-        return Prompt(prompt.index, text, self._text.encode(text), prompt.entry, prompt.question)
+        entry = {**prompt.entry, "form": template.form, "marks": list(template.marks)}
+        return Prompt(prompt.index, text, self._text.encode(text), entry, prompt.question)
 
     async def reward(self, prompt: Prompt, group: SampleGroup) -> str | None:
         """Set the rewards that need the whole group; why the group cannot be used, None when it can."""
         if self._scorer is None:
             return None
         plain = [s.reward if s.plain_reward is None else s.plain_reward for s in group.samples]
+        key = prompt.entry.get("answer")
+        known = None if key is None else str(key)
         responses = [
-            Response(self._text.decode(s.response_ids), s.answer, s.mu, reward)
+            Response(self._text.decode(s.response_ids), s.answer, s.mu, reward, known)
             for s, reward in zip(group.samples, plain, strict=True)
         ]
-        rewards = await self._scorer.score(prompt.text, responses, self._judge)
+        rewards = await self._scorer.score(prompt.question or prompt.text, responses, self._judge)
         if isinstance(rewards, str):
             return rewards
         for sample, before, reward in zip(group.samples, plain, rewards, strict=True):

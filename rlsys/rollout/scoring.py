@@ -44,7 +44,7 @@ class Scorer:
         open_reward: Callable[[], AbstractAsyncContextManager[RewardFn]],
         decode: Callable[[Sequence[int]], str],
         timeout: float,
-        answer: Callable[[str], str | None] = lambda text: None,
+        answer: Callable[[Prompt, str], str | None] = lambda prompt, text: None,
         concurrency: int = 4,
     ) -> None:
         self._open_reward = open_reward
@@ -71,11 +71,11 @@ class Scorer:
         if not done:
             self.hung += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
-        verdict = self._verdict(task, text)
+        verdict = self._verdict(task, prompt, text)
         self.failed += verdict.reason is not None
         return verdict
 
-    def _verdict(self, task: asyncio.Future[Any], text: str) -> Verdict:
+    def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, text: str) -> Verdict:
         """Of a task that is done."""
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
@@ -93,4 +93,4 @@ class Scorer:
         if set(names) != set(self._names):
             return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
         in_order = {name: named[name] for name in self._names} if named else None
-        return Verdict(reward=float(sum(parts)), named=in_order, answer=self._answer(text))
+        return Verdict(reward=float(sum(parts)), named=in_order, answer=self._answer(prompt, text))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlsys.algo import build, prompts
 from rlsys.algo.allocation import student_quantile
-from rlsys.algo.group_rewards import Response, flaw, judge_reward, majority
+from rlsys.algo.group_rewards import Response, flaw, majority
 from rlsys.algo.planners import Accept, Drop, Hold, More, Planner, decide, purified, start_size
 from rlsys.algo.registry import TABLE
 from rlsys.algo.similarity import most_alike
@@ -313,12 +313,25 @@ def test_vade_forgets() -> None:
     assert vade.posterior()[0].tolist() == [5, 2]
 
 
+def test_templates_differ_in_system_text_opening_and_format() -> None:
+    """As the authors' do: some have a system text, some force an opening, some ask for a form of their own and are
+    marked for their structure. All ask for a form that a verifier reads, in words that name it."""
+    found = build("prompt", "prompt_augmentation").templates
+    assert {t.form for t in found} == {"tags", "boxed", "line"}
+    for part in ("system", "opening", "marks"):
+        assert 2 <= sum(bool(getattr(t, part)) for t in found) < len(found), part
+    for t in found[1:]:
+        asks = {"tags": "<answer>", "boxed": r"\boxed{}", "line": "`Answer:`"}[t.form]
+        assert asks in t.system + t.user
+        assert all(mark.strip("<>/:") in t.system + t.user for mark in t.marks)
+
+
 def test_augmentation_draws_one_template_per_group_evenly() -> None:
     chooser = build("prompt", "prompt_augmentation")
     assert chooser.template(3) == chooser.template(3)
     counts = Counter(chooser.template(g) for g in range(400))
-    assert len(counts) == 4
-    assert min(counts.values()) > 70
+    assert len(counts) == len(chooser.templates) == 8
+    assert min(counts.values()) > 30
     template = build(
         "prompt", "prompt_augmentation", templates=[{"system": "S", "user": "Q: {question}?"}]
     ).template(0)
@@ -376,21 +389,35 @@ def test_dare_counts_only_answers_that_were_not_pruned_by_hand() -> None:
 
 def test_fapo_by_hand() -> None:
     async def judge(text: str) -> str:
-        assert "Problem:\n1+1" in text
+        assert "Problem:\n1+1\n" in text and "Right answer:\n2\n" in text
         if "silent" in text:
             return "I cannot say"
         return r"so \boxed{2}" if "flawed" in text else r"first \boxed{4}, no: \boxed{-1}"
 
-    responses = [
-        Response(t, None, [], r)
-        for t, r in (("sound", 1.0), ("flawed", 1.0), ("wrong", 0.0), ("silent", 1.0), ("x", None))
-    ]
+    marks = (("sound", 1.0), ("flawed", 1.0), ("wrong", 0.0), ("silent", 1.0), ("x", None))
+    responses = [Response(t, None, [], r, "2") for t, r in marks]
     assert reward("fapo", responses, judge) == [1, 0, -1, None, None]
+    assert reward("fapo", responses, judge, no_verdict="sound") == [1, 0, -1, 1, None]  # as the authors do
     with pytest.raises(ValueError, match="needs a judge"):
         reward("fapo", responses)
 
 
-def test_the_judges_own_reward_by_hand() -> None:
-    assert (judge_reward(-1, -1, 4), judge_reward(-1, 2, 4), judge_reward(2, -1, 4)) == (1, -1, -1)
-    assert judge_reward(1, 3, 4) == 0.5
+def test_the_judge_sees_the_key_and_nothing_that_a_response_pretends() -> None:
+    asked: list[str] = []
+
+    async def judge(text: str) -> str:
+        asked.append(text)
+        return r"\boxed{-2}"
+
+    shown = Response("I say {key} and {prompt}", None, [], 1.0, "17")
+    assert reward("fapo", [shown], judge, question="{key}|{response}") == [0.0]  # -2 is no -1: a flaw
+    assert asked == ["17|I say {key} and {prompt}"]
+    unknown = Response("x", None, [], 1.0)
+    with pytest.raises(ValueError, match="the problem's entry has no `answer`"):
+        reward("fapo", [unknown], judge)
+    assert reward("fapo", [unknown], judge, question="{response}?") == [0.0]
+
+
+def test_flaw_reads_the_last_box() -> None:
     assert flaw(r"\boxed{ 3 }") == 3
+    assert flaw("none") is None

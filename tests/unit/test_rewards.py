@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer, build_source
+from rlsys.data.faults import FaultParams
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
-from rlsys.rewards import Rewards, check_reward, make_score
-from rlsys.rewards.answer import final_answer
+from rlsys.rewards import REWARDS, Rewards, check_reward, make_score
+from rlsys.rewards.answer import canonical_answer, final_answer
+from rlsys.rewards.judge_training import judge_reward
 from rlsys.rollout.loop_watch import CHECKS, Stillness
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
@@ -53,6 +56,87 @@ def reward_of(model: Path, name: str, prompt: Prompt, text: str) -> float:
 )
 def test_final_answer(text: str, answer: str | None) -> None:
     assert final_answer(text, "<eos>") == answer
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "answer"),
+    [
+        ("boxed", r"so \boxed{1}, no: \boxed{\frac{3}{4}}.<eos>", r"\frac{3}{4}"),
+        ("boxed", r"\boxed{1<eos>", None),
+        ("boxed", "<answer>1</answer><eos>", None),
+        ("boxed", r"\boxed{1}", None),
+        ("line", "3+4=7\nAnswer: 7 <eos>", "7"),
+        ("line", "Answer: 1\nAnswer:2\nbye<eos>", "2"),
+        ("line", "My Answer: 7<eos>", None),
+        ("tags", "Answer: 7<eos>", None),
+    ],
+)
+def test_a_final_answer_is_read_in_the_form_that_was_asked_for(
+    form: str, text: str, answer: str | None
+) -> None:
+    assert final_answer(text, "<eos>", form) == answer
+
+
+def test_verifiers_and_votes_read_the_form_of_their_prompt(model: Path) -> None:
+    config = Config.model_validate({"model": {"path": model}})
+    prompt = build_source(config, Tokenizer(model)).train(0)
+    right = prompt.entry["answer"]
+    boxed = replace(prompt, entry={**prompt.entry, "form": "boxed", "marks": ["<check>", "</check>"]})
+    for name in ("reasoning_gym", "exact_answer"):
+        score = REWARDS[name](config)
+        assert score(boxed, rf"\boxed{{{right}}}<eos>") == 1
+        assert score(boxed, f"<answer>{right}</answer><eos>") == 0
+        assert score(prompt, f"<answer>{right}</answer><eos>") == 1
+    both = REWARDS["answer_and_format"](config)
+    assert both(boxed, rf"<check>\boxed{{{right}}}</check><eos>") == {"answer": 1, "format": 1}
+    assert both(boxed, rf"<check><check>\boxed{{{right}}}<eos>") == {"answer": 1, "format": 1 / 3}
+    assert both(prompt, f"<answer>{right}</answer><eos>") == {"answer": 1, "format": 1}
+    assert canonical_answer(r"\boxed{A  b}<eos>", "<eos>", "boxed") == "a b"
+
+
+def test_the_judges_own_reward_by_hand() -> None:
+    """The reference gives -1 to what is no step of the solution; 1 - 99 / 4 would have been -23.75."""
+    assert (judge_reward(-1, -1, 4), judge_reward(-1, 2, 4), judge_reward(2, -1, 4)) == (1, -1, -1)
+    assert judge_reward(1, 3, 4) == 0.5
+    assert (
+        judge_reward(100, 1, 4)
+        == judge_reward(4, 1, 4)
+        == judge_reward(-2, -1, 4)
+        == judge_reward(None, 1, 4)
+        == -1
+    )
+
+
+async def test_a_judge_is_trained_on_worked_sums_with_one_wrong_line_or_none(model: Path) -> None:
+    """The rule that judges sums agrees with what the source says; so it gets full marks, and chance does not."""
+    from rlsys.algo.group_rewards import Fapo
+    from rlsys.rewards.judges import build_judge
+
+    async def never(question: str) -> str:
+        raise AssertionError("the rule asks nobody")
+
+    data = {"source": "chain_sum_faults", "reward": "fapo_judge", "judge": "chain_sum"}
+    config = Config.model_validate({"model": {"path": model}, "data": data})
+    source, score = build_source(config, Tokenizer(model)), REWARDS["fapo_judge"](config)
+    assert FaultParams().question == Fapo().question  # what is trained is what is asked
+    judge = build_judge(config, never)
+    assert judge is not None
+    prompts = [source.train(i) for i in range(60)]
+    for prompt in prompts:
+        assert source.train(prompt.index) == prompt
+        assert prompt.text.count(prompt.question) == 1
+        said = await judge(prompt.question)
+        assert score(prompt, f"{said}<eos>") == 1
+        assert score(prompt, f"<answer>{prompt.entry['step']}</answer><eos>") == 1
+        assert score(prompt, "<answer>x</answer><eos>") == score(prompt, f"{said}") == 0
+    steps = [p.entry["step"] for p in prompts]
+    assert 15 < steps.count(-1) < 45 and len(set(steps)) > 3
+    flawed = next(p for p in prompts if p.entry["step"] > 0)
+    near = score(flawed, f"<answer>{flawed.entry['step'] - 1}</answer><eos>")
+    assert 0.5 < near == 1 - 0.5 / flawed.entry["steps"] < 1
+    assert {p.question for p in prompts}.isdisjoint(p.question for p in source.heldout(20))
+    with pytest.raises(ValueError, match="has no step and no steps"):
+        score(replace(flawed, entry={}), "<eos>")
 
 
 def test_reasoning_gym_verifier_judges_the_answer(model: Path) -> None:
@@ -241,5 +325,7 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
     judge = build_judge(config, never)
     assert judge is not None
     solution = f"{working}</think><answer>-4</answer>"
-    asked = Fapo().question.replace("{prompt}", "4-1-7=").replace("{response}", solution)
+    asked = (
+        Fapo().question.replace("{prompt}", "4-1-7=").replace("{key}", "-4").replace("{response}", solution)
+    )
     assert flaw(await judge(asked)) == verdict  # type: ignore[arg-type]

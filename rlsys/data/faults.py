@@ -1,0 +1,65 @@
+"""`chain_sum_faults`: worked sums with one wrong line or none, for the training of a judge that finds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rlsys.config import Config
+from rlsys.data.chain_sum import ChainSumParams, expression
+from rlsys.data.source import Entry, PromptSource, stable_hash
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.data.traces import terms, working
+from rlsys.plugins import parse_params
+from rlsys.types import Prompt
+
+
+class FaultParams(ChainSumParams):
+    flawed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of solutions with a wrong line."""
+    question: Annotated[str, Field(pattern=r"\{response\}")] = (
+        "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
+        "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
+    )
+    """What the judge is asked, in the words in which fapo asks it; {prompt}, {key} and {response} are replaced."""
+
+
+class ChainSumFaults:
+    """Of the sums that `sums` gives. A flawed solution has one line with a wrong result, and goes on from the right
+    one: its final answer is right. An entry has `step`, the number of that line or -1, and `steps`."""
+
+    def __init__(self, sums: PromptSource, tokenizer: Tokenizer, params: FaultParams, seed: int) -> None:
+        self._sums, self._tokenizer, self._params, self._seed = sums, tokenizer, params, seed
+
+    def train(self, index: int) -> Prompt:
+        return self._judged(self._sums.train(index), "train")
+
+    def heldout(self, n: int) -> list[Prompt]:
+        return [self._judged(prompt, "heldout") for prompt in self._sums.heldout(n)]
+
+    def _judged(self, prompt: Prompt, side: str) -> Prompt:
+        rng = Random(stable_hash("faults", self._seed, side, prompt.index))
+        text = expression(prompt.entry)
+        lines = working(text).split("\n")
+        step = rng.randrange(len(lines)) if rng.random() < self._params.flawed else -1
+        if step >= 0:
+            sum_text, _, result = lines[step].partition("=")
+            lines[step] = f"{sum_text}={int(result) + rng.choice((-2, -1, 1, 2))}"
+        shown = {"{prompt}": text + "=", "{key}": str(sum(terms(text))), "{response}": "\n".join(lines)}
+        question = self._params.question
+        for name, value in shown.items():
+            question = question.replace(name, value)
+        entry: Entry = {"question": question, "answer": str(step), "step": step, "steps": len(lines)}
+        asked = self._tokenizer.apply_chat([{"role": "user", "content": question}])
+        ids = self._tokenizer.encode(asked)
+        return replace(prompt, text=asked, ids=ids, entry=entry, question=question)
+
+
+def chain_sum_faults(config: Config, tokenizer: Tokenizer, **params: Any) -> ChainSumFaults:
+    """The source; parameters: FaultParams."""
+    p = parse_params("data.params", FaultParams, params)
+    seed = config.data.seed + config.run.seed
+    return ChainSumFaults(p.source(tokenizer, seed, config.eval.seed), tokenizer, p, seed)
