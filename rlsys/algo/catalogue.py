@@ -176,7 +176,8 @@ for all else; RolloutScheduler and Generator belong to the rollout service and t
    process, two data-parallel and two context-parallel ranks (tests/unit/test_algo_parallel.py).
 2. Denominators are fixed before anything is masked or dropped, so that a rejection never scales up what is left.
    They count all samples of the step, also those of advantage 0, whatever terms the loss has; with `over: active`
-   they count those with another advantage. What a `before` selector drops was never there.
+   they count those with another advantage. What a `before` selector drops was never there. One selector says
+   otherwise: the loss of `d3s` is a mean over what it keeps (`denominator: all` puts it under the rule).
 
 ## The signals a plug-in may need
 
@@ -195,13 +196,21 @@ samples should take its ratios against, and what `configs/experiments/` do (disa
 quickstart keeps `anchor: mu`: in float32 each push is attested to a mean difference of at most 1e-6 between the
 engine's log-probs and the trainer's, so mu is the exact `old` already. `answers`: the text of the last `<answer>`.
 `verdicts`: `data.judge`, a generative reward model behind an OpenAI-compatible URL (`rlsys router` before its own
-engines, say), the run's own engines, or a rule; `judge_hung` and `judge_failed` count questions without a verdict.
+engines, say), the run's own engines, or a rule; it is shown the problem's `answer`, where there is one. `judge_hung`
+and `judge_failed` count questions without a verdict.
 Several named rewards: `data.reward` gives an object, `gdpo` sees each.
 `tool_penalty`: a tool's answer is an error when one of its lines begins with `error`, as the calculator's do; answers
 are those of `<answer>`.
 `prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
 done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
 group's; it is left out of mismatch_mean, and has no routes to replay.
+
+With `algo.epochs` above 1 a step goes over its mini-batches several times, in the same order. Packing, passes and
+advantages are those of the first; `now` is scored again before each further update, where somebody needs it. What
+ratios are taken against stays that of the start of the step, so they move further from 1, and the clip acts more. No
+token becomes older by it: age is counted in weight versions, and there is one push a step. Checkpoints lie between
+steps, and the order follows from (run.seed, step), so a resumed run is the same. The extra update of a selector that
+puts samples off is made once.
 
 With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward as
 soon as they fill a micro-batch of every rank, while the rest of the step is being made: weights stay, gradients add
