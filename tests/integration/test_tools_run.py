@@ -9,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.integration.servers import ROOT
+from tests.integration.sessions import RLSYS, check_ledger
 
 from rlsys.algo import build
 from rlsys.data import Tokenizer
@@ -16,8 +18,6 @@ from rlsys.rollout.store import FILE_NAME, read_groups
 from rlsys.rollout.tools import NO_CALL, tool_penalty
 from rlsys.trainer.signals import sample_table
 from rlsys.types import SampleGroup
-from tests.integration.servers import ROOT
-from tests.integration.sessions import RLSYS, check_ledger
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
