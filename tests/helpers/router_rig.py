@@ -1,0 +1,125 @@
+"""The router before scripted SGLang servers, and a trainer that pushes to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlsys.engine.client import EngineClient
+from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
+from rlsys.router.router import Router
+from rlsys.types import Canary, Sample, Status
+from tests.helpers.scripted_engine import (
+    EOS,
+    Network,
+    ScriptedEngine,
+    canary_logprobs,
+    experts,
+    logprob,
+    token,
+)
+
+PROMPT = [1, 5, 6, 7]
+A, B = "http://a:1", "http://b:1"
+CANARY_IDS = [4, 8, 15, 16, 23]
+
+
+class Rig:
+    """Scripted engines, the router before them, and a trainer whose weights are the version's number."""
+
+    def __init__(
+        self,
+        *engines: ScriptedEngine,
+        patience: float = 60.0,
+        context: int = 200,
+        interruption: Interruption = "abort",
+    ) -> None:
+        self.engines = list(engines) or [ScriptedEngine(A)]
+        network: Any = Network(*self.engines)
+        self.router = Router(
+            [EngineClient(e.url, network) for e in self.engines],
+            vocab_size=128,
+            context_length=context,
+            stop_ids={EOS},
+            bounds=Bounds(1e-6, 1e-4),
+            routes=True,
+            patience=patience,
+            interruption=interruption,
+        )
+        self.version = 0
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[0]
+
+    async def push(
+        self, *, only_stale: bool = False, wrong: tuple[str, ...] = (), sums: dict[str, str] | None = None
+    ) -> dict[str, float]:
+        """`sums`: the checksums that the trainer expects of every engine."""
+        self.version += not only_stale
+        for address in await self.router.begin_push(self.version, only_stale=only_stale):
+            next(e for e in self.engines if e.url == address.url).load(
+                self.version + (50 if address.url in wrong else 0)
+            )
+        canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, self.version))
+        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [])
+        self.router.resume()
+        return metrics
+
+    def join(self, engine: ScriptedEngine) -> None:
+        self.engines.append(engine)
+        network: Any = Network(engine)
+        self.router.add_engine(EngineClient(engine.url, network))
+
+    def start(self, s: Sample, budget: int = 100) -> asyncio.Task[Sample]:
+        return asyncio.create_task(self.router.generate(s, max_response_tokens=budget, temperature=1.0))
+
+    async def at_work(self, n: int = 1) -> tuple[list[Sample], list[asyncio.Task[Sample]]]:
+        """After a push, `n` samples of a group each that have some of their tokens."""
+        await self.push()
+        samples = [sample(i) for i in range(n)]
+        tasks = [self.start(s) for s in samples]
+        await asyncio.sleep(0.1)
+        return samples, tasks
+
+    async def settle(self) -> dict[str, float]:
+        await self.router.interrupt()
+        return self.router.stats()
+
+
+def sample(i: int = 0, *, seed: int = 3, group: int | None = None, prompt: list[int] = PROMPT) -> Sample:
+    return Sample(i, i if group is None else group, 0, list(prompt), seed=seed)
+
+
+def check(s: Sample, *, versions: set[int], ends_at: int = 40, budget: int = 100) -> None:
+    """It is what one unbroken response would be, with the weights that each token was made with."""
+    first = len(s.prompt_ids)
+    length = min(ends_at + 1 - first, budget)
+    finished = length == ends_at + 1 - first
+    assert len(s.response_ids) == length
+    assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
+    assert set(s.versions()) == versions
+    expected = [token(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+    assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
+    assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+    for span in s.routes:
+        positions = range(span.start, span.end)
+        assert span.experts == b"".join(e.to_bytes(2, "little") for p in positions for e in experts(p))
+
+
+def positions_with_routes(s: Sample) -> list[int]:
+    return [p for span in s.routes for p in range(span.start, span.end)]
+
+
+@asynccontextmanager
+async def routing(*engines: ScriptedEngine, **options: Any) -> AsyncIterator[Rig]:
+    """A rig whose router watches its engines."""
+    rig = Rig(*engines, **options)
+    watch = asyncio.create_task(rig.router.watch())
+    try:
+        yield rig
+    finally:
+        watch.cancel()

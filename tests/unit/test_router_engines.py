@@ -1,0 +1,147 @@
+"""Engines of a router that join, leave, restart, or hold wrong weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlsys.errors import RunError, UserError
+from tests.helpers.router_rig import (
+    A,
+    B,
+    check,
+    routing,
+    sample,
+)
+from tests.helpers.scripted_engine import (
+    ScriptedEngine,
+    checksums,
+)
+
+pytestmark = pytest.mark.virtual_clock
+
+
+async def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
+    async with routing(ScriptedEngine(A)) as rig:
+        await rig.push()
+        joiner = ScriptedEngine(B)
+        rig.join(joiner)
+        await asyncio.sleep(3)
+        await asyncio.gather(*(rig.start(sample(i)) for i in range(8)))
+        assert not joiner.started
+        assert rig.router.stale_engines == [B]
+        await rig.push(only_stale=True)
+        await asyncio.gather(*(rig.start(sample(10 + i)) for i in range(8)))
+        assert joiner.started
+
+
+async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        await rig.push()
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.05)
+        rig.router.remove_engine(B)
+        later = [rig.start(sample(10 + i)) for i in range(4)]
+        assert rig.router.engine_states()[B] == "draining: 2 requests"
+        for task in tasks + later:
+            check(await task, versions={1})
+        assert {s.resumes for s in samples} == {0}
+        assert len(rig.engines[1].started) == 2
+        made = rig.engines[1].generated
+        await asyncio.sleep(3)
+        assert rig.router.engine_states() == {A: "version 1"}
+        assert made
+        with pytest.raises(UserError, match=r"http://b:1 is not in the pool"):
+            rig.router.remove_engine(B)
+
+
+async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        await rig.push()
+        step = rig.engines[0]._step
+        rig.engines[0]._step = lambda request: {"type": "abort", "status_code": 500, "message": "oom"}  # type: ignore
+        samples = [sample(i) for i in range(4)]
+        tasks = [rig.start(s) for s in samples]
+        for task in tasks:
+            check(await task, versions={1})
+        assert rig.router.stats()["engine_faults"] == 2
+        assert {s.engine for s in samples} == {B}
+        rig.engines[0]._step = step  # type: ignore
+        await asyncio.sleep(3)
+        done = [await rig.start(sample(10 + i)) for i in range(2)]
+        assert done[0].engine == A, "tried again after the back-off"
+
+
+async def test_an_update_that_was_left_open_is_ended_first() -> None:
+    async with routing() as rig:
+        rig.engine.update_open = True
+        await rig.push()
+        check(await rig.start(sample()), versions={1})
+
+
+async def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        metrics = await rig.push(sums=checksums(1) | {"packed": "trainer's"})
+        assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (2, 1)
+        with pytest.raises(RunError, match=r"holds other values in 1 tensor\(s\), first: layers.1.norm"):
+            await rig.push(sums=checksums(2) | {"layers.1.norm": "other"})
+        assert rig.router.engine_states()[A].startswith("quarantined: holds other values")
+
+
+async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        metrics = await rig.push(wrong=(B,))
+        assert metrics["push_canary_mean"] > 1
+        assert rig.router.engine_states()[B].startswith("quarantined: canary log-probs differ")
+        await asyncio.gather(*(rig.start(sample(i)) for i in range(4)))
+        assert not rig.engines[1].started
+        with pytest.raises(
+            RunError,
+            match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
+        ):
+            await rig.push(wrong=(A,))
+
+
+async def test_a_restart_ends_a_quarantine() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        await rig.push(wrong=(B,))
+        rig.engines[1].die()
+        await asyncio.sleep(5)
+        rig.engines[1].restart()
+        await asyncio.sleep(5)
+        assert rig.router.stale_engines == [B]
+        await rig.push(only_stale=True)
+        assert rig.router.stats()["engines_serving"] == 2
+
+
+async def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
+    async with routing() as rig:
+        await rig.push()
+        rig.engine.die()
+        asyncio.get_running_loop().call_later(25, rig.engine.restart)
+        await rig.push()
+        check(await rig.start(sample()), versions={2})
+
+
+async def test_a_push_does_not_wait_for_ever() -> None:
+    async with routing(patience=40.0) as rig:
+        rig.engine.die()
+        with pytest.raises(
+            RunError, match=r"no engine was there for weight version 1 within 40 s: http://a:1 dead"
+        ):
+            await rig.push()
+
+
+async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
+        await rig.push()
+        await rig.router.begin_push(2)
+        rig.version = 2
+        rig.engines[0].load(2)
+        rig.engines[1].die()
+        await rig.router.end_push(2, [])
+        rig.router.resume()
+        assert rig.router.engine_states() == {A: "version 2", B: "dead"}
+        check(await rig.start(sample()), versions={2})
