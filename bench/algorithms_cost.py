@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from measure import ROOT
 
+from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
 from rlsys.config import load_config
 from rlsys.trainer import update as train_step
@@ -30,6 +31,18 @@ class Clocked(Objective):
     def __init__(self, section: Any) -> None:
         super().__init__(section)
         self.seconds = 0.0
+
+
+class Scoring(Clocked):
+    """Has the scoring pass before every update, as if somebody looked at `old` before the loss."""
+
+    @property
+    def scored(self) -> frozenset[str]:
+        return self.passes
+
+    @property
+    def looks_ahead(self) -> list[str]:
+        return ["the bench"]
 
 
 def _clocked(name: str) -> Any:
@@ -69,7 +82,8 @@ def full_step(odd: bool, named: bool) -> Taken:
 def measure_cost(
     names: Sequence[str], work: Path, repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """(recipe, {share of the algorithm, share of the passes it asks for, seconds of a step}), interleaved repeats."""
+    """(recipe, {share of the algorithm, share of the passes it asks for, seconds of a step}), interleaved repeats;
+    `seconds_scored`, where a recipe can do without a scoring pass that would give `old`: of a step with it."""
     if not names:
         return
     quick = load_config(
@@ -96,6 +110,10 @@ def measure_cost(
             shares[name]["algorithm_share"].append(objective.seconds / total)
             shares[name]["passes_share"].append(passes[0] / total)
             shares[name]["seconds"].append(total)
+            if objective.passes & CURRENT and not objective.looks_ahead:
+                start = time.perf_counter()
+                train_step.update(trainer, Scoring(section), taken)
+                shares[name]["seconds_scored"].append(time.perf_counter() - start)
     train_step.score = plain_score
     trainer.close()
     yield from shares.items()

@@ -150,12 +150,14 @@ def explain(args: argparse.Namespace) -> int:
 
 def describe_run(config: Config, gpu_gb: float) -> str:
     """What `explain` prints: the resolved config, what its numbers come to, the processes. Raises UserError."""
+    from rlsys.algo.no_effect import describe_passes  # imports torch
+
     first, engines = config.engine.port, config.engine.count
     ports = Ports([first + i if first else 0 for i in range(engines)], 0, 0, (0,) * engines)
     nodes = [Node("localhost")]
     if config.launch.nodes > 1:  # names and addresses are the scheduler's
         nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
-    told = [dump_config(config), describe_arithmetic(config)]
+    told = [dump_config(config), describe_arithmetic(config), describe_passes(config)]
     if config.model.path.exists():
         told.append(describe_memory(config, read_model(config), gpu_gb) + "\n")
     else:

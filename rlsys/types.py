@@ -260,12 +260,16 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class Unscored:
-    """A sample whose response tokens from `start` on the trainer's resident weights sampled: to be scored by them."""
+    """A sample whose response tokens from `start` on the trainer's resident weights sampled: to be scored by them.
+
+    `routes` as in Sample: the experts that training will replay on these positions.
+    """
 
     sample_id: int
     prompt_ids: list[int]
     response_ids: list[int]
     start: int
+    routes: list[RouteSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)

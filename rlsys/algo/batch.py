@@ -131,6 +131,7 @@ class Batch:
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None
+    old_is_current: bool = False  # then nobody filled `old`: it is what the loss is called with, detached
     now: Tensor | None = None
     behaviour: Tensor | None = None  # NaN where it was not stored
     ewma: Tensor | None = None
@@ -173,6 +174,11 @@ class Batch:
     def keep(self) -> Tensor:
         """Which tokens are trained, `[T]` bool."""
         return self.mask > 0
+
+    @property
+    def active(self) -> Tensor:
+        """Trained tokens with an advantage, `[T]` bool: what a policy term acts on, whatever else was packed."""
+        return self.keep & (self.signal("advantages") != 0)
 
     @cached_property
     def lengths(self) -> Tensor:

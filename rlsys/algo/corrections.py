@@ -59,7 +59,8 @@ class Normalised(CorrectionPlugin):
 
     of_anchor: ClassVar[bool] = True
     normalise: bool = False
-    """Divide by the mean weight of the update's kept tokens (with `anchor: interpolated` that needs `now`)."""
+    """Divide by the mean weight of the update's kept tokens that have an advantage (with `anchor: interpolated`, or
+    losses without a ratio, that needs `now`)."""
 
     def correct(self, view: View) -> Correction:
         """As they are."""
@@ -70,15 +71,16 @@ class Normalised(CorrectionPlugin):
         return self.normalise
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The mean weight, or None."""
+        """The mean weight; None where it is not asked for, or of no token."""
         if not self.normalise:
             return None
         sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)
         for part, anchor in zip(parts, anchors, strict=True):
             weight, keep = self.correct(View(part, anchor, anchor))
+            keep = keep & part.active
             sums += torch.stack([weight[keep].double().sum(), keep.double().sum()])
         total, count = reduce(sums)
-        return (total / count.clamp(min=1)).clamp(min=math.exp(-LOG_RATIO_LIMIT))
+        return (total / count).clamp(min=math.exp(-LOG_RATIO_LIMIT)) if count else None
 
     def __call__(self, view: View, prepared: Any) -> Correction:
         weight, keep = self.correct(view)
@@ -144,16 +146,19 @@ class IcePop(Normalised):
 
 
 class Opsm(CorrectionPlugin):
-    """Reject sequences of negative advantage that the policy has moved away from: mean(anchor - logp) > delta."""
+    """Reject sequences of negative advantage that the policy has moved away from: mean(mu - logp) > delta.
+
+    Measured from the sampler, whatever the anchor is: after the anchor was taken, nothing has moved yet.
+    """
 
     paper: ClassVar[str] = "Off-policy sequence masking (DeepSeek-V3.2 technical report)"
     evidence: ClassVar[str] = "R"
     delta: Annotated[float, Field(ge=0)] = 1e-4
-    """Largest mean log-ratio of a sequence with A < 0."""
+    """Largest mean of mu - logp of a sequence with A < 0."""
 
     def __call__(self, view: View, prepared: Any) -> Correction:
         batch = view.batch
-        moved = batch.per_sequence(-view.log_ratio.detach()) / batch.lengths
+        moved = batch.per_sequence(-view.log_total_ratio) / batch.lengths
         away = (moved > self.delta)[batch.ids] & (view.advantages < 0)
         return Correction(torch.ones_like(view.anchor), view.keep & ~away)
 

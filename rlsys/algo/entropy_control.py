@@ -24,6 +24,9 @@ class EntropyBonus(Loss):
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"})
 
+    def needs_before(self) -> frozenset[str]:
+        return frozenset()
+
     def weight(self) -> float:
         """What the entropy is multiplied by."""
         return self.coefficient

@@ -17,6 +17,12 @@ from rlsys.algo.plugin import Plugin
 class Hook(Plugin):
     """Around an optimizer update."""
 
+    every_sample: ClassVar[bool] = False
+    """It looks at samples of advantage 0, too: they are packed and trained like the others."""
+
+    def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Before a train step, with this rank's parameters; in the first of a run they are the initial ones."""
+
     def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
         """Factor of the learning rate of an update on these rows of the table.
 
@@ -26,6 +32,10 @@ class Hook(Plugin):
 
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         """After the update. `active_share`: of the policy's tokens that neither clip nor rejection took out."""
+
+    def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+        """After the last update of a train step: the parameters are a weight version now. `active_share` is of all
+        updates of the step; 1 if there was none."""
 
     def average(self) -> dict[str, Tensor]:
         """Averaged weights by name, where the hook keeps such."""
@@ -50,7 +60,8 @@ def effective_share(log_weight: Tensor) -> float:
 class EssScaling(Hook):
     """Smaller steps on staler data: lr times sqrt(min(1, rho / rho0)), rho = ESS / n of the sequence weights.
 
-    w_i = exp(sum_t old - mu), ESS = (sum w)^2 / sum w^2 over the update's samples.
+    w_i = exp(sum_t old - mu), ESS = (sum w)^2 / sum w^2 over all samples of the update, also those of advantage 0,
+    which are packed for this.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
@@ -59,6 +70,7 @@ class EssScaling(Hook):
     """Share at and above which the step is full."""
     shape: Literal["sqrt", "linear"] = "sqrt"
     """How the factor falls below it."""
+    every_sample: ClassVar[bool] = True
 
     def needs(self) -> frozenset[str]:
         return frozenset({"old"})
@@ -87,8 +99,9 @@ class BatchScaling(Hook):
 class EwmaAnchor(Hook):
     """A bias-corrected exponential average of the weights, as the anchor of stale data (`anchor: ewma`).
 
-    theta_avg(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k); beta near W / (W + 2) for a staleness window of W
-    versions. It restarts from the current weights when the share of active tokens falls below `reset_below`.
+    theta_avg(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k) over weight versions k = 0 (the initial weights), 1,
+    ..., t; beta near W / (W + 2) for a staleness window of W versions. It restarts from the current weights when the
+    share of active tokens of a step falls below `reset_below`.
     """
 
     paper: ClassVar[str] = "Missing old logits: revised PPO-EWMA"
@@ -104,7 +117,11 @@ class EwmaAnchor(Hook):
     def beta(self) -> float:
         return self.window / (self.window + 2)
 
-    def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+    def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        if not self._mass:
+            self.after_version(parameters, 1.0)
+
+    def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         keep = self.beta if active_share >= self.reset_below else 0.0
         self._mass = keep * self._mass + 1.0
         for name, parameter in parameters:
@@ -113,7 +130,7 @@ class EwmaAnchor(Hook):
             self._total[name] = now.clone() if before is None else before.mul_(keep).add_(now)
 
     def average(self) -> dict[str, Tensor]:
-        """The averaged weights by name; empty before the first update."""
+        """The averaged weights by name; empty before `start`."""
         return {name: total / self._mass for name, total in self._total.items()} if self._mass else {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

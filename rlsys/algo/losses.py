@@ -90,6 +90,9 @@ class Loss(Preparing):
 
     policy: ClassVar[bool] = True
     """Whether corrections apply to it: they belong to the policy's term only."""
+    ratio: ClassVar[bool] = True
+    """Whether it has exp(logp - anchor). Without it, corrections weigh by exp(logp - mu) instead of exp(anchor - mu):
+    nothing else makes up for what the policy has moved since the anchor."""
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         """Token losses and figures `[T]`; masked tokens are ignored in both."""
@@ -246,7 +249,13 @@ class Sapo(Loss):
 
 
 class Reinforce(Loss):
-    """-A logp, without ratio or clip: corrections alone decide what stale tokens count."""
+    """-A logp, without ratio or clip: corrections alone decide what stale tokens count.
+
+    They take exp(logp - mu), of the current policy, whatever `algo.anchor` is: later updates of a step are corrected
+    for what the earlier ones moved (policy gradient with rollout importance weights, verl's bypass mode).
+    """
+
+    ratio: ClassVar[bool] = False
 
     paper: ClassVar[str] = "REINFORCE (Williams 1992)"
     evidence: ClassVar[str] = "R"

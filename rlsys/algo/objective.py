@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
+from rlsys.algo.anchors import ANCHOR_NEEDS, CURRENT, MOVING, PASSES, AnyAnchor, anchor_at
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
 from rlsys.algo.hooks import Hook
@@ -35,19 +36,8 @@ from rlsys.algo.registry import make_all
 from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
-from rlsys.algo_section import AlgoSection, Anchor
+from rlsys.algo_section import AlgoSection
 from rlsys.types import SampleGroup
-
-PASSES = frozenset({"old", "now", "behaviour", "ewma", "ref", "entropy", "values"})
-"""Needs that forward passes of the trainer serve, as fields of Batch."""
-
-ANCHOR_NEEDS: dict[str, frozenset[str]] = {
-    "mu": frozenset(),
-    "old": frozenset({"old"}),
-    "behaviour": frozenset({"behaviour", "old"}),
-    "interpolated": frozenset(),
-    "ewma": frozenset({"ewma"}),
-}
 
 MEANS = ("kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share")
 """Figures of loss terms whose mean over the trained tokens is a metric."""
@@ -95,7 +85,8 @@ class Objective:
         self.losses: list[Loss] = made["loss"]
         self.reducer: Reducer = made["reducer"][0]
         self.hooks: list[Hook] = made["hooks"]
-        self.anchor: Anchor = section.anchor
+        with_ratio = any(term.policy and term.ratio for term in self.losses)
+        self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
         self._minibatches = section.minibatches
         self._prepared: dict[int, Any] = {}
 
@@ -111,14 +102,38 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        needs = ANCHOR_NEEDS[self.anchor].union(*(p.needs() for p in self.plugins))
-        moving = self.anchor == "interpolated" and any(p.prepares for p in self._preparing)
-        return needs | {"now"} if moving else needs
+        return self._anchor_needs.union(*(p.needs() for p in self.plugins))
+
+    @property
+    def _anchor_needs(self) -> frozenset[str]:
+        moving = self.anchor in MOVING and any(p.prepares for p in self._preparing)
+        return ANCHOR_NEEDS[self.anchor] | ({"now"} if moving else frozenset())
 
     @property
     def passes(self) -> frozenset[str]:
-        """Fields of Batch that must be filled before `finish` ("now": before `prepare`)."""
+        """What the trainer's forward passes have to give."""
         return self.needs & PASSES
+
+    @property
+    def scored(self) -> frozenset[str]:
+        """Of the passes, fields of Batch that must be filled before `finish` ("now": before `prepare`)."""
+        return self.passes & self._anchor_needs.union(*(p.needs_before() for p in self.plugins))
+
+    @property
+    def looks_ahead(self) -> list[str]:
+        """Who wants the current log-probs before the loss is called, a phrase each.
+
+        If nobody does, the first update of a step needs no pass of its own for `old`: it is what the training pass
+        gives, detached (`Batch.old_is_current`).
+        """
+        of_anchor = self._anchor_needs & CURRENT
+        found = []
+        for plugin in self.plugins:
+            if asked := sorted(plugin.needs_before() & CURRENT):
+                found.append(f"{type(plugin).__name__} needs {' and '.join(asked)} before the loss")
+            elif of_anchor and isinstance(plugin, Preparing) and plugin.prepares:
+                found.append(f"{type(plugin).__name__} looks at a whole update before its backward pass")
+        return found
 
     @property
     def late(self) -> bool:
@@ -129,7 +144,10 @@ class Objective:
     def skips_zero(self) -> bool:
         """Samples of advantage 0 have no gradient, so they need not be packed."""
         return (
-            not self.late and not self.advantage.changes_tokens() and all(term.policy for term in self.losses)
+            not self.late
+            and not self.advantage.changes_tokens()
+            and all(term.policy for term in self.losses)
+            and not any(hook.every_sample for hook in self.hooks)
         )
 
     @property
@@ -239,9 +257,10 @@ class Objective:
             sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
             return table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
 
-        if "old" in self.needs:
+        wanted: frozenset[str] = frozenset().union(*(p.needs() for p in self.plugins))
+        if "old" in wanted:
             columns["log_weight"] = column(part.signal("old") - part.mu for part in parts)
-        if {"old", "ref"} <= self.needs:
+        if {"old", "ref"} <= wanted:
             kinds = [
                 column(kl_estimate(part.signal("old"), part.signal("ref"), kind) for part in parts)
                 for kind in KL_KINDS
@@ -251,26 +270,16 @@ class Objective:
 
     def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """Before each optimizer update, with all its parts."""
+        preparing = [p for p in self._preparing if p.prepares]
+        if not preparing:
+            return
         anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
-        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
+        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in preparing}
 
     def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
-        """What ratios are taken against, `[T]`, detached; any number where masked."""
-        anchor = self._plain_anchor(batch, logp.detach())
+        """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
+        anchor = anchor_at(self.anchor, batch, logp.detach())
         return anchor if batch.shift is None else anchor + batch.shift
-
-    def _plain_anchor(self, batch: Batch, logp: Tensor) -> Tensor:
-        if self.anchor == "old":
-            return batch.signal("old")
-        if self.anchor == "ewma":
-            return batch.signal("ewma")
-        if self.anchor == "behaviour":
-            stored = batch.signal("behaviour")
-            return torch.where(stored.isnan(), batch.signal("old"), stored)
-        if self.anchor == "interpolated":
-            age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
-            return batch.mu + (age - 1) / age * (logp - batch.mu)  # 0 up to an age of 1: see `algo.anchor`
-        return batch.mu
 
     def __call__(
         self, logp: Tensor, batch: Batch, entropy: Tensor | None = None, values: Tensor | None = None
@@ -313,6 +322,12 @@ class Objective:
         size = float(plan.counted.sum()) / plan.updates
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
+    def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Before the first pass of a train step, with this rank's parameters."""
+        named = list(parameters)
+        for hook in self.hooks:
+            hook.start(named)
+
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], metrics: dict[str, float]) -> None:
         """After each optimizer update, with this rank's parameters and `metrics(sums)` of the update."""
         named = list(parameters)
@@ -320,6 +335,12 @@ class Objective:
             hook.after_step(named, metrics["active_share"])
         for plugin in self.plugins:
             plugin.observe(metrics)
+
+    def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+        """After the last update of a train step, with this rank's parameters and the step's `active_share`."""
+        named = list(parameters)
+        for hook in self.hooks:
+            hook.after_version(named, active_share)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Sums over micro-batches, ranks and updates -> a step's metrics.
@@ -356,7 +377,7 @@ class Objective:
             self._replay.load_state_dict(state[REPLAY], lambda item: msgspec.convert(item, Later))
 
     def average(self) -> dict[str, Tensor]:
-        """The averaged weights of this rank by name, for `anchor: ewma`; empty before the first update."""
+        """The averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""
         return {name: t for hook in self.hooks for name, t in hook.average().items()}
 
     def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

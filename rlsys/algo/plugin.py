@@ -51,6 +51,11 @@ class Plugin(Section):
         """Names out of NEEDS; the stack collects exactly these."""
         return frozenset()
 
+    def needs_before(self) -> frozenset[str]:
+        """Of `needs`, what a batch has to have before the loss is called. The loss itself is called with the
+        log-probs, entropy and values of its own forward pass: who looks at these alone costs no other one."""
+        return self.needs()
+
     def observe(self, metrics: dict[str, float]) -> None:
         """Hear a finished optimizer update's metrics."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlsys.algo import no_effect
 from rlsys.algo.allocation import Xrpo
+from rlsys.algo.anchors import ANCHOR_NEEDS
 from rlsys.algo.hooks import BatchScaling, Hook
 from rlsys.algo.losses import Gspo
-from rlsys.algo.objective import ANCHOR_NEEDS, Objective
+from rlsys.algo.objective import Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
@@ -25,7 +27,8 @@ def check(config: Config) -> None:
     """Raises UserError, one line: an unknown name or parameter, a need that this run cannot serve, or fields that
     have no meaning together."""
     made = make_all(config.algo)
-    asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[config.algo.anchor]}
+    objective = Objective(config.algo)
+    asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[objective.anchor]}
     for field, plugins in made.items():
         for i, plugin in enumerate(plugins):
             asked[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
@@ -34,7 +37,8 @@ def check(config: Config) -> None:
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
     _check_reducer(made)
-    _check_anchor(config.algo.anchor, made)
+    _check_anchor(objective.anchor, made)
+    no_effect.check(config, made)
     _check_lens(config.algo)
     _check_twice(config.algo)
     _check_store(made)
@@ -51,7 +55,8 @@ def check(config: Config) -> None:
 
 def notes(config: Config) -> list[str]:
     """What a user should know of an algorithm that can run, one line each. Raises UserError as `check` does."""
-    return _weak_evidence(make_all(config.algo))
+    made = make_all(config.algo)
+    return [*_weak_evidence(made), *no_effect.lines(config, made)]
 
 
 def _weak_evidence(made: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -284,6 +289,11 @@ def _why_not(need: str, config: Config) -> str:
         return (
             f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
             "interpolated or ewma"
+        )
+    if need == "behaviour" and config.trainer.replay == "trainer":
+        return (
+            "trainer.replay = 'trainer' trains a token by the experts of the step's scoring pass, but it was scored "
+            "by those of the weights that sampled it; use trainer.replay = engine, or algo.anchor = old"
         )
     if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"

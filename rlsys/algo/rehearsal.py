@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.algo.anchors import CURRENT
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective, Plan
 from rlsys.algo.planners import start_size
@@ -101,7 +102,8 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
 
 def _step(config: Config, objective: Objective, groups: Sequence[SampleGroup]) -> None:
     """What rlsys.trainer.update does, on one rank."""
-    g = torch.Generator().manual_seed(0)
+    g, weights = torch.Generator().manual_seed(0), [("weight", torch.ones(2, 2))]
+    objective.start(weights)
     plan = objective.plan(_table(groups))
     updates = [rows for k in range(plan.updates) if (rows := plan.rows[k :: plan.updates])]
     if updates:
@@ -110,6 +112,9 @@ def _step(config: Config, objective: Objective, groups: Sequence[SampleGroup]) -
         again = [group for group, _ in later]
         plan = objective.plan_again(_table(again), torch.tensor([a for _, a in later]))
         _optimise(objective, plan, again, [plan.rows], g)
+    objective.after_version(weights, 1.0)
+    objective.average_totals(weights)
+    objective.average()
 
 
 def _optimise(
@@ -120,7 +125,11 @@ def _optimise(
     g: torch.Generator,
 ) -> None:
     samples = [s for group in groups for s in group.samples]
-    batches = [_parts(samples, rows, objective.passes, g) for rows in updates]
+    later = CURRENT - {"behaviour"}
+    early = objective.passes if objective.looks_ahead else objective.passes - later
+    batches = [_parts(samples, rows, objective.passes if i else early, g) for i, rows in enumerate(updates)]
+    for part in () if objective.looks_ahead else batches[0]:
+        part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):
         objective.prepare(parts)
@@ -129,10 +138,7 @@ def _optimise(
             for name, value in _backward(objective, part, plan.denominator / len(updates), g).items():
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
-        weights = [("weight", torch.ones(2, 2))]
-        objective.after_step(weights, objective.metrics(sums))
-        objective.average_totals(weights)
-        objective.average()
+        objective.after_step([("weight", torch.ones(2, 2))], objective.metrics(sums))
 
 
 def _parts(

@@ -1,7 +1,8 @@
 """Losses whose bounds come from all tokens of an optimizer update: M2PO and BAPO.
 
 Both need `now`, the log-probs just before the update, for a pass over all tokens before the backward; what they
-decide is a function of sums over all ranks.
+decide is a function of sums over all ranks. It does not hang on the signs of log-ratios that are only rounding:
+another CPU or another layout rounds otherwise.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from rlsys.algo.reduction import Reduce, threshold
 
 MOST_TRIES = 10_000
 """Bounds that BAPO compares in one update: each is a column of a small table on every rank."""
+NOISE = 1e-3
+"""A log-ratio closer to 0 may have its sign from rounding."""
+TIE = 1e-9
+"""Sums of float64 that are closer, relatively, are equal: their order differs between layouts."""
 
 
 def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
@@ -39,17 +44,15 @@ def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> fl
     return threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce)
 
 
-def largest_cap(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
-    """Largest cap c with mean(min(square, c^2)) <= budget; the limit of log-ratios when no cap is needed."""
-    total = reduce(
-        torch.stack(
-            [torch.tensor(float(len(s)), dtype=torch.float64, device=s.device) for s in squares]
-        ).sum()
-    )
+def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce: Reduce) -> float:
+    """Largest cap c with sum(min(square, c^2)) <= budget * tokens; the limit of log-ratios when no cap is needed.
+
+    tokens: float64 scalar, this rank's share of the number that the budget is a mean over.
+    """
+    total, n = reduce(torch.stack([tokens.new_tensor(float(sum(len(s) for s in squares))), tokens])).cpu()
 
     def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
-        n = total.to(edges.device)
-        return sums + edges * (n - counts) <= budget * n.clamp(min=1)
+        return sums + edges * (total - counts) <= budget * n.clamp(min=1)
 
     return math.sqrt(threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce))
 
@@ -61,7 +64,12 @@ class M2PO(Loss):
     the kept have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can bite
     (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
     min(|D|, c)^2 meets it, and clip every ratio to [exp(-c), exp(c)]. Ours runs over the whole update and all ranks;
-    the authors' code runs it per micro-batch.
+    the authors' code runs it per micro-batch. Tokens of advantage 0 are in no mean: whether they are there at all
+    depends on other terms of the loss.
+
+    The number that `bounds` divides by counts a token with |D| < 0.001 as a half, plus or minus (D / 0.001)^2 / 2 by
+    the side that it is on. Of tokens that engine and trainer agree on, the authors' code counts those whose rounding
+    has the right sign: a half of them, too, but another half on each machine.
     """
 
     paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
@@ -81,12 +89,14 @@ class M2PO(Loss):
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         deltas = log_ratios(parts, anchors)
         if self.form == "mask":
-            kept = [d[p.keep] ** 2 for d, p in zip(deltas, parts, strict=True)]
+            kept = [d[p.active] ** 2 for d, p in zip(deltas, parts, strict=True)]
             return largest_kept(kept, self.tau, reduce)
-        biting = [
-            (d[p.keep & (p.signal("advantages") * d > 0)]) ** 2 for d, p in zip(deltas, parts, strict=True)
+        bites = [
+            (d * p.signal("advantages").sign())[p.active].double() for d, p in zip(deltas, parts, strict=True)
         ]
-        cap = largest_cap(biting, self.tau, reduce)
+        near = [(b / NOISE).clamp(-1, 1) for b in bites]
+        tokens = torch.stack([((1 + x * x.abs()) / 2).sum() for x in near]).sum()
+        cap = largest_cap([b[b > 0] ** 2 for b in bites], tokens, self.tau, reduce)
         low = math.exp(-cap) if self.floor_low is None else min(math.exp(-cap), 1 - self.floor_low)
         high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
         return low, high
@@ -162,7 +172,7 @@ class Bapo(Loss):
             under, over, weight = split_sums(ratio[bad], -advantages[bad], lows)
             sums[1] += lows.to(weight) * over + (ratio[bad] * weight).sum() - under
         positive, negative = reduce(sums).cpu()
-        enough = (positive >= self.target * negative).tolist()
+        enough = (positive >= self.target * negative * (1 - TIE)).tolist()
         return path[enough.index(True)] if True in enough else path[-1]
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:

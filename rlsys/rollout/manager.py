@@ -180,7 +180,7 @@ class RolloutManager:
             samples = (s for g in self._buffer.groups.values() for s in g.samples)
             found = ((s, self._first_unscored(s, train_step - 1)) for s in samples)
             return [
-                Unscored(s.sample_id, s.prompt_ids, s.response_ids, start)
+                Unscored(s.sample_id, s.prompt_ids, s.response_ids, start, s.routes)
                 for s, start in found
                 if start is not None
             ]

@@ -11,7 +11,8 @@ Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +102,7 @@ class Routing:
     """Owns every router's replay on this rank. `begin` before a chunk's forward pass, `end` after it."""
 
     def __init__(self, modules: list[GPTModel], layers: int, mode: str) -> None:
-        self._mode = mode
+        self._mode = self._asked = mode
         self._layers = layers
         self._modules = modules
         moe = modules[0].config
@@ -112,6 +113,15 @@ class Routing:
             self._replays.append([LayerReplay(r) for r in routers])
             for replay in self._replays[-1]:
                 replay.router.router_replay = replay
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While it lasts, all routers choose for themselves, and their choice is not kept."""
+        self._mode = "off"
+        try:
+            yield
+        finally:
+            self._mode = self._asked
 
     @property
     def _all(self) -> list[LayerReplay]:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlsys.algo.anchors import CURRENT
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
-
-CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
-"""Signals that one forward pass of the current weights gives."""
 
 
 def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
@@ -61,31 +58,43 @@ def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[Micro
 
 def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
     """All passes that the objective needs, over the whole step: before the first update, or later ones would
-    score their own past."""
-    passes = objective.passes
-    wanted = passes & CURRENT or trainer.config.trainer.replay == "trainer"
-    for batch in batches if wanted else ():
+    score their own past.
+
+    The first update begins with the weights that score, so that its own log-probs are `old`, unless somebody wants
+    them earlier. The routes that a scoring pass chooses (trainer.replay = trainer) are wanted earlier.
+    """
+    passes, replayed = objective.passes, trainer.config.trainer.replay == "trainer"
+    reuse = not (objective.looks_ahead or replayed)
+    for i, batch in enumerate(batches if objective.scored & CURRENT or replayed else ()):
+        if reuse and i == 0:
+            for micro in batch:
+                micro.old_is_current = True
+                if "behaviour" in passes:
+                    micro.behaviour = stored(micro)
+            continue
         for micro, found in zip(batch, trainer.score(batch), strict=True):
             micro.old = micro.now = found.logp
             micro.entropy, micro.values = found.entropy, found.values
             if "behaviour" in passes:
                 micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
     if "ref" in passes:
-        _score_with(trainer.first_weights, "ref", batches, trainer)
-    if "ewma" in passes:  # before the first update, the average is the weights themselves
+        with trainer.without_replay():
+            _score_with(trainer.first_weights, "ref", batches, trainer)
+    if "ewma" in passes:
         _score_with(objective.average(), "ewma", batches, trainer)
 
 
 def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]:
     """Log-probs of tokens that the resident weights sampled, before these change: exact `old` for later steps.
 
+    With trainer.replay = engine it takes the engine's experts, as the step will that trains these tokens.
     Costs a forward pass over the whole sequences, since a token's log-prob needs all that is before it.
     """
     if not unscored:
         return []
     batch = trainer.pack(
         [
-            TrainSample(u.prompt_ids, u.response_ids, [0.0] * n, [0] * n, row)
+            TrainSample(u.prompt_ids, u.response_ids, [0.0] * n, [0] * n, row, routes=tuple(u.routes))
             for row, u in enumerate(unscored)
             if (n := len(u.response_ids))
         ]
@@ -108,8 +117,8 @@ def stored(micro: MicroBatch) -> Tensor:
 def _score_with(
     weights: Mapping[str, Tensor], name: str, batches: Sequence[list[MicroBatch]], trainer: Trainer
 ) -> None:
-    """Log-probs under other weights, the current ones if there are none, as the field `name`."""
-    with trainer.with_weights(weights) if weights else nullcontext():
+    """Log-probs under other weights as the field `name`."""
+    with trainer.with_weights(weights):
         for batch in batches:
             for micro, logp in zip(batch, trainer.logprobs(batch), strict=True):
                 setattr(micro, name, logp)

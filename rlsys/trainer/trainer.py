@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -332,6 +332,11 @@ class Trainer:
             yield
         finally:
             self._fill_weights(resident)
+
+    def without_replay(self) -> AbstractContextManager[None]:
+        """Score with the experts that the routers choose now, whatever trainer.replay says: with those of the policy,
+        a reference would be a model that nobody trained."""
+        return self._routing.off()
 
     def _copy_of_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}

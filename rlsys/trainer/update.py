@@ -53,6 +53,7 @@ def update(
     trainer: Trainer, objective: Objective, taken: Taken, early: Early | None = None
 ) -> dict[str, object]:
     """One train step on the groups taken, of which some may have gone backward. Returns its metrics."""
+    objective.start(trainer.named_parameters())
     step, groups = taken.train_step, taken.groups
     plan = objective.plan(sample_table(groups, step, objective.needs))
     stats: dict[str, object] = {"effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})}
@@ -71,9 +72,11 @@ def update(
         again, advantages = replace(taken, groups=[g for g, _ in later]), torch.tensor([a for _, a in later])
         plan = objective.plan_again(sample_table(again.groups, step, objective.needs), advantages)
         stats |= {"replayed": len(later), **optimise(trainer, objective, plan, again, [plan.rows], sums)}
+    metrics = objective.metrics(sums) if sums else {}
+    objective.after_version(trainer.named_parameters(), metrics.get("active_share", 1.0))
     if not sums:
         return stats
-    stats |= objective.metrics(sums)
+    stats |= metrics
     for name in ("mismatch", "mismatch_kept"):
         stats |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
     return stats

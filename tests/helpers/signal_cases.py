@@ -113,7 +113,7 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
     config, taken, early = config_of(recipe, run, *overrides), batch_of(recipe or ""), None
     objective = Objective(config.algo)
     for hook in objective.hooks:
-        hook.after_step(trainer.first_weights.items(), active_share=1.0)
+        hook.start(trainer.first_weights.items())
     if config.trainer.early_backward:
         early = Early()
         for groups in (taken.groups[:2], taken.groups[2:3]):

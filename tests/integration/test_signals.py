@@ -99,13 +99,14 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     trainer, objective = start("algo.anchor=behaviour")
     taken = cases.recorded()
     stale, recomputed = 0, 0.0
-    for micro in scored(trainer, objective):
-        assert micro.behaviour is not None and micro.old is not None
+    batch = scored(trainer, objective)
+    for micro, old in zip(batch, trainer.logprobs(batch), strict=True):
+        anchor = objective.anchor_of(micro, old)
         current = micro.keep & (micro.versions == micro.version)
         older = micro.keep & ~current
-        assert torch.equal(micro.behaviour[current], micro.old[current])
-        assert (micro.behaviour[older] - micro.mu[older]).abs().max() < 1e-4
-        recomputed = max(recomputed, float((micro.old[older] - micro.mu[older]).abs().max()))
+        assert torch.equal(anchor[current], old[current])
+        assert (anchor[older] - micro.mu[older]).abs().max() < 1e-4
+        recomputed = max(recomputed, float((old[older] - micro.mu[older]).abs().max()))
         stale += int(older.sum())
     assert stale > 50
     assert recomputed > 0.1  # under other weights: recomputing later would not be exact

@@ -41,7 +41,7 @@ def correct(
 
 def test_tis_by_hand() -> None:
     """rho = 2, 1/2, 8 with cap 2; the product of the sequence (2 * 1/2, 8) and its geometric mean."""
-    batch, anchor = packed([2, 1]), [LOG2, -LOG2, 3 * LOG2]
+    batch, anchor = packed([2, 1], advantages=[1, 1, -1]), [LOG2, -LOG2, 3 * LOG2]
     close(correct("tis", batch, anchor).weight, vector(2, 0.5, 2))
     close(correct("tis", batch, anchor, level="sequence", cap=8.0).weight, vector(1, 1, 8))
     close(correct("tis", packed([2]), [LOG2, LOG2 * 3], level="geometric", cap=8.0).weight, vector(4, 4))
@@ -67,17 +67,17 @@ def test_icepop_by_hand() -> None:
 
 def test_icepop_normalises_over_what_it_keeps_by_hand() -> None:
     """2 and 1 are kept, 1/8 is not: their mean is 1.5. Nothing kept: nothing divided."""
-    batch, anchor = packed([2, 1]), [LOG2, -3 * LOG2, 0.0]
+    batch, anchor = packed([2, 1], advantages=[1, 1, -1]), [LOG2, -3 * LOG2, 0.0]
     got = correct("icepop", batch, anchor, normalise=True)
     assert got.keep.tolist() == [True, False, True]
     close(got.weight[got.keep], vector(2, 1) / 1.5)
-    assert not correct("icepop", packed([1]), [-9.0], normalise=True).keep.any()
+    assert not correct("icepop", packed([1], advantages=[1]), [-9.0], normalise=True).keep.any()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("gaps", [[50.0, -50.0, -50.0], [-50.0] * 3, [50.0] * 3])
 def test_tis_normalise_at_log_ratios_of_fifty_has_mean_one(level: str, gaps: list[float]) -> None:
-    got = correct("tis", packed([2, 1]), gaps, level=level, normalise=True)
+    got = correct("tis", packed([2, 1], advantages=[1, 1, -1]), gaps, level=level, normalise=True)
     assert torch.isfinite(got.weight).all()
     assert got.weight.mean() == pytest.approx(1)
 
@@ -90,17 +90,42 @@ def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_han
     assert not Objective(section(anchor="interpolated", corrections=["tis"])).passes
     batch = packed([2], versions=[0.0, 1.0], now=[2 * LOG2, 2 * LOG2])
     batch.version = 1
-    objective.finish(objective.plan(table([1], [0], [2])), [batch])
+    objective.finish(objective.plan(table([1, 0], [0, 0], [2, 2])), [batch])
     objective.prepare([batch])
     sums = objective(batch.signal("now"), batch)[1]
     assert sums["weight"] == pytest.approx(2)
 
 
 def test_opsm_by_hand() -> None:
-    """Mean of anchor - logp: 0.1 for the first and the second; only the second has A < 0."""
-    batch = packed([2, 2, 1], advantages=[1, 1, -1, -1, -1])
-    got = correct("opsm", batch, [0.2, 0.0, 0.2, 0.0, 0.0], logp=[0.0] * 5, delta=0.05)
+    """Mean of mu - logp: 0.1 for the first and the second; only the second has A < 0. The anchor has moved as far."""
+    batch = packed([2, 2, 1], mu=[0.2, 0.0, 0.2, 0.0, 0.0], advantages=[1, 1, -1, -1, -1])
+    got = correct("opsm", batch, [0.0] * 5, logp=[0.0] * 5, delta=0.05)
     assert got.keep.tolist() == [True, True, False, False, True]
+
+
+def test_opsm_acts_where_the_anchor_has_moved_along() -> None:
+    """The wrong sample's policy is 2 nats below the sampler. Its distance from `old` is 0, which rejects nothing."""
+    objective = Objective(section(anchor="old", corrections=["opsm"]))
+    logp = vector(-1, -1, -3, -3)
+    batch = packed([2, 2], mu=[-1.0] * 4, old=logp.tolist())
+    objective.finish(objective.plan(table([1, 0], [0, 0], [2, 2])), [batch])
+    leaf = logp.clone().requires_grad_()
+    objective(leaf, batch)[0].backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert (leaf.grad != 0).tolist() == [True, True, False, False]
+
+
+def test_without_a_ratio_corrections_follow_the_policy_through_a_step() -> None:
+    """Second update of a step: mu -> old is ln 2, old -> now another ln 2. The weight is 4, the gradient -4 A."""
+    for anchor in ("mu", "old"):
+        algo = section(
+            anchor=anchor, loss=["reinforce"], corrections=[{"name": "tis", "cap": 9.0}], minibatches=2
+        )
+        batch = packed([1], mu=[0.0], old=[LOG2], advantages=[1.0], weight=[1.0])
+        leaf = vector(2 * LOG2).requires_grad_()
+        Objective(algo)(leaf, batch)[0].backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        close(leaf.grad, vector(-4))
 
 
 def test_decoupled_ppo_by_hand() -> None:
@@ -311,6 +336,21 @@ def test_vcpo_scales_the_step_by_hand() -> None:
     assert build("hook", "vcpo", rho0=0.5).lr_factor(samples, [0, 1], 2) == 1
 
 
+def test_vcpo_counts_every_sample_of_the_update_by_hand() -> None:
+    """Two of eight samples have an advantage, and weight 1; the weights of the others spread. The authors take the
+    effective size of all eight: sqrt(ESS / 8) = 0.535 (mit-han-lab/vcpo, staleness_utils.py)."""
+    algo, gaps = section(hooks=["vcpo"]), [0.0, 0.0, 3.0, -3.0, 2.0, -2.0, 1.0, -1.0]
+    objective = Objective(algo)
+    plan = objective.plan(table([1, 0, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2, 2]))
+    part = packed([1] * len(plan.rows), old=[gaps[r] for r in plan.rows])
+    part.rows = torch.tensor(plan.rows)
+    objective.finish(plan, [part])
+    weights = vector(*gaps).exp()
+    expected = float(weights.sum() ** 2 / (weights**2).sum() / 8) ** 0.5
+    assert expected == pytest.approx(0.535, abs=1e-3)
+    assert objective.lr_factor(plan, plan.rows) == pytest.approx(expected)
+
+
 def test_brorl_scales_the_step_by_all_samples_by_hand() -> None:
     """32 samples for a rate chosen for 8: 2. Half of them without an advantage: still 2. Two updates: 16 each."""
     assert build("hook", "brorl", samples=8).lr_factor(table([0] * 32, [0] * 32), range(4), 32) == 2
@@ -334,14 +374,16 @@ def test_brorl_leaves_a_rate_that_was_chosen_for_this_batch() -> None:
 
 
 def test_ewma_by_hand() -> None:
-    """beta 2/3: (2/3 * 1 + 4) / (2/3 + 1) = 2.8; a low active share starts again."""
+    """beta 2/3: (2/3 * 1 + 4) / (2/3 + 1) = 2.8, the initial weights being the first; a low active share starts
+    again."""
     hook, weights = build("hook", "ewma", window=4), torch.tensor([1.0])
-    hook.after_step([("w", weights)], 1.0)
+    hook.start([("w", weights)])
     assert hook.average()["w"].item() == 1
     weights.fill_(4.0)
-    hook.after_step([("w", weights)], 1.0)
+    hook.after_version([("w", weights)], 1.0)
+    hook.start([("w", weights)])  # of the next step: the run has begun
     assert hook.average()["w"].item() == pytest.approx(2.8)
-    hook.after_step([("w", weights.fill_(7.0))], 0.5)
+    hook.after_version([("w", weights.fill_(7.0))], 0.5)
     assert hook.average()["w"].item() == 7
 
 
@@ -385,7 +427,7 @@ def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() ->
     weights = torch.tensor([1.0])
     for value in (1.0, 4.0):
         metrics = stepped(objective, batch, vector(4 * LOG2, *[0.0] * 9))
-        objective.after_step([("w", weights.fill_(value))], metrics)
+        objective.after_version([("w", weights.fill_(value))], metrics["active_share"])
     assert metrics["active_share"] == pytest.approx(0.9)
     assert objective.average()["w"].item() == pytest.approx(2.8)
 
@@ -397,7 +439,7 @@ def test_the_average_goes_on_under_cispo_which_takes_no_gradient() -> None:
     weights = torch.tensor([1.0])
     for value in (1.0, 4.0):
         metrics = stepped(objective, batch, vector(LOG2, LOG2))
-        objective.after_step([("w", weights.fill_(value))], metrics)
+        objective.after_version([("w", weights.fill_(value))], metrics["active_share"])
     assert (metrics["clip_share"], metrics["active_share"]) == (0, 1)
     assert objective.average()["w"].item() != 4.0
 

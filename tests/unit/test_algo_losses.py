@@ -126,7 +126,8 @@ def test_largest_kept_by_hand() -> None:
 
 def test_largest_cap_by_hand() -> None:
     """Squares 0.01 and 1: mean of min(., c^2) = 0.04 at c^2 = 0.07."""
-    assert largest_cap([vector(0.01, 1)], 0.04, alone) == pytest.approx(math.sqrt(0.07), abs=1e-6)
+    cap = largest_cap([vector(0.01, 1)], torch.tensor(2.0, dtype=DOUBLE), 0.04, alone)
+    assert cap == pytest.approx(math.sqrt(0.07), abs=1e-6)
 
 
 def test_m2po_mask_by_hand() -> None:
@@ -144,6 +145,26 @@ def test_m2po_bounds_by_hand() -> None:
     loss, _, sums = losses("m2po", tokens(1, -1, 1, now=now), now, prepare=True)
     close(loss, vector(-math.exp(0.1), math.exp(-math.sqrt(0.07)), -math.exp(-5)), atol=1e-6, rtol=0)
     assert sums["clipped"] == 1
+
+
+def test_m2po_bounds_do_not_hang_on_the_signs_of_rounding() -> None:
+    """A hundred fresh tokens on which trainer and engine agree to 1e-6, and three stale ones. The same fresh tokens,
+    rounded the other way by another CPU, were 61 instead of 39 of the mean, and moved the bounds by a tenth."""
+    fresh = [1e-6 if i % 100 < 39 else -1e-6 for i in range(100)]
+    term, bounds = build("loss", "m2po"), []
+    for sign in (1, -1):
+        batch = tokens(*[1] * 103, now=[*(sign * f for f in fresh), 2.0, 1.0, 1.5])
+        bounds.append(term.prepare([batch], [batch.mu], alone))
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
+    assert bounds[0][1] == pytest.approx(math.exp(math.sqrt(0.04 * 53 / 3)), rel=1e-3)
+
+
+def test_bapo_takes_equal_shares_as_equal_in_any_order() -> None:
+    """All ratios 1: C+ = C- = 0.6, but 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last bit."""
+    term, parts = build("loss", "bapo"), tokens(0.1, 0.2, 0.3, -0.3, -0.2, -0.1, now=[0.0] * 6)
+    other = tokens(0.3, 0.2, 0.1, -0.1, -0.2, -0.3, now=[0.0] * 6)
+    found = [term.prepare([batch], [batch.mu], alone) for batch in (parts, other)]
+    assert found == [(0.6, 1.2)] * 2
 
 
 def test_m2po_within_budget_clips_nothing_and_a_floor_holds() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,15 +110,34 @@ def test_no_term_of_the_loss_changes_the_denominator(over: str, loss: list[str])
     assert plan.denominator == (18 if over == "all" else 7)
 
 
-@pytest.mark.parametrize("reducer", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("over", ["all", "active"])
-def test_a_term_of_weight_zero_changes_nothing(reducer: str, over: str) -> None:
-    world, counted = World(), {"name": reducer, "over": over}
+REDUCERS = [
+    {"name": n, "over": o} for n in ("token_mean", "sequence_mean", "constant") for o in ("all", "active")
+]
+POOLING: list[dict[str, Any]] = [
+    *({"reducer": reducer} for reducer in REDUCERS),
+    {"loss": [{"name": "m2po", "form": "mask"}]},
+    {"loss": ["m2po"]},
+    {"loss": ["bapo"]},
+    {"anchor": "old", "corrections": [{"name": "tis", "normalise": True}]},
+    {"anchor": "old", "corrections": [{"name": "tis", "normalise": True, "level": "sequence"}]},
+    {"anchor": "old", "corrections": [{"name": "icepop", "normalise": True}]},
+    {"selectors": [{"name": "d3s", "tokens_start": 0.5, "samples_start": 1.0}]},
+]
+"""What is computed from all tokens of an update."""
+
+
+@pytest.mark.parametrize("algo", POOLING, ids=str)
+def test_a_term_of_weight_zero_changes_nothing(algo: dict[str, Any]) -> None:
+    """It has samples of advantage 0 packed, whose log-ratios are other ones than those of the others."""
+    world, losses = World(), algo.get("loss", ["clip"])
     world.samples = replace(world.samples, rewards=world.samples.rewards.index_fill(0, torch.arange(5), 1.0))
-    plain = run(world, section(reducer=counted), whole)
+    for sequence in world.sequences[:5]:
+        for name in ("old", "now", "logp"):
+            sequence[name] = sequence["mu"] + 0.01 * (sequence[name] - sequence["mu"])
+    plain = run(world, section(**algo), whole)
     assert len(plain.rows) < 20
     for term in ({"name": "kl", "beta": 0.0}, {"name": "entropy", "coefficient": 0.0}):
-        other = run(world, section(reducer=counted, loss=["clip", term]), whole)
+        other = run(world, section(**{**algo, "loss": [*losses, term]}), whole)
         assert (other.loss, other.denominator) == (pytest.approx(plain.loss), plain.denominator)
         assert len(other.rows) == 20
         for row in plain.rows:
@@ -250,10 +270,14 @@ def test_needs_name_exactly_the_passes() -> None:
 
 
 def test_a_missing_signal_is_named() -> None:
-    objective = Objective(section(anchor="old"))
-    samples = table([1, 0], [0, 0], [1, 1])
+    samples, batch = table([1, 0], [0, 0], [1, 1]), packed([1, 1])
+    with_weight = Objective(section(anchor="old", advantage="vcpo"))
     with pytest.raises(ValueError, match="'old'"):
-        objective.finish(objective.plan(samples), [packed([1, 1])])
+        with_weight.finish(with_weight.plan(samples), [batch])
+    objective = Objective(section(anchor="old"))
+    objective.finish(objective.plan(samples), [batch])
+    with pytest.raises(ValueError, match="'old'"):
+        objective(batch.mu, batch)
 
 
 def test_the_anchor_between_mu_and_current_by_version() -> None:

@@ -239,6 +239,7 @@ def test_verl_tis_but_verl_normalises_sequences_and_we_tokens(
     libraries: SimpleNamespace, level: str, normalise: bool
 ) -> None:
     data = Padded()
+    data.logp = data.old  # a step's first update: `reinforce` has its corrections follow logp
     ratio = data.old - data.mu
     weights, _ = libraries.corrections.compute_rollout_correction_weights(ratio, data.mask, level, 2.0, False)
     if normalise:  # their token rule, at both levels
@@ -252,6 +253,7 @@ def test_verl_tis_but_verl_normalises_sequences_and_we_tokens(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_verl_icepop(libraries: SimpleNamespace, level: str) -> None:
     data = Padded()
+    data.logp = data.old  # a step's first update: `reinforce` has its corrections follow logp
     weights, _ = libraries.corrections.compute_rollout_correction_weights(
         data.old - data.mu, data.mask, level, "0.7_1.5"
     )
@@ -271,6 +273,7 @@ def test_verl_rejection_but_verl_bounds_the_inverse_ratio(
 ) -> None:
     """Masked importance sampling without weights, geometric included: their k1 is mu - old."""
     data = Padded()
+    data.logp = data.old  # a step's first update: `reinforce` has its corrections follow logp
     mask, _ = libraries.corrections.compute_rollout_rejection_mask(
         data.old - data.mu, data.mask, theirs, "0.8_1.25"
     )
@@ -396,7 +399,7 @@ def trl_loss(
     inputs = {
         "prompt_ids": torch.zeros(B, 1), "prompt_mask": torch.ones(B, 1), "completion_ids": torch.zeros(B, L),
         "completion_mask": data.mask, "advantages": advantages, "old_per_token_logps": data.old,
-        "ref_per_token_logps": data.ref, "sampling_per_token_logps": data.old, "num_items_in_batch": data.mask.sum(),
+        "ref_per_token_logps": data.ref, "sampling_per_token_logps": data.mu, "num_items_in_batch": data.mask.sum(),
     }  # fmt: skip
     loss = libraries.trl._compute_loss(this, None, inputs)
     loss.backward()

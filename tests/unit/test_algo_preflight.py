@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.algo.no_effect import describe_passes
 from rlsys.algo.planners import start_size
 from rlsys.algo.preflight import check, notes
 from rlsys.algo.registry import make_all
@@ -38,6 +39,14 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (
             ["algo.anchor=behaviour", "launch.placement=disaggregated"],
             "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
+        ),
+        (
+            ["algo.anchor=behaviour", "trainer.replay=trainer"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: trainer.replay = 'trainer' trains a token by the experts",
+        ),
+        (
+            ["algo.anchor=old", "algo.loss=[bapo]"],
+            r"algo.loss\[0\] \(Bapo\) makes bounds for exp\(logp - anchor\), which is 1 for every token",
         ),
         (
             ["trainer.early_backward=true"],
@@ -177,3 +186,63 @@ def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_
     size = config.rollout.groups_per_step * start / config.algo.minibatches
     assert made["hooks"][0].lr_factor(None, [], size) > 1.4
     assert config.rollout.groups_per_step < quickstart.rollout.groups_per_step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["algo.anchor=old", "algo.corrections=[tis]"],
+            ["algo.loss[0] (Clip): with algo.anchor = 'old' and"],
+        ),
+        (["algo.anchor=old", "algo.corrections=[tis]", "algo.minibatches=2"], []),
+        (["algo.anchor=mu"], []),
+        (["algo.anchor=old", "algo.loss=[reinforce]"], ["algo.anchor = 'old' is not looked at: no term of"]),
+        (
+            ["trainer.replay=trainer"],
+            ["trainer.replay = 'trainer' with algo.minibatches = 1: the same weights"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) -> None:
+    config = load_config(CONFIGS / "quickstart.yaml", overrides)
+    check(config)
+    found = notes(config)
+    assert len(found) == len(told)
+    assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ["none"]),
+        (["algo.anchor=old"], ["none for `old`: it is the training pass's own"]),
+        (
+            ["algo.anchor=old", "algo.minibatches=4"],
+            ["of a step's 4 mini-batches all but the first, whose `old` is its training pass's own"],
+        ),
+        (
+            ["algo.anchor=behaviour", "algo.loss=[m2po,kl]"],
+            [
+                "what was interrupted, before the weights change that sampled it",
+                "the whole step, since M2PO needs now before the loss",
+                "the whole step with the reference's weights",
+            ],
+        ),
+        (
+            ["algo.anchor=old", "algo.corrections=[{name: tis, normalise: true}]"],
+            ["the whole step, since Tis looks at a whole update before its backward pass"],
+        ),
+        (["trainer.replay=trainer"], ["the whole step, since trainer.replay = trainer replays its experts"]),
+    ],
+    ids=str,
+)
+def test_the_passes_of_a_step_are_told(overrides: list[str], told: list[str]) -> None:
+    lines = describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides)).splitlines()
+    assert [line[21:] for line in lines] == told
+    assert lines[0].startswith("log-prob passes")
+
+
+def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:
+    check(load_config(CONFIGS / "quickstart.yaml", ["algo.loss=[reinforce]", "algo.corrections=[tis]"]))

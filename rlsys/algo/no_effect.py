@@ -1,0 +1,76 @@
+"""What a config asks for that would change nothing, and what its log-prob passes come to. Told before the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlsys.algo.anchors import CURRENT
+from rlsys.algo.objective import Objective
+from rlsys.algo.trust_regions import M2PO, Bapo
+from rlsys.config import Config
+from rlsys.errors import UserError
+
+
+def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
+    """Raises UserError where a plug-in's whole purpose is lost."""
+    if config.algo.anchor != "old" or config.algo.minibatches > 1:
+        return
+    for i, term in enumerate(made["loss"]):
+        if isinstance(term, M2PO | Bapo):
+            raise UserError(
+                f"algo.loss[{i}] ({type(term).__name__}) makes bounds for exp(logp - anchor), which is 1 for every "
+                "token with algo.anchor = 'old' and algo.minibatches = 1: use algo.anchor = mu, behaviour or ewma, "
+                "or more minibatches"
+            )
+
+
+def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
+    """What acts, but not in every part; one line each."""
+    algo, found = config.algo, []
+    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and term.ratio]
+    if algo.anchor == "old" and algo.minibatches == 1:
+        found += [
+            f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
+            "exp(logp - anchor) is 1 for every token, so that no bound on it acts; more minibatches make it act"
+            for i, term in with_ratio
+        ]
+    if algo.anchor != "mu" and not with_ratio:
+        found.append(
+            f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
+            "exp(logp - mu) then"
+        )
+    if config.trainer.replay == "trainer" and algo.minibatches == 1:
+        found.append(
+            "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
+            "and the scoring pass buys nothing; use engine, off or more minibatches"
+        )
+    return found
+
+
+def describe_passes(config: Config) -> str:
+    """The forward passes of a train step beside those of training, one a line."""
+    objective, count = Objective(config.algo), config.algo.minibatches
+    found = []
+    if "behaviour" in objective.passes:
+        found.append("what was interrupted, before the weights change that sampled it")
+    if config.trainer.replay == "trainer":
+        found.append("the whole step, since trainer.replay = trainer replays its experts")
+    elif objective.scored & CURRENT and (why := objective.looks_ahead):
+        found.append(f"the whole step, since {'; '.join(why)}")
+    elif objective.scored & CURRENT and count > 1:
+        found.append(
+            f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
+        )
+    elif objective.scored & CURRENT:
+        found.append("none for `old`: it is the training pass's own")
+    if "now" in objective.passes and count > 1:
+        found.append(f"each of {count - 1} mini-batches once more, just before its update")
+    found += [
+        f"the whole step with {weights}"
+        for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))
+        if name in objective.passes
+    ]
+    return "\n".join(
+        f"{'' if i else 'log-prob passes':20} {line}" for i, line in enumerate(found or ["none"])
+    )

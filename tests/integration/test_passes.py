@@ -1,0 +1,234 @@
+"""Which forward passes a train step takes, under which weights and by which experts, on the shipped model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import signal_cases as cases
+import torch
+from torch import Tensor
+
+from rlsys.algo.objective import Objective
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.signals import pack_rows, sample_table, score, score_parked, shuffled
+from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import micro_loss, packed, update
+from rlsys.types import RouteSpan, Taken, Unscored
+
+pytestmark = pytest.mark.integration
+
+REPLAY = ("trainer.replay=engine", "engine.return_routes=true")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
+    """A trainer on the shipped model and the objective of these overrides; closed by the next, or at the end."""
+    open_ones: list[Trainer] = []
+
+    def make(*overrides: str) -> tuple[Trainer, Objective]:
+        while open_ones:
+            open_ones.pop().close()
+        config = cases.config_of(None, tmp_path / "run", *overrides)
+        objective = Objective(config.algo)
+        open_ones.append(Trainer(config, objective.passes))
+        return open_ones[0], objective
+
+    yield make
+    while open_ones:
+        open_ones.pop().close()
+
+
+def recorded() -> Taken:
+    """One group of the recorded step, made stale."""
+    taken = cases.single_rewards(cases.stale(cases.recorded()))
+    mixed = [g for g in taken.groups if len({s.reward for s in g.samples}) > 1]
+    return replace(taken, groups=mixed[:2])
+
+
+def routed(taken: Taken, trainer: Trainer) -> Taken:
+    """With random experts at all positions: none that the router would choose."""
+    rng, hf = random.Random(1), trainer.hf
+    experts, topk = hf.experts, hf.experts_per_token
+
+    def of(length: int) -> RouteSpan:
+        chosen = bytes(e for _ in range(length * hf.layers) for e in rng.sample(range(experts), topk))
+        return RouteSpan(0, length, chosen)
+
+    groups = [
+        replace(
+            g, samples=[replace(s, routes=[of(len(s.prompt_ids + s.response_ids) - 1)]) for s in g.samples]
+        )
+        for g in taken.groups
+    ]
+    return replace(taken, groups=groups)
+
+
+def by_row(batch: Sequence[MicroBatch], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Each row's response tokens."""
+    out = {}
+    for micro, value in zip(batch, values, strict=True):
+        ends = micro.cu_seqlens.tolist()
+        for k, row in enumerate(micro.rows.tolist()):
+            trained = micro.keep[ends[k] : ends[k + 1]]
+            out[row] = value[ends[k] : ends[k + 1]][trained]
+    return out
+
+
+def in_training(trainer: Trainer, batch: list[MicroBatch]) -> list[Tensor]:
+    """Log-probs of the training forward pass, not of a scoring one."""
+    seen: list[Tensor] = []
+
+    def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(scores.logp.detach())
+        return scores.logp.sum() * 0.0, {}
+
+    trainer.train_step(batch, loss, 0.0, denominator=1.0)
+    return seen
+
+
+def gap(a: dict[int, Tensor], b: dict[int, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[r] - b[r]).abs().max()) for r in a)
+
+
+def test_exact_old_is_scored_with_the_experts_that_training_replays(start: Callable[..., Any]) -> None:
+    """With equal weights, what an interrupt scores is what the step will compute, to the last bits."""
+    trainer, _ = start("algo.anchor=behaviour", *REPLAY)
+    taken = routed(recorded(), trainer)
+    samples = [s for g in taken.groups for s in g.samples]
+    batch = pack_rows(taken, range(len(samples)), trainer)
+    training, own = (
+        by_row(b, in_training(trainer, b))
+        for b in (batch, pack_rows(recorded(), range(len(samples)), trainer))
+    )
+    parked = [Unscored(i, s.prompt_ids, s.response_ids, 0) for i, s in enumerate(samples)]
+    for asked, sample in zip(parked, samples, strict=True):
+        asked.routes = sample.routes
+    scored = {found.sample_id: torch.tensor(found.logp) for found in score_parked(parked, trainer)}
+    print(
+        f"|score_parked - training|: {gap(scored, training):.1e}; replayed or not: {gap(own, training):.2f}"
+    )
+    assert gap(scored, training) <= 1e-6
+    assert gap(own, training) > 1
+
+
+@pytest.mark.parametrize("replay", ["engine", "trainer"])
+def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., Any]) -> None:
+    """Not the policy's, which are given at random or of other weights; and it leaves those of the policy alone."""
+    returned = "engine.return_routes=true"
+    trainer, objective = start("algo.loss=[clip,kl]", f"trainer.replay={replay}", returned)
+    taken, plain = routed(recorded(), trainer), recorded()
+    rows = range(sum(len(g.samples) for g in taken.groups))
+    reference = pack_rows(plain, rows, trainer)
+    expected = by_row(reference, trainer.logprobs(reference))
+    with torch.no_grad():
+        for parameter in dict(trainer.named_parameters()).values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    batch = pack_rows(taken, rows, trainer)
+    score([batch], objective, trainer)
+    found = by_row(batch, [micro.signal("ref") for micro in batch])
+    assert gap(found, expected) <= 1e-6
+    current = by_row(batch, trainer.logprobs(batch))
+    if replay == "trainer":
+        assert gap(by_row(batch, [micro.signal("old") for micro in batch]), current) == 0
+    assert gap(current, expected) > 1e-2
+
+
+class Scored(Objective):
+    """Somebody always looks at `old` before the loss."""
+
+    @property
+    def scored(self) -> frozenset[str]:
+        return self.passes
+
+    @property
+    def looks_ahead(self) -> list[str]:
+        return ["the test"]
+
+
+def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[float, Tensor, int]:
+    """Loss and gradient of a step's first update, and how many micro-batches were scored for all updates."""
+    scored: list[int] = []
+    plain, trainer.score = trainer.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.needs))
+    rows = shuffled(plan.rows, objective._minibatches, (0, taken.train_step))
+    first = packed(trainer, objective, plan, taken, rows)[0]
+    objective.prepare(first, trainer.sum_over_dp)
+    sums: list[Tensor] = []
+
+    def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        total, _ = micro_loss(objective, scores, micro)
+        sums.append(total.detach())
+        return total / plan.denominator, {}
+
+    trainer.accumulate(first, loss)
+    grads = torch.cat([p.main_grad.flatten().clone() for p in dict(trainer.named_parameters()).values()])  # type: ignore[attr-defined]
+    trainer.train_step([], partial(micro_loss, objective), 0.0, denominator=1.0)
+    trainer.score = plain  # type: ignore[method-assign]
+    return float(sum(sums)) / plan.denominator, grads, sum(scored)
+
+
+REUSING = {
+    "old, one mini-batch": ("algo.anchor=old", "algo.corrections=[{name: tis, cap: 2.0}]"),
+    "old, four": ("algo.anchor=old", "algo.corrections=[icepop]", "algo.minibatches=4"),
+    "exact old": ("algo.anchor=behaviour", "algo.corrections=[icepop]"),
+    "entropy": ("algo.loss=[clip,entropy]",),
+    "replay": ("algo.anchor=old", "algo.corrections=[decoupled_ppo]", *REPLAY),
+}
+
+
+@pytest.mark.parametrize("name", REUSING)
+def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: Callable[..., Any]) -> None:
+    """Loss and gradient are those with the pass; what is scored is what later updates need."""
+    trainer, objective = start(*REUSING[name])
+    taken = routed(recorded(), trainer) if name == "replay" else recorded()
+    loss, grad, passes = gradients(trainer, objective, taken)
+    expected, same, before = gradients(trainer, Scored(trainer.config.algo), taken)
+    size = float(same.abs().max())
+    away = float((grad - same).abs().max())
+    print(
+        f"{name}: loss {loss} and {expected}, gradient {away:.1e} of {size:.1e}, scored {passes} of {before}"
+    )
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert size > 1e-4
+    assert away <= 1e-6 * max(1.0, size)
+    assert passes == (before * 3 // 4 if name == "old, four" else 0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algo.loss=[bapo]", "algo.anchor=behaviour"),
+        ("algo.anchor=old", "algo.corrections=[{name: tis, normalise: true}]"),
+        ("algo.anchor=old", "algo.corrections=[tis]", "trainer.replay=trainer"),
+        ("algo.advantage=vcpo", "algo.loss=[clip]"),
+    ],
+    ids=["bounds", "normaliser", "routes", "advantages"],
+)
+def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callable[..., Any]) -> None:
+    trainer, objective = start(*overrides)
+    taken = recorded()
+    batch = pack_rows(taken, range(4), trainer)
+    score([batch], objective, trainer)
+    assert all(micro.old is not None and not micro.old_is_current for micro in batch)
+
+
+def test_averaged_weights_follow_versions(start: Callable[..., Any]) -> None:
+    """A window of 2: beta 1/2. After the first step of four updates, (theta_0 / 2 + theta_1) / (3 / 2)."""
+    trainer, objective = start(
+        "algo.anchor=ewma", "algo.hooks=[{name: ewma, window: 2, reset_below: 0}]", "algo.minibatches=4",
+        "trainer.lr=1e-2",
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
+    update(trainer, objective, recorded())
+    average = objective.average()
+    assert average.keys() == before.keys()
+    for name, now in trainer.named_parameters():
+        torch.testing.assert_close(average[name], (before[name] / 2 + now.detach()) / 1.5, atol=1e-6, rtol=0)
+    assert max(float((p.detach() - before[n]).abs().max()) for n, p in trainer.named_parameters()) > 1e-3
