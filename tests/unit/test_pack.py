@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
-from rlsys.types import RouteSpan, Sample, Segment, VersionSpan
+from rlsys.types import RouteSpan, Sample, Segment, TokenSpan, VersionSpan
 
 
 def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:
@@ -162,3 +162,22 @@ def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
     batch.version = 2
     assert batch.tokens[batch.comparable].tolist() == [5, 3, 4]
     assert batch.tokens[batch.carried_over].tolist() == [5]
+
+
+@pytest.mark.parametrize("which", ["observed", "masked", "both", "neither"])
+def test_what_is_observed_and_what_is_masked_is_not_trained_each_for_itself(which: str) -> None:
+    sample = Sample(0, 0, 0, [1, 2], seed=0)
+    sample.append(Segment([5, 6], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
+    trained = [1.0] * 4
+    if which in ("observed", "both"):
+        sample.observe([7, 8])
+        trained[2:] = [0.0, 0.0]
+    else:
+        sample.append(Segment([7, 8], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
+    if which in ("masked", "both"):
+        sample.masked.append(TokenSpan(0, 1))
+        trained[0] = 0.0
+    packed = TrainSample.of(sample)
+    assert packed.mask == trained
+    (micro,) = pack([packed], 64)
+    assert micro.mask.tolist() == [False, False, *map(bool, trained)]
