@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import signal_cases as cases
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from rlsys.trainer.signals import pack_rows, sample_table, score, score_parked, 
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import micro_loss, packed, update
 from rlsys.types import RouteSpan, Taken, Unscored
+from tests.helpers import signal_cases as cases
 
 pytestmark = pytest.mark.integration
 

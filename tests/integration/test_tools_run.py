@@ -9,8 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.integration.servers import ROOT
-from tests.integration.sessions import RLSYS, check_ledger
 
 from rlsys.algo import build
 from rlsys.data import Tokenizer
@@ -18,6 +16,8 @@ from rlsys.rollout.store import FILE_NAME, read_groups
 from rlsys.rollout.tools import NO_CALL, tool_penalty
 from rlsys.trainer.signals import sample_table
 from rlsys.types import SampleGroup
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import RLSYS, check_ledger
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
