@@ -16,8 +16,9 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.routing import decode
+from rlsys.trainer.signals import score_parked
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import RouteSpan, Sample, VersionSpan
+from rlsys.types import RouteSpan, Sample, Unscored, VersionSpan
 from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import keep_model, stack
 from tests.helpers.servers import TINY_MOE, running_engine, tiny_moe_model
@@ -27,6 +28,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.full]
 SAMPLES = 64
 FEW = 16
 """As many as `policy_loss` knows the advantages of."""
+INTERRUPT_AT = 24
+"""Tokens of an interrupted sample, or a few more."""
 ROUNDED = 90
 """Of models that tests push: the one whose weights bfloat16 holds exactly."""
 LAYERS, TOPK = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
@@ -47,15 +50,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def generated(url: str, n: int) -> list[Sample]:
+async def generated(url: str, n: int, interrupt_at: int | None = None) -> list[Sample]:
+    """`interrupt_at`: tokens after which a sample is aborted; it may get a few more before its engine hears of it."""
+
     async def one(client: EngineClient, i: int) -> Sample:
-        sample = Sample(i, i, 0, [1, 4, 20 + i, 40, 21, 30 + i, 5, 6], seed=i)
+        sample, rid = Sample(i, i, 0, [1, 4, 20 + i, 40, 21, 30 + i, 5, 6], seed=i), f"replay-{i}-"
         stream = client.generate(
-            sample.prompt_ids, rid=f"replay-{i}-", max_new_tokens=60, temperature=1.0, seed=i, stop_ids=[2],
-            routes_from=0,
+            sample.prompt_ids, rid=rid, max_new_tokens=60, temperature=1.0, seed=i, stop_ids=[2], routes_from=0,
         )  # fmt: skip
+        asked = False
         async for segment in stream:
             sample.append(dataclasses.replace(segment, spans=[VersionSpan(1, 0, len(segment.ids))]))
+            if segment.finish == "abort":
+                sample.resumes = 1
+            elif interrupt_at is not None and len(sample.response_ids) >= interrupt_at and not asked:
+                asked = True
+                await client.abort(rid)
         return sample
 
     async with make_session() as session:
@@ -64,8 +74,8 @@ async def generated(url: str, n: int) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def samples(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrainSample]:
-    """Of a bfloat16 engine, with its routes for every position that predicted a token."""
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sample], list[Sample]]:
+    """Of a bfloat16 engine, with its routes for every position that predicted a token: whole and interrupted ones."""
     config = Config.model_validate(
         {
             "model": {"path": model, "dtype": "bfloat16"},
@@ -73,8 +83,13 @@ def samples(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Train
         }
     )
     with running_engine(config, tmp_path_factory.mktemp("engine")) as url:
-        made = asyncio.run(generated(url, SAMPLES))
-    return [TrainSample.of(s, s.sample_id) for s in made]
+        whole = asyncio.run(generated(url, SAMPLES))
+        return whole, [s for s in asyncio.run(generated(url, SAMPLES, INTERRUPT_AT)) if s.resumes]
+
+
+@pytest.fixture(scope="module")
+def samples(made: tuple[list[Sample], list[Sample]]) -> list[TrainSample]:
+    return [TrainSample.of(s, s.sample_id) for s in made[0]]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +173,32 @@ def test_replay_takes_the_engines_experts_and_log_probs_come_closer(
     assert off[0] < 1
     assert replayed[1] < 0.5 * off[1]
     assert replayed[2] < 0.5 * off[2]
+
+
+def test_exact_old_of_interrupted_samples_is_near_the_engine(
+    made: tuple[list[Sample], list[Sample]], start: Callable[[str], Trainer]
+) -> None:
+    """The routes of the last tokens come with the abort; scored by them, stale tokens are as near to the engine as
+    fresh ones are when they train."""
+    parked = [Unscored(s.sample_id, s.prompt_ids, s.response_ids, 0, s.routes) for s in made[1]]
+    assert len(parked) > SAMPLES / 2
+    for asked in parked:
+        assert (asked.routes[0].start, asked.routes[-1].end) == (
+            0,
+            len(asked.prompt_ids + asked.response_ids) - 1,
+        )
+    mu = torch.tensor([m for s in made[1] for m in s.mu])
+    trainer, found = start("engine"), {}
+    for name, routed in (("without routes", False), ("with routes", True)):
+        asked = [u if routed else dataclasses.replace(u, routes=[]) for u in parked]
+        scored = torch.tensor([lp for found in score_parked(asked, trainer) for lp in found.logp])
+        gap = (scored - mu).abs()
+        found[name] = [float(x) for x in (gap.mean(), *gap.quantile(torch.tensor([0.99, 0.999])))]
+        shown, mean = ", ".join(f"{x:.3f}" for x in found[name]), float((scored - mu).mean())
+        print(
+            f"|old - mu| of {len(mu)} stale tokens {name}: mean, p99, p99.9 = {shown}; of old - mu {mean:.4f}"
+        )
+    assert all(b < 0.6 * a for a, b in zip(*found.values(), strict=True))
 
 
 def test_replay_changes_nothing_where_both_compute_the_same(
