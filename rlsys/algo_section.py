@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlsys.section import Positive, Section
+from rlsys.section import NonNegative, Positive, Section
 
 Anchor = Literal["mu", "old", "behaviour", "interpolated", "ewma"]
 
@@ -28,6 +28,13 @@ class Spec(Section):
         if isinstance(value, dict) and "name" in value and not set(value) <= {"name", "params"}:
             return {"name": value["name"], "params": {k: v for k, v in value.items() if k != "name"}}
         return value
+
+
+class CriticSection(Section):
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate of the critic's AdamW; trainer.lr when not given. Warm-up and schedule are the trainer's."""
+    warmup_steps: NonNegative = 0
+    """First train steps in which the critic alone learns; the policy's weights rest."""
 
 
 class AlgoSection(Section):
@@ -62,6 +69,9 @@ class AlgoSection(Section):
     """How many samples a group gets, and whether it is kept; the first that does not accept decides."""
     group_reward: Spec | None = None
     """Rewards that are computed from all samples of a group."""
+    critic: CriticSection | None = None
+    """A value model of its own for advantages that need values: the policy's architecture and first weights, with its
+    own optimizer. Without one, a linear head on the policy's trunk gives the values, and its loss moves the trunk."""
     minibatches: Positive = 1
     """Optimizer updates of one pass over a train step's samples."""
     epochs: Annotated[int, Field(gt=0, le=64)] = 1

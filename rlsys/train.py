@@ -20,6 +20,7 @@ from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
+from rlsys.trainer.critic import add_critic
 from rlsys.trainer.signals import score_parked
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
@@ -32,6 +33,8 @@ from rlsys.weights.sync import WeightSync
 def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
     objective = Objective(config.algo)
     trainer = Trainer(config, objective.passes, owner)
+    if config.algo.critic is not None:
+        add_critic(trainer)
     sync = WeightSync(config, trainer.is_main)
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None

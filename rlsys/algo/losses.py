@@ -93,6 +93,8 @@ class Loss(Preparing):
     ratio: ClassVar[bool] = True
     """Whether it has exp(logp - anchor). Without it, corrections weigh by exp(logp - mu) instead of exp(anchor - mu):
     nothing else makes up for what the policy has moved since the anchor."""
+    critic: ClassVar[bool] = False
+    """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         """Token losses and figures `[T]`; masked tokens are ignored in both."""
@@ -273,6 +275,7 @@ class ValueLoss(Loss):
     paper: ClassVar[str] = "PPO (Schulman et al. 2017), eq. 9, with the value clip of its implementations"
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
+    critic: ClassVar[bool] = True
     coefficient: Annotated[float, Field(ge=0)] = 0.5
     """Weight."""
     clip: Annotated[float, Field(gt=0)] = 0.2

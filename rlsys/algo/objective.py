@@ -36,7 +36,7 @@ from rlsys.algo.registry import make_all
 from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
-from rlsys.algo_section import AlgoSection
+from rlsys.algo_section import AlgoSection, CriticSection
 from rlsys.types import SampleGroup
 
 MEANS = ("kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share")
@@ -87,6 +87,7 @@ class Objective:
         self.hooks: list[Hook] = made["hooks"]
         with_ratio = any(term.policy and term.ratio for term in self.losses)
         self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
+        self.critic: CriticSection | None = section.critic
         self._minibatches = section.minibatches
         self._prepared: dict[int, Any] = {}
 
@@ -294,6 +295,8 @@ class Objective:
         total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
         figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}
         for term in self.losses:
+            if term.critic and self.critic is not None:
+                continue
             loss, found = term(view, self._prepared.get(id(term)))
             scale = batch.signal("weight") * (weight * keep if term.policy else 1.0)
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
@@ -306,6 +309,17 @@ class Objective:
             ).to(weight)
         sums = {name: batch.masked(values.detach()).sum() for name, values in figures.items()}
         return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~keep)
+
+    def critic_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
+        """The same of the terms of a critic that is a model of its own. values `[T]` with gradient."""
+        nothing = torch.zeros_like(values)
+        view, weight = View(batch, nothing, nothing, values=values), batch.signal("weight")
+        total, sums = values.new_zeros(()), {"tokens": batch.masked(torch.ones_like(values)).sum()}
+        for term in (t for t in self.losses if t.critic):
+            loss, found = term(view, self._prepared.get(id(term)))
+            total = total + batch.masked(torch.where(weight != 0, loss * weight, nothing)).sum()
+            sums |= {name: batch.masked(figure.detach()).sum() for name, figure in found.items()}
+        return total, sums
 
     def _corrected(self, view: View) -> tuple[Tensor, Tensor]:
         """Product of weights, intersection of what is kept; both `[T]`."""

@@ -42,7 +42,7 @@ def check(config: Config) -> None:
     _check_lens(config.algo)
     _check_twice(config.algo)
     _check_store(made)
-    _check_terms(made)
+    _check_terms(made, config.algo.critic is not None)
     _check_sequence_ratio(made)
     _check_average(config.algo.anchor, made)
     _check_groups(config, made)
@@ -145,7 +145,7 @@ def _check_store(made: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(f"algo.selectors[{putting_off[1]}]: only one selector can put samples off; name one")
 
 
-def _check_terms(made: Mapping[str, Sequence[Any]]) -> None:
+def _check_terms(made: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
     """Something has to train the policy; a critic and what it learns from belong together."""
     (advantage,), losses = made["advantage"], made["loss"]
     names = ", ".join(type(term).__name__ for term in losses)
@@ -157,6 +157,11 @@ def _check_terms(made: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(
             f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) makes no "
             "targets for it; use gae"
+        )
+    if own_critic and not wanted:
+        raise UserError(
+            f"algo.critic is given, but algo.advantage ({type(advantage).__name__}) asks for no values; use gae, or "
+            "no critic"
         )
     if wanted and not trained:
         raise UserError(

@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -39,6 +41,8 @@ from rlsys.trainer.chunks import Chunks
 
 _AVERAGE = "average."
 """Before the keys of averaged weights."""
+_CRITIC = "critic."
+"""Before the keys of a critic's weights."""
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
@@ -95,11 +99,29 @@ def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _state(model: Chunks, optimizer: Any, objective: Objective | None, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": model.sharded_state_dict()}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_OPTIMIZER)
+@dataclass(frozen=True)
+class Learner:
+    """A model of this rank and megatron's optimizer of it."""
+
+    model: Chunks
+    optimizer: Any
+
+
+def _state(learners: Sequence[Learner], objective: Objective | None, loading: bool) -> dict[str, Any]:
+    """Of the policy and, if it has one, its critic: both have parameters of the same names."""
+    model, state = learners[0].model, _learned(learners[0], "", loading)
+    for critic in learners[1:]:
+        state["critic"] = _learned(critic, _CRITIC, loading)
     if objective is not None and (totals := objective.average_totals(model.named_parameters())):
         state["averages"] = _averages(model, totals)
+    return state
+
+
+def _learned(learner: Learner, prefix: str, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": learner.model.sharded_state_dict()}
+    if prefix:
+        add_prefix_for_sharding(state, prefix)
+    state["optimizer"] = learner.optimizer.sharded_state_dict(state, is_loading=loading, metadata=_OPTIMIZER)
     return state
 
 
@@ -140,12 +162,14 @@ class Checkpoints:
     def begin(
         self,
         step: int,
-        model: Chunks,
-        optimizer: Any,
+        learners: Sequence[Learner],
         objective: Objective | None = None,
         score: float | None = None,
     ) -> None:
-        """Copy the state and start to write it. It counts once `finish` has told its step."""
+        """Copy the state and start to write it. It counts once `finish` has told its step.
+
+        `learners`: the policy, then its critic if it has one.
+        """
         if self._pending is not None:
             raise ValueError(
                 f"the checkpoint of step {self._pending.step} is still being written; finish it first"
@@ -157,7 +181,7 @@ class Checkpoints:
                 shutil.rmtree(left_by_a_crash)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = _state(model, optimizer, objective, loading=False)
+        state = _state(learners, objective, loading=False)
         state["step"] = step
         state["rng"] = torch.get_rng_state()
         if objective is not None:
@@ -212,8 +236,8 @@ class Checkpoints:
             if step not in kept:
                 shutil.rmtree(path_of(self._folder, step))
 
-    def load(self, model: Chunks, optimizer: Any, objective: Objective | None = None) -> int:
-        """Load the newest checkpoint into model and optimizer; its step, or 0 when there is none.
+    def load(self, learners: Sequence[Learner], objective: Objective | None = None) -> int:
+        """Load the newest checkpoint into models and optimizers; its step, or 0 when there is none.
 
         Raises RunError that names the file which is missing or has changed, and for another model's checkpoint.
         """
@@ -222,9 +246,10 @@ class Checkpoints:
             return 0
         path = path_of(self._folder, found[-1])
         _verify(path, found)
-        state = _loaded(_state(model, optimizer, objective, loading=True), path)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        state = _loaded(_state(learners, objective, loading=True), path)
+        for learner, part in zip(learners, (state, state.get("critic", {})), strict=False):
+            learner.model.load_state_dict(part["model"])
+            learner.optimizer.load_state_dict(part["optimizer"])
         torch.set_rng_state(state["rng"])
         if objective is not None and "objective" in state:
             objective.load_state_dict(json.loads(state["objective"]))

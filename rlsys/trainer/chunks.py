@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlsys.trainer.value_head import ValueHead
+from rlsys.trainer.value_head import ValueHead, ValueLayer
 
 EXPERT_BIAS = "router.expert_bias"
 """Ends the names of the only weights that are no parameters: no gradient reaches them."""
@@ -37,6 +37,13 @@ class Chunks:
                 module.value_head = ValueHead(module).to(device)
                 return module.value_head
         return None
+
+    def end_in_values(self, device: torch.device) -> None:
+        """A value layer in the place of the output layer: the model of a critic. Its embedding is tied to nothing."""
+        for module in self.modules:
+            module.share_embeddings_and_output_weights = False
+            if module.post_process:
+                module.output_layer = ValueLayer(module).to(device)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters, and the buffers that belong to the model as they do."""

@@ -26,6 +26,8 @@ _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 def init_distributed(config: Config) -> torch.device:
     """Process groups of `config.parallel` (NCCL, or gloo without CUDA), then seeds; returns this rank's device.
 
+    A second model, a critic, joins the groups that are there.
+
     Raises UserError when the layout needs another number of ranks than were started, or `model.fp8` other hardware.
     """
     cuda = torch.cuda.is_available()
@@ -42,6 +44,8 @@ def init_distributed(config: Config) -> torch.device:
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
+    if parallel_state.model_parallel_is_initialized():
+        return device
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,

@@ -33,7 +33,8 @@ from rlsys.errors import RunError
 from rlsys.owner import Owner
 from rlsys.precision import token_multiple
 from rlsys.trainer import setup
-from rlsys.trainer.checkpoint import Checkpoints
+from rlsys.trainer.checkpoint import Checkpoints, Learner
+from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
@@ -50,8 +51,12 @@ class Trainer:
     """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.
 
     `signals` (of rlsys.algo.plugin.NEEDS) is what scores have beyond log-probs: `entropy`, `values` (builds a value
-    head). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see Checkpoints.
+    head, unless `algo.critic` is given). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see
+    Checkpoints.
     """
+
+    critic: Trainer | None = None
+    """A value model beside this policy, see rlsys.trainer.critic."""
 
     def __init__(self, config: Config, signals: Collection[str] = (), owner: Owner | None = None) -> None:
         self.config = config
@@ -66,9 +71,10 @@ class Trainer:
             setup.say_what_is_missing()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self._chunks = build_model(config, self.hf, self._device)
+        self._chunks = self._built()
         self._transformer = self._chunks.config
-        self._head = self._chunks.add_value_head(self._device) if "values" in self._signals else None
+        shared = "values" in self._signals and config.algo.critic is None
+        self._head = self._chunks.add_value_head(self._device) if shared else None
         self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
         self._models = self._data_parallel()
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
@@ -81,6 +87,9 @@ class Trainer:
         self._pending = Pending()
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._crossover = crossover_length(self.hf)
+
+    def _built(self) -> Chunks:
+        return build_model(self.config, self.hf, self._device)
 
     def _data_parallel(self) -> list[DistributedDataParallel]:
         """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next
@@ -377,7 +386,7 @@ class Trainer:
         In the background; call finish_checkpoint before the next. `score`: of the held-out evaluation, if one
         was made of these weights.
         """
-        self._checkpoints.begin(step, self._chunks, self._optimizer, objective, score)
+        self._checkpoints.begin(step, self._learners, objective, score)
 
     def finish_checkpoint(self, wait: bool = True) -> int | None:
         """The step of a checkpoint that is on the disk since now; None when there is none, or not yet."""
@@ -390,4 +399,10 @@ class Trainer:
 
     def load_checkpoint(self, objective: Objective | None = None) -> int:
         """Continue from the newest whole checkpoint; the number of steps it had done, 0 when there is none."""
-        return self._checkpoints.load(self._chunks, self._optimizer, objective)
+        return self._checkpoints.load(self._learners, objective)
+
+    @property
+    def _learners(self) -> list[Learner]:
+        """What a checkpoint holds: the policy, and its critic if it has one."""
+        found = [self] if self.critic is None else [self, self.critic]
+        return [Learner(each._chunks, each._optimizer) for each in found]

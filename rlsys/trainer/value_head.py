@@ -1,4 +1,4 @@
-"""A critic on the policy's own trunk: one linear layer beside the output layer of the last pipeline stage."""
+"""Values of tokens: one linear layer, beside the policy's output layer or in the place of a critic's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
-class ValueHead(torch.nn.Linear):
+class ValueLayer(torch.nn.Linear):
     """Hidden states -> one value per token. Starts at 0, so the first advantages are plain rewards.
 
-    It shares the trunk: the value loss moves the policy's weights too, scaled by the coefficient of the loss term
-    `value`. That costs hidden_size + 1 parameters instead of a second model.
+    Called like megatron's output layer: it can take that one's place on the last pipeline stage.
     """
 
     def __init__(self, module: GPTModel) -> None:
@@ -25,6 +24,21 @@ class ValueHead(torch.nn.Linear):
         for parameter in self.parameters():
             # Under sequence parallelism each rank sees its own tokens: megatron adds such gradients up.
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        """`[P or P / tp, 1, H]` -> `[P, 1, 1]`, and no bias to be added later."""
+        out = super().forward(hidden)
+        if self._sequence_parallel:
+            out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
+        return out, None
+
+
+class ValueHead(ValueLayer):
+    """A critic on the policy's own trunk: the value loss moves the policy's weights too, scaled by the coefficient of
+    the loss term `value`. That costs hidden_size + 1 parameters instead of a second model."""
+
+    def __init__(self, module: GPTModel) -> None:
+        super().__init__(module)
         self._hidden: Tensor | None = None
         module.output_layer.register_forward_pre_hook(self._keep)
 
@@ -35,7 +49,4 @@ class ValueHead(torch.nn.Linear):
         """Of the tokens of the last forward pass, `[P]` float32: what is expected once this token has been read."""
         assert self._hidden is not None, "no forward pass came before"
         hidden, self._hidden = self._hidden, None
-        out: Tensor = self(hidden)[:, 0, 0].float()
-        if self._sequence_parallel:
-            out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
-        return out
+        return self(hidden)[0][:, 0, 0].float()

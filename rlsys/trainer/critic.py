@@ -1,0 +1,68 @@
+"""A critic of its own: a second model of the policy's architecture and first weights, with its own optimizer.
+
+It is laid out over the ranks as the policy is, and sees the same micro-batches. Shapes: T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.objective import Objective
+from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.share import Share
+from rlsys.trainer.trainer import Trainer
+
+
+class Critic(Trainer):
+    """A trainer whose model ends in one value per token. It takes its own experts: no routes are replayed.
+
+    Scores have `values` only; their log-probs are 0. The policy's checkpoints hold it.
+    """
+
+    def __init__(self, policy: Trainer) -> None:
+        own_routes = policy.config.trainer.model_copy(update={"replay": "off"})
+        super().__init__(policy.config.model_copy(update={"trainer": own_routes}))
+
+    def _built(self) -> Chunks:
+        chunks = super()._built()
+        chunks.end_in_values(self._device)
+        return chunks
+
+    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
+        """Of values `[1, P / c, 1]`."""
+        values = share.aligned(output[0, :, 0].float())
+        return Scores(torch.zeros_like(values), values=values)
+
+
+def add_critic(policy: Trainer) -> Critic:
+    """Give the policy's trainer a critic, from the weights of `model.path`. Collective."""
+    critic = Critic(policy)
+    policy.critic = critic
+    return critic
+
+
+def score_values(critic: Trainer, batches: Sequence[list[MicroBatch]]) -> None:
+    """Fill `values` `[T]` of every micro-batch."""
+    for batch in batches:
+        for micro, found in zip(batch, critic.score(batch), strict=True):
+            micro.values = found.values
+
+
+def improve(
+    critic: Trainer, objective: Objective, batch: list[MicroBatch], lr: float, denominator: float
+) -> dict[str, object]:
+    """One update of the critic on this rank's micro-batches; its figures."""
+
+    def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert scores.values is not None
+        return objective.critic_loss(scores.values, micro)
+
+    result = critic.train_step(batch, loss, lr, denominator=denominator)
+    error = float(result.sums["value_error"]) / max(1.0, float(result.sums["tokens"]))
+    figures: dict[str, object] = {"critic_loss": result.loss, "critic_grad_norm": result.grad_norm, "critic_lr": lr}
+    return {**figures, "critic_skipped": int(result.skipped), "value_error": error}
