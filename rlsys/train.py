@@ -33,8 +33,8 @@ from rlsys.weights.sync import WeightSync
 def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
     objective = Objective(config.algo)
     trainer = Trainer(config, objective.passes, owner)
-    if config.algo.critic is not None:
-        add_critic(trainer)
+    if objective.critic is not None:
+        add_critic(trainer, objective.critic)
     sync = WeightSync(config, trainer.is_main)
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
 from rlsys.algo.trust_regions import M2PO, Bapo
 from rlsys.config import Config
@@ -56,13 +55,13 @@ def describe_passes(config: Config) -> str:
         found.append("what was interrupted, before the weights change that sampled it")
     if config.trainer.replay == "trainer":
         found.append("the whole step, since trainer.replay = trainer replays its experts")
-    elif objective.scored & CURRENT and (why := objective.looks_ahead):
+    elif objective.scored & objective.current and (why := objective.looks_ahead):
         found.append(f"the whole step, since {'; '.join(why)}")
-    elif objective.scored & CURRENT and count > 1:
+    elif objective.scored & objective.current and count > 1:
         found.append(
             f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
         )
-    elif objective.scored & CURRENT:
+    elif objective.scored & objective.current:
         found.append("none for `old`: it is the training pass's own")
     if "now" in objective.passes and count > 1:
         found.append(f"each of {count - 1} mini-batches once more, just before its update")

@@ -121,16 +121,21 @@ class Objective:
         return self.passes & self._anchor_needs.union(*(p.needs_before() for p in self.plugins))
 
     @property
+    def current(self) -> frozenset[str]:
+        """What one forward pass of the policy gives: no values, where the critic is a model of its own."""
+        return CURRENT if self.critic is None else CURRENT - {"values"}
+
+    @property
     def looks_ahead(self) -> list[str]:
         """Who wants the current log-probs before the loss is called, a phrase each.
 
         If nobody does, the first update of a step needs no pass of its own for `old`: it is what the training pass
         gives, detached (`Batch.old_is_current`).
         """
-        of_anchor = self._anchor_needs & CURRENT
+        of_anchor = self._anchor_needs & self.current
         found = []
         for plugin in self.plugins:
-            if asked := sorted(plugin.needs_before() & CURRENT):
+            if asked := sorted(plugin.needs_before() & self.current):
                 found.append(f"{type(plugin).__name__} needs {' and '.join(asked)} before the loss")
             elif of_anchor and isinstance(plugin, Preparing) and plugin.prepares:
                 found.append(f"{type(plugin).__name__} looks at a whole update before its backward pass")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
+from rlsys.algo_section import CriticSection
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
@@ -24,9 +25,11 @@ class Critic(Trainer):
     Scores have `values` only; their log-probs are 0. The policy's checkpoints hold it.
     """
 
-    def __init__(self, policy: Trainer) -> None:
+    def __init__(self, policy: Trainer, section: CriticSection) -> None:
         own_routes = policy.config.trainer.model_copy(update={"replay": "off"})
         super().__init__(policy.config.model_copy(update={"trainer": own_routes}))
+        self.warmup_steps = section.warmup_steps
+        self._lr_factor = (section.lr or own_routes.lr) / own_routes.lr
 
     def _built(self) -> Chunks:
         chunks = super()._built()
@@ -38,31 +41,40 @@ class Critic(Trainer):
         values = share.aligned(output[0, :, 0].float())
         return Scores(torch.zeros_like(values), values=values)
 
+    def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
+        """Fill `values` `[T]` of every micro-batch."""
+        for batch in batches:
+            for micro, found in zip(batch, self.score(batch), strict=True):
+                micro.values = found.values
 
-def add_critic(policy: Trainer) -> Critic:
+    def improve(
+        self, objective: Objective, batch: list[MicroBatch], policy_lr: float, denominator: float
+    ) -> dict[str, object]:
+        """One update on this rank's micro-batches; its figures. `policy_lr`: what the policy's schedule says."""
+
+        def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            assert scores.values is not None
+            return objective.critic_loss(scores.values, micro)
+
+        rate = policy_lr * self._lr_factor
+        result = self.train_step(batch, loss, rate, denominator=denominator)
+        return {
+            "critic_loss": result.loss,
+            "critic_grad_norm": result.grad_norm,
+            "critic_lr": rate,
+            "critic_skipped": int(result.skipped),
+            "value_error": float(result.sums["value_error"]) / max(1.0, float(result.sums["tokens"])),
+        }
+
+
+def add_critic(policy: Trainer, section: CriticSection) -> None:
     """Give the policy's trainer a critic, from the weights of `model.path`. Collective."""
-    critic = Critic(policy)
-    policy.critic = critic
-    return critic
+    policy.critic = Critic(policy, section)
 
 
-def score_values(critic: Trainer, batches: Sequence[list[MicroBatch]]) -> None:
-    """Fill `values` `[T]` of every micro-batch."""
-    for batch in batches:
-        for micro, found in zip(batch, critic.score(batch), strict=True):
-            micro.values = found.values
-
-
-def improve(
-    critic: Trainer, objective: Objective, batch: list[MicroBatch], lr: float, denominator: float
-) -> dict[str, object]:
-    """One update of the critic on this rank's micro-batches; its figures."""
-
-    def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert scores.values is not None
-        return objective.critic_loss(scores.values, micro)
-
-    result = critic.train_step(batch, loss, lr, denominator=denominator)
-    error = float(result.sums["value_error"]) / max(1.0, float(result.sums["tokens"]))
-    figures: dict[str, object] = {"critic_loss": result.loss, "critic_grad_norm": result.grad_norm, "critic_lr": lr}
-    return {**figures, "critic_skipped": int(result.skipped), "value_error": error}
+def critic_of(policy: Trainer, objective: Objective) -> Critic | None:
+    """The critic that this objective asks for; None when it asks for none, or for the head on the policy's trunk."""
+    if objective.critic is None:
+        return None
+    assert isinstance(policy.critic, Critic), "add_critic comes before the first step"
+    return policy.critic

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algo.anchors import CURRENT
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
+from rlsys.trainer.critic import critic_of
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
@@ -65,7 +65,7 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
     """
     passes, replayed = objective.passes, trainer.config.trainer.replay == "trainer"
     reuse = not (objective.looks_ahead or replayed)
-    for i, batch in enumerate(batches if objective.scored & CURRENT or replayed else ()):
+    for i, batch in enumerate(batches if objective.scored & objective.current or replayed else ()):
         if reuse and i == 0:
             for micro in batch:
                 micro.old_is_current = True
@@ -77,6 +77,8 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
             micro.entropy, micro.values = found.entropy, found.values
             if "behaviour" in passes:
                 micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
+    if "values" in passes and (critic := critic_of(trainer, objective)) is not None:
+        critic.score_values(batches)
     if "ref" in passes:
         with trainer.without_replay():
             _score_with(trainer.first_weights, "ref", batches, trainer)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective, Plan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
+from rlsys.trainer.critic import critic_of
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.schedule import learning_rate
@@ -94,7 +95,8 @@ def optimise(
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
 
     Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
-    passes, only `now` is made again. Adds to `sums`; returns the last update's figures.
+    passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
+    added. Adds to `sums`; returns the last update's figures.
     """
     stats: dict[str, object] = {}
     batches = packed(trainer, objective, plan, taken, updates)
@@ -105,13 +107,19 @@ def optimise(
         if i:
             rescore(batch, objective, trainer)
         objective.prepare(batch, trainer.sum_over_dp)
-        rate = lr * objective.lr_factor(plan, rows)
         share = plan.denominator / max(1, len(updates))
+        learned: dict[str, object] = {}
+        if (critic := critic_of(trainer, objective)) is not None:
+            learned = critic.improve(objective, batch, lr, share)
+            if taken.train_step <= critic.warmup_steps:
+                stats = learned
+                continue
+        rate = lr * objective.lr_factor(plan, rows)
         result = trainer.train_step(batch, partial(micro_loss, objective), rate, denominator=share)
         skipped += result.skipped
         objective.after_step(trainer.named_parameters(), objective.metrics(result.sums))
         figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "skipped_updates": skipped}
-        stats = {**figures, "padding_share": result.padding_share, **result.routing}
+        stats = {**learned, **figures, "padding_share": result.padding_share, **result.routing}
         for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
     return stats

@@ -1,0 +1,63 @@
+"""Steps of a policy with a critic of its own on the recorded batch, alone and, under torchrun, in other layouts:
+`critic_cases.py WORKPLACE LAYOUT...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import signal_cases
+
+from rlsys.algo.objective import Objective
+from rlsys.trainer.critic import Critic, add_critic
+from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.update import update
+
+WARM_UP = 1
+
+
+def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
+    """The recipe's policy and critic. In its first step the critic learns alone."""
+    config = signal_cases.config_of(
+        "gae_critic", run, "trainer.lr=1e-3", "trainer.warmup_steps=0", *overrides
+    )
+    objective = Objective(config.algo)
+    trainer = Trainer(config, objective.passes)
+    assert objective.critic is not None
+    add_critic(trainer, objective.critic)
+    assert isinstance(trainer.critic, Critic)
+    return trainer, trainer.critic, objective
+
+
+def step(trainer: Trainer, objective: Objective, number: int) -> dict[str, Any]:
+    """Metrics of one train step on the recorded batch."""
+    taken = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
+    metrics = update(trainer, objective, replace(taken, train_step=number))
+    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "padding_share"}
+
+
+def save(trainer: Trainer, objective: Objective, number: int) -> None:
+    trainer.save_checkpoint(number, objective)
+    trainer.finish_checkpoint(wait=True)
+
+
+def main(workplace: Path, layouts: list[str]) -> None:
+    """Three steps of each layout, and a fourth that goes on from the checkpoint of one process, for `seen.json`."""
+    seen: dict[str, Any] = {}
+    for layout in layouts:
+        trainer, _, objective = start(
+            workplace / "alone", *(f"parallel.{pair}" for pair in layout.split(","))
+        )
+        steps = [step(trainer, objective, n) for n in (1, 2, 3)]
+        assert trainer.load_checkpoint(objective) == 3
+        seen[layout] = [*steps, step(trainer, objective, 4)]
+        if trainer.is_main:
+            (workplace / "seen.json").write_text(json.dumps(seen))
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
