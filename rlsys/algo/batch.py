@@ -44,6 +44,7 @@ class Samples:
     )
     kept: Tensor | None = None  # [N] bool: not dropped by any selector; None before all have acted
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
+    score_norm: Tensor | None = None  # [N] sum over tokens of |grad of log pi by the logits|^2
     kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
 
     def __post_init__(self) -> None:
@@ -138,6 +139,7 @@ class Batch:
     ref: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
     advantages: Tensor | None = None  # [T], set by Objective.finish
     returns: Tensor | None = None  # [T], targets of a critic
     weight: Tensor | None = None  # [T], selection and reduction, set by Objective.finish

@@ -36,6 +36,7 @@ from rlsys.algo.registry import make_all
 from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
+from rlsys.algo.token_baseline import score_norm
 from rlsys.algo_section import AlgoSection, CriticSection
 from rlsys.types import SampleGroup
 
@@ -266,6 +267,8 @@ class Objective:
         wanted: frozenset[str] = frozenset().union(*(p.needs() for p in self.plugins))
         if "old" in wanted:
             columns["log_weight"] = column(part.signal("old") - part.mu for part in parts)
+        if "sum_pi_squared" in wanted:
+            columns["score_norm"] = column(score_norm(part) for part in parts)
         if {"old", "ref"} <= wanted:
             kinds = [
                 column(kl_estimate(part.signal("old"), part.signal("ref"), kind) for part in parts)

@@ -72,6 +72,7 @@ TABLE: dict[str, dict[str, str]] = {
         "gae": "rlsys.algo.gae:Gae",
         "mssr": "rlsys.algo.token_advantages:Mssr",
         "vcpo": "rlsys.algo.robust_advantages:MinimumVariance",
+        "optimal_token_baseline": "rlsys.algo.token_baseline:OptimalTokenBaseline",
         "gapo": "rlsys.algo.robust_advantages:Gapo",
         "mc_grpo": "rlsys.algo.robust_advantages:McGrpo",
         "xrpo": "rlsys.algo.robust_advantages:Xrpo",

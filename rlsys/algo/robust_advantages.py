@@ -234,21 +234,22 @@ class OutcomeExploration(Advantage):
 class MinimumVariance(Advantage):
     """(R - b) / (std + eps) with the baseline b that minimises the variance of off-policy gradients.
 
-    b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the sample's score
-    gradient. The exact norm takes one backward per sample; here |g|^2 is taken to grow like the response's length
-    ("length") or not at all ("one"): a proxy of ours, experimental.
+    b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the gradient of the
+    sample's log-prob. By the weights that would take one backward pass per sample. "score" takes the gradient by the
+    logits, exactly: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies of ours: |g|^2
+    grows like the response's length, or not at all.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
     evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
-    norm: Literal["length", "one"] = "length"
+    norm: Literal["score", "length", "one"] = "score"
     """What stands for the squared gradient norm."""
     eps: Eps = 1e-6
     """Added to the standard deviation."""
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"old"})
+        return frozenset({"old", "sum_pi_squared"} if self.norm == "score" else {"old"})
 
     def __call__(self, samples: Samples) -> Tensor:
         rewards, log_weight = samples.reward, samples.column("log_weight").double()
@@ -256,7 +257,9 @@ class MinimumVariance(Advantage):
         largest = torch.full((len(sizes),), -torch.inf, dtype=torch.float64, device=index.device)
         largest = largest.scatter_reduce(0, index, log_weight, "amax")
         share = (2 * (log_weight - largest[index])).exp()
-        if self.norm == "length":
+        if self.norm == "score":  # a response that was certain of every token has no gradient
+            share = share * samples.column("score_norm").double().clamp(min=1e-9)
+        elif self.norm == "length":
             share = share * samples.lengths.clamp(min=1)
         # Of what is left after the mean, so that equal rewards give exactly 0.
         centred = rewards - group_mean(rewards, samples.group_ids)

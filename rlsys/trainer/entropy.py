@@ -1,4 +1,7 @@
-"""Log-prob and entropy of a tensor-parallel vocabulary in one pass. Shapes: P tokens, V / tp columns of this rank."""
+"""Log-prob, entropy and sum of squares over a tensor-parallel vocabulary.
+
+Shapes: P tokens, V / tp columns of this rank.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,24 @@ def logprob_and_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
     """
     logp, entropy = _LogProbEntropy.apply(logits, target)
     return logp, entropy
+
+
+def sum_pi_squared(logits: Tensor) -> Tensor:
+    """sum_v pi_v^2 of each row, `[P]` float32, without gradient. `logits` `[P, V / tp]` float32 stay as they are."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits = logits.detach()
+    largest = logits.max(dim=-1).values
+    if group.size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = logits.new_empty(2, len(logits))  # exp(x), exp(x)^2; x = logit - largest
+    for rows in torch.arange(len(logits), device=logits.device).split(ROWS):
+        at = slice(int(rows[0]), int(rows[-1]) + 1)
+        weight = (logits[at] - largest[at, None]).exp_()
+        sums[0, at] = weight.sum(-1)
+        sums[1, at] = weight.square_().sum(-1)
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums[1] / sums[0] ** 2
 
 
 class _LogProbEntropy(torch.autograd.Function):

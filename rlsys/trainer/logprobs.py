@@ -8,7 +8,7 @@ import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from rlsys.trainer.entropy import logprob_and_entropy
+from rlsys.trainer.entropy import logprob_and_entropy, sum_pi_squared
 from rlsys.trainer.share import Share
 
 
@@ -19,6 +19,9 @@ class Scores:
     logp: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    sum_pi_squared: Tensor | None = (
+        None  # of the distribution that the token was drawn from; without gradient
+    )
 
     def to(self, device: torch.device) -> Scores:
         there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
@@ -26,18 +29,21 @@ class Scores:
 
 
 def token_scores(
-    logits: Tensor, share: Share, temperature: float, *, entropy: bool, values: Tensor | None
+    logits: Tensor, share: Share, temperature: float, *, entropy: bool, squares: bool, values: Tensor | None
 ) -> Scores:
-    """`token_logprobs`, on request with the entropy of the distribution that each token was drawn from, and with
-    `values` `[P / c]` of the token before it: the state in which it was chosen."""
+    """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
+    was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen."""
     critic = None if values is None else share.aligned(values)
-    if not entropy:
-        return Scores(token_logprobs(logits, share, temperature), None, critic)
     logits = logits.float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
+    squared = (
+        share.aligned(sum_pi_squared(logits)) if squares else None
+    )  # first: the others overwrite the logits
+    if not entropy:
+        return Scores(token_logprobs(logits, share, 1.0), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
-    return Scores(share.aligned(logp), share.aligned(spread), critic)
+    return Scores(share.aligned(logp), share.aligned(spread), critic, squared)
 
 
 def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:

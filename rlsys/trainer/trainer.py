@@ -277,7 +277,9 @@ class Trainer:
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
         """Of logits `[1, P / c, V / tp]`."""
         values = None if self._head is None else self._head.values()
-        return token_scores(output[0], share, temperature, entropy="entropy" in self._signals, values=values)
+        squares = "sum_pi_squared" in self._signals and not torch.is_grad_enabled()
+        asked = {"entropy": "entropy" in self._signals, "squares": squares}
+        return token_scores(output[0], share, temperature, **asked, values=values)
 
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """The length that the longest of all ranks' micro-batches has once it can be cut."""

@@ -17,7 +17,7 @@ from rlsys.algo_section import AlgoSection
 from rlsys.types import Sample, SampleGroup
 
 DOUBLE = torch.float64
-PASSED = ("old", "now", "ewma", "ref", "entropy", "values")
+PASSED = ("old", "now", "ewma", "ref", "entropy", "values", "sum_pi_squared")
 """Fields of a part that come out of forward passes."""
 LEAVES = ("logp", "entropy", "values")
 """What has gradients."""
@@ -99,7 +99,8 @@ class World:
             "mask": torch.cat([torch.zeros(2, dtype=DOUBLE), torch.ones(n, dtype=DOUBLE)]),
             "mu": mu, "old": old, "now": now, "ewma": now - 0.1, "ref": old + 0.2 * randn(n + 2),
             "behaviour": behaviour, "versions": versions,
-            "entropy": randn(n + 2).abs(), "values": randn(n + 2), "logp": now + 0.02 * randn(n + 2),
+            "entropy": randn(n + 2).abs(), "values": randn(n + 2),
+            "sum_pi_squared": old.exp().clamp(max=1) ** 2 + 0.1, "logp": now + 0.02 * randn(n + 2),
         }  # fmt: skip
 
     def records(self) -> list[SampleGroup]:

@@ -294,6 +294,7 @@ def columns(n: int) -> dict[str, torch.Tensor]:
         "log_likelihood": torch.linspace(-2, -1, n, dtype=DOUBLE),
         "transferred": torch.zeros(n, dtype=torch.bool),
         "log_weight": torch.linspace(-1, 1, n, dtype=DOUBLE),
+        "score_norm": torch.linspace(1, 3, n, dtype=DOUBLE),
     }
 
 

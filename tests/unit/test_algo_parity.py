@@ -153,6 +153,21 @@ def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
     close(data.advantages(name, **params), data.flat(theirs))
 
 
+@pytest.mark.parametrize("weighed", [False, True], ids=["plain", "importance weights"])
+def test_verl_optimal_token_baseline(libraries: SimpleNamespace, weighed: bool) -> None:
+    data, cap = Padded(), 1.5
+    squares = data.values.abs().clamp(max=1)
+    theirs, _ = libraries.verl.compute_optimal_token_baseline_advantage(
+        data.token_rewards, data.mask, torch.tensor(GROUPS).numpy(), data.old, squares,
+        rollout_is_weights=(data.old - data.mu).exp().clamp(max=cap) if weighed else None,
+    )  # fmt: skip
+    method = build("advantage", "optimal_token_baseline", cap=cap if weighed else None)
+    samples, batch = data.samples(), data.batch()
+    batch.sum_pi_squared = data.flat(squares)
+    (found,) = method.per_token(method(samples), samples, [batch], lambda total: total)
+    close(found, data.flat(theirs))
+
+
 def test_trl_scale_rewards_batch(libraries: SimpleNamespace) -> None:
     """Its formula with its own deviation: it stands inside a method that also generates."""
     from trl.trainer.grpo_trainer import nanstd

@@ -73,6 +73,7 @@ def test_groups_of_equal_rewards_get_exactly_zero(name: str, dtype: torch.dtype)
         group_ids=torch.arange(len(rewards)) // size,
         lengths=lengths,
         log_weight=log_weight,
+        score_norm=lengths.double(),
     )
     got = build("advantage", name)(samples)
     assert got.dtype == dtype

@@ -1,0 +1,105 @@
+"""A baseline for each token of a group: what the responses earn that are still going there, weighed by their scores.
+
+Shapes: N samples, T packed tokens, C cells: a place in the response for each group, up to its longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.reduction import Reduce
+from rlsys.algo.segments import group_index
+
+CHUNK = 2**20
+"""Cells that are summed over ranks at a time: what is held at once, however many groups a step has."""
+
+
+def score_norm(part: Batch) -> Tensor:
+    """|grad of log pi by the logits|^2 of each token, `[T]` float64: 1 - 2 pi + sum of pi^2; 0 where masked."""
+    chosen = part.masked(part.signal("old")).double().exp()
+    return part.masked(1 - 2 * chosen + part.signal("sum_pi_squared").double())
+
+
+def running_sum(part: Batch, values: Tensor) -> Tensor:
+    """Of each sequence, up to and with the token itself, `[T]`."""
+    total = values.cumsum(0)
+    before = torch.cat([total.new_zeros(1), total])[part.cu_seqlens[:-1].long()]
+    return total - before[part.ids]
+
+
+class OptimalTokenBaseline(Advantage):
+    """R minus the baseline of least variance for each token: B_t = sum W_t R / sum W_t over the group's responses.
+
+    W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_jv^2) is the squared norm of the gradient of the response's log-prob so
+    far, by the logits; t counts the policy's own tokens. Where one response alone is still going, its advantage is R,
+    as in verl; with `lone: false` it is 0.
+    """
+
+    paper: ClassVar[str] = (
+        "Optimal token baseline; verl core_algos.py compute_optimal_token_baseline_advantage"
+    )
+    evidence: ClassVar[str] = "R"
+    lone: bool = True
+    """Whether tokens at a place that no other response of the group reaches have an advantage."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """Multiply each term of W by min(exp(old - mu), cap)^2, the square of a truncated importance weight."""
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    """Added to the sum of W."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old", "sum_pi_squared"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return samples.reward
+
+    def per_token(
+        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
+    ) -> list[Tensor]:
+        start, cells = _cells(samples)
+        rewards = [part.expand(advantages).double() for part in parts]
+        weights = [running_sum(part, self._energy(part)) for part in parts]
+        places = [_place(part, start.to(part.mu.device)) for part in parts]
+        out = [torch.zeros_like(reward) for reward in rewards]
+        for low in range(0, cells, CHUNK):
+            size = min(CHUNK, cells - low)
+            here = [p.keep & (at >= low) & (at < low + size) for p, at in zip(parts, places, strict=True)]
+            sums = torch.zeros(3, size, dtype=torch.float64, device=rewards[0].device)  # W R, W, responses
+            for reward, weight, at, mine in zip(rewards, weights, places, here, strict=True):
+                terms = torch.stack([weight * reward, weight, torch.ones_like(weight)])[:, mine]
+                sums.index_add_(1, at[mine] - low, terms)
+            top, total, count = reduce(sums)
+            shared = count > 1
+            baseline = torch.where(shared, top / (total + self.eps), 0.0)
+            for found, reward, at, mine in zip(out, rewards, places, here, strict=True):
+                cell = at[mine] - low
+                found[mine] = (reward[mine] - baseline[cell]) * (shared[cell] | self.lone)
+        return [part.masked(found.to(part.mu.dtype)) for part, found in zip(parts, out, strict=True)]
+
+    def _energy(self, part: Batch) -> Tensor:
+        norm = score_norm(part)
+        if self.cap is None:
+            return norm
+        gap = part.masked(part.signal("old") - part.mu).double()
+        return norm * gap.exp().clamp(max=self.cap) ** 2
+
+
+def _cells(samples: Samples) -> tuple[Tensor, int]:
+    """(first cell of each sample's group `[N]`, number of cells)."""
+    index, sizes = group_index(samples.group_ids)
+    longest = torch.zeros(len(sizes), dtype=torch.long, device=index.device)
+    longest = longest.scatter_reduce(0, index, samples.lengths.to(index), "amax")
+    ends = longest.cumsum(0)
+    return (ends - longest)[index], int(ends[-1])
+
+
+def _place(part: Batch, start: Tensor) -> Tensor:
+    """The cell of each token, `[T]`; any where masked."""
+    own = running_sum(part, part.keep.long()) - 1
+    return start[part.rows.to(start.device)][part.ids] + own
