@@ -15,8 +15,10 @@ from measure import ROOT
 
 from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
+from rlsys.algo_section import CriticSection
 from rlsys.config import load_config
 from rlsys.trainer import update as train_step
+from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Taken
 
@@ -89,7 +91,8 @@ def measure_cost(
     quick = load_config(
         ROOT / "configs" / "quickstart.yaml", [f"run.dir={work / 'cost'}", "trainer.lr=1e-30"]
     )
-    trainer = Trainer(quick, ("entropy", "values", "ref"))
+    trainer = Trainer(quick, ("entropy", "values", "ref", "sum_pi_squared"))
+    add_critic(trainer, CriticSection())
     passes = [0.0]
     plain_score = train_step.score
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo_section import Anchor
 
-CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values"})
+CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared"})
 """Signals that one forward pass of the current weights gives."""
 PASSES = CURRENT | {"ewma", "ref"}
 """Needs that forward passes of the trainer serve, as fields of Batch."""

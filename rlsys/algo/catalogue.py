@@ -201,6 +201,9 @@ and `judge_failed` count questions without a verdict.
 Several named rewards: `data.reward` gives an object, `gdpo` sees each.
 `tool_penalty`: a tool's answer is an error when one of its lines begins with `error`, as the calculator's do; answers
 are those of `<answer>`.
+`values`: from the head just named, or with `algo.critic` from a critic of its own: a second model of the policy's
+architecture and first weights, laid out over the ranks as the policy is, with its own optimizer and rate. It learns
+alone in its first `warmup_steps`. It takes as much memory as the policy, and its own forward and backward passes.
 `prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
 done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
 group's; it is left out of mismatch_mean, and has no routes to replay.
@@ -211,6 +214,10 @@ ratios are taken against stays that of the start of the step, so they move furth
 token becomes older by it: age is counted in weight versions, and there is one push a step. Checkpoints lie between
 steps, and the order follows from (run.seed, step), so a resumed run is the same. The extra update of a selector that
 puts samples off is made once.
+
+ReMax is not here, for a reason: its baseline is the reward of a greedy response, one more per prompt, which is never
+trained. `rloo` makes its baseline from samples that are trained as well, with less variance for the same tokens. And
+a greedy sample among a group's others would need a temperature of its own in every request, resume and repeat.
 
 With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward as
 soon as they fill a micro-batch of every rank, while the rest of the step is being made: weights stay, gradients add

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.algo_section import CriticSection
+from rlsys.trainer import setup
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
@@ -30,6 +31,10 @@ class Critic(Trainer):
         super().__init__(policy.config.model_copy(update={"trainer": own_routes}))
         self.warmup_steps = section.warmup_steps
         self._lr_factor = (section.lr or own_routes.lr) / own_routes.lr
+
+    def _joined(self) -> torch.device:
+        """The layout is the policy's."""
+        return setup.local_device()
 
     def _built(self) -> Chunks:
         chunks = super()._built()

@@ -23,16 +23,21 @@ log = logging.getLogger("rlsys.trainer")
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
+def local_device() -> torch.device:
+    """This rank's."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def init_distributed(config: Config) -> torch.device:
     """Process groups of `config.parallel` (NCCL, or gloo without CUDA), then seeds; returns this rank's device.
-
-    A second model, a critic, joins the groups that are there.
 
     Raises UserError when the layout needs another number of ranks than were started, or `model.fp8` other hardware.
     """
     cuda = torch.cuda.is_available()
     check_device(config, torch.cuda.get_device_capability() if cuda else None, have_transformer_engine())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    device = local_device()
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -44,8 +49,6 @@ def init_distributed(config: Config) -> torch.device:
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
-    if parallel_state.model_parallel_is_initialized():
-        return device
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,

@@ -75,6 +75,7 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
         for micro, found in zip(batch, trainer.score(batch), strict=True):
             micro.old = micro.now = found.logp
             micro.entropy, micro.values = found.entropy, found.values
+            micro.sum_pi_squared = found.sum_pi_squared
             if "behaviour" in passes:
                 micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
     if "values" in passes and (critic := critic_of(trainer, objective)) is not None:

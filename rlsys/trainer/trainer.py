@@ -64,7 +64,7 @@ class Trainer:
         self.hf = HFConfig.read(config.model.path)
         check_layout(config, self.hf)
         check_asked(config, self.hf)
-        self._device = setup.init_distributed(config)
+        self._device = self._joined()
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
         if self.is_main:
@@ -87,6 +87,10 @@ class Trainer:
         self._pending = Pending()
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._crossover = crossover_length(self.hf)
+
+    def _joined(self) -> torch.device:
+        """The layout made; this rank's device."""
+        return setup.init_distributed(self.config)
 
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device)

@@ -18,14 +18,16 @@ from typing import Any
 import msgspec
 
 from rlsys.algo.objective import Objective
+from rlsys.algo_section import CriticSection
 from rlsys.config import Config, load_config
+from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Sample, SampleGroup, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
-SIGNALS = ("entropy", "values", "ref")
+SIGNALS = ("entropy", "values", "ref", "sum_pi_squared")
 STALE_EVERY, STALE_BY = 7, 1.8
 OTHER = 1.3
 """What the reference's weights, and those of the average, are of the policy's: their log-probs must differ."""
@@ -97,6 +99,7 @@ def batch_of(recipe: str) -> Taken:
 def trainer_of(run: Path, *overrides: str) -> Trainer:
     """It serves every signal, and its reference is not its policy."""
     trainer = Trainer(config_of(None, run, *overrides), SIGNALS)
+    add_critic(trainer, CriticSection())
     for weight in trainer.first_weights.values():
         weight *= OTHER
     return trainer

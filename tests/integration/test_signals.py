@@ -211,7 +211,7 @@ CLAIMS = {
     "lens": "loss", "m2po": "loss", "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean",
     "mssr": "loss", "opsm": "rejected_share", "outcome_exploration": "loss", "puzzlecraft": "loss",
     "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
-    "gae_turn": "loss", "vapo": "loss",
+    "gae_turn": "loss", "vapo": "loss", "gae_critic": "loss", "optimal_token_baseline": "loss",
     "gpg": "loss", "grpo_passk": "loss", "lite_ppo": "loss", "maxrl": "loss", "opo": "loss",
     "tis": "weight_mean", "ttrl": "effective_groups", "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
 }  # fmt: skip
@@ -225,7 +225,8 @@ WITHOUT = {
     "brorl": ("algo.hooks=[]",), "entropy": ("algo.loss=[clip]",), "kl": ("algo.loss=[clip]",),
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
     "grpo": ("algo.reducer=token_mean",),
-    "gae_turn": ("algo.advantage=gae",), "vapo": ("algo.advantage=gae",),
+    "gae_turn": ("algo.advantage=gae",), "vapo": ("algo.advantage=gae",), "gae_critic": ("algo.critic=null",),
+    "optimal_token_baseline": ("algo.advantage=grpo",),
     **dict.fromkeys(
         (
             "dr_grpo", "gdpo", "gpg", "lite_ppo", "maxrl", "mc_grpo", "opo", "puzzlecraft", "rloo", "vcpo_baseline",

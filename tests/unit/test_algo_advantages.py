@@ -181,7 +181,7 @@ def test_outcome_exploration_centres_on_responses_with_an_answer_by_hand() -> No
 def test_minimum_variance_by_hand() -> None:
     """w^2 = 1, 4; |g|^2 ~ 3, 1: b = (3 R1 + 4 R2) / 7 with R = 1, 0; std = 1/sqrt 2."""
     samples = table([1, 0], [0, 0], [3, 1], log_weight=vector(0, math.log(2)))
-    got = build("advantage", "vcpo", eps=0.0)(samples)
+    got = build("advantage", "vcpo", norm="length", eps=0.0)(samples)
     close(got, vector(1 - 3 / 7, -3 / 7) * math.sqrt(2))
     equal = table(
         [1, 0], [0, 0], [3, 1], log_weight=vector(700, 700)
