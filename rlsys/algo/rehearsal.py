@@ -167,7 +167,7 @@ def _pack(
         values = batch.mu + 0.1 * torch.randn(batch.mu.shape, generator=g)
         if name == "behaviour":  # of the oldest, nothing was stored
             values[batch.versions < VERSION - 2] = torch.nan
-        setattr(batch, name, values.abs() if name == "entropy" else values)
+        setattr(batch, name, values.abs() if name in ("entropy", "sum_pi_squared") else values)
     return batch
 
 
@@ -177,6 +177,8 @@ def _backward(objective: Objective, part: Batch, denominator: float, g: torch.Ge
     leaves = {"logp": part.mu + 0.1 * noise, "entropy": noise.abs(), "values": noise}
     current = {name: value.clone().requires_grad_() for name, value in leaves.items()}
     loss, sums = objective(current["logp"], part, current["entropy"], current["values"])
+    if objective.critic is not None:
+        loss = loss + objective.critic_loss(current["values"], part)[0]
     if loss.requires_grad:  # a part of which all tokens are masked out need not have one
         (loss / denominator).backward()
     gradients = [leaf.grad for leaf in current.values() if leaf.grad is not None]

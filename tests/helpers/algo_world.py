@@ -226,6 +226,8 @@ class _Step:
         leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in part.rows.tolist()}
         current = {k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])) for k in LEAVES}
         total, sums = self.objective(**current, batch=part)
+        if self.objective.critic is not None:
+            total = total + self.objective.critic_loss(current["values"], part)[0]
         (total / denominator).backward()
         self.outcome.gradients |= {
             row: torch.stack([_gradient(leaf[k]) for k in LEAVES]) for row, leaf in leaves.items()
