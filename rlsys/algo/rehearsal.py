@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algo.anchors import CURRENT
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective, Plan
 from rlsys.algo.planners import start_size
@@ -125,7 +124,7 @@ def _optimise(
     g: torch.Generator,
 ) -> None:
     samples = [s for group in groups for s in group.samples]
-    later = CURRENT - {"behaviour"}
+    later = objective.current - {"behaviour"}
     early = objective.passes if objective.looks_ahead else objective.passes - later
     batches = [_parts(samples, rows, objective.passes if i else early, g) for i, rows in enumerate(updates)]
     for part in () if objective.looks_ahead else batches[0]:
