@@ -94,7 +94,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ],
         (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
         (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
-        (["algo.critic={}"], r"algo.critic is given, but algo.advantage \(Grpo\) asks for no values; use gae"),
+        (
+            ["algo.critic={}"],
+            r"algo.critic is given, but algo.advantage \(Grpo\) asks for no values; use gae",
+        ),
         (["algo.advantage=gae"], r"algo.advantage \(Gae\) needs a critic, but .* add value"),
         (["algo.anchor=ewma"], r"algo.anchor = 'ewma' needs averaged weights, .* algo.hooks = \[ewma\]"),
         (["algo.hooks=[ewma]"], r"algo.hooks \(EwmaAnchor\) averages the weights, but algo.anchor = 'mu'"),
