@@ -112,11 +112,11 @@ def test_xrpo_by_hand() -> None:
 
 
 def test_xrpo_finds_nothing_new_in_what_solved_problems_before_the_prompt_made_likely() -> None:
-    """The seeded success (-0.1) takes no part: mean of the others -4, so that -6 is new and gets its bonus. With it
-    in the mean, -2.7, the success at -3 would have been new as well."""
+    """The seeded success (-0.1) takes no part: mean of the others -4.2, so that -6 is new and gets its bonus. With it
+    in the mean, -3.2, the success at -3.5 would have been new as well."""
     base = grpo(torch.tensor([1, 1, 0, 1.0], dtype=torch.float64), torch.zeros(4, dtype=torch.long))
     seeded = torch.tensor([False, False, False, True])
-    samples = table([1, 1, 0, 1], [0] * 4, log_likelihood=vector(-6, -3, -3, -0.1), transferred=seeded)
+    samples = table([1, 1, 0, 1], [0] * 4, log_likelihood=vector(-6, -3.5, -3, -0.1), transferred=seeded)
     close(build("advantage", "xrpo")(samples), base * vector(1.5, 1, 1, 1), atol=1e-9, rtol=0)
 
 
