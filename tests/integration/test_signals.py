@@ -150,13 +150,14 @@ def test_an_objectives_state_is_restored_exactly(
 EPOCHS = ("algo.epochs=2", "algo.minibatches=2", "algo.anchor=old")
 
 
+@pytest.mark.parametrize("corrections", ["[]", "[{name: tis, normalise: true}]"])
 def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, corrections: str
 ) -> None:
     """Two epochs of two updates: a, b, a, b; `old` is that of the start of the step in all four, so the third moves
-    away from it; `now`, where somebody needs it, is scored again from the second update on."""
+    away from it, whether or not somebody looks ahead."""
     taken = cases.single_rewards(cases.recorded())
-    trainer, objective = start(*EPOCHS, "algo.corrections=[{name: tis, normalise: true}]")
+    trainer, objective = start(*EPOCHS, f"algo.corrections={corrections}")
     seen: list[tuple[list[int], Tensor]] = []
     passes, train_step, forward = 0, trainer.train_step, trainer.score
 
@@ -177,13 +178,24 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
     assert a == a2 and b == b2 and not set(a) & set(b)
     assert torch.equal(old_a, old_a2) and torch.equal(old_b, old_b2)
     assert passes == 2  # one for each mini-batch, before the first update
-    trainer, objective = start(*EPOCHS[1:], "algo.corrections=[{name: tis, normalise: true}]")
+    trainer, objective = start(*EPOCHS[1:], f"algo.corrections={corrections}")
     once = update(trainer, objective, taken)
     assert twice["drift_k3_age0"] > 1.5 * once["drift_k3_age0"] > 0  # further away from where it began
+
+
+def test_what_the_current_log_probs_decide_is_scored_again_before_each_update_of_further_epochs(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, objective = start(*EPOCHS[:2], "algo.anchor=interpolated", "algo.loss=[m2po]")
-    forward, passes = trainer.score, 0
+    passes, forward = 0, trainer.score
+
+    def count(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*args)
+
     monkeypatch.setattr(trainer, "score", count)
-    update(trainer, objective, taken)
+    update(trainer, objective, cases.single_rewards(cases.recorded()))
     assert passes == 2 + 3
 
 
