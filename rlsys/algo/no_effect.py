@@ -39,7 +39,7 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
             "exp(logp - mu) then"
         )
-    if config.trainer.replay == "trainer" and algo.minibatches == 1:
+    if config.trainer.replay == "trainer" and algo.minibatches * algo.epochs == 1:
         found.append(
             "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
             "and the scoring pass buys nothing; use engine, off or more minibatches"
@@ -50,6 +50,7 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
 def describe_passes(config: Config) -> str:
     """The forward passes of a train step beside those of training, one a line."""
     objective, count = Objective(config.algo), config.algo.minibatches
+    updates = count * config.algo.epochs
     found = []
     if "behaviour" in objective.passes:
         found.append("what was interrupted, before the weights change that sampled it")
@@ -57,14 +58,16 @@ def describe_passes(config: Config) -> str:
         found.append("the whole step, since trainer.replay = trainer replays its experts")
     elif objective.scored & objective.current and (why := objective.looks_ahead):
         found.append(f"the whole step, since {'; '.join(why)}")
+    elif objective.scored & objective.current and config.algo.epochs > 1:
+        found.append(f"the whole step, since its samples come again in each of {config.algo.epochs} epochs")
     elif objective.scored & objective.current and count > 1:
         found.append(
             f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
         )
     elif objective.scored & objective.current:
         found.append("none for `old`: it is the training pass's own")
-    if "now" in objective.passes and count > 1:
-        found.append(f"each of {count - 1} mini-batches once more, just before its update")
+    if "now" in objective.passes and updates > 1:
+        found.append(f"each of {updates - 1} mini-batches once more, just before its update")
     found += [
         f"the whole step with {weights}"
         for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))

@@ -61,8 +61,8 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
     score their own past.
 
     The first update begins with the weights that score, so that its own log-probs are `old`, unless somebody wants
-    them earlier. The routes that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with further
-    epochs these samples come again, when the weights have moved.
+    them earlier. The routes that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with
+    further epochs these samples come again, when the weights have moved.
     """
     passes, replayed = objective.passes, trainer.config.trainer.replay == "trainer"
     reuse = not (objective.looks_ahead or replayed or trainer.config.algo.epochs > 1)

@@ -250,3 +250,21 @@ def test_the_passes_of_a_step_are_told(overrides: list[str], told: list[str]) ->
 
 def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:
     check(load_config(CONFIGS / "quickstart.yaml", ["algo.loss=[reinforce]", "algo.corrections=[tis]"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algo.anchor=old"], "none for `old`: it is the training pass's own"),
+        (
+            ["algo.anchor=old", "algo.epochs=2"],
+            "the whole step, since its samples come again in each of 2 epochs",
+        ),
+        (
+            ["algo.anchor=interpolated", "algo.loss=[m2po]", "algo.epochs=3", "algo.minibatches=2"],
+            "each of 5 mini-batches once more, just before its update",
+        ),
+    ],
+)
+def test_explain_names_the_passes_of_further_epochs(overrides: list[str], told: str) -> None:
+    assert told in describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides))
