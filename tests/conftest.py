@@ -1,8 +1,21 @@
-"""Property tests: the same examples on every run, and no time limit on any of them. What every session does."""
+"""What every session does: the same examples of property tests on every run, and the tier of each test."""
 
+from __future__ import annotations
+
+import pytest
 from hypothesis import settings
 
 pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts"]
 
-settings.register_profile("rlsys", deadline=None, derandomize=True)
+settings.register_profile("rlsys", deadline=None, derandomize=True)  # no time limit on any example
 settings.load_profile("rlsys")
+
+REAL_STACK = ("tests/integration/", "tests/cluster/")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test on the real stack that is not marked `gate` is `full`: a new one does not slow `make test` down."""
+    for item in items:
+        if item.nodeid.startswith(REAL_STACK) and not item.get_closest_marker("gate"):
+            item.add_marker("full")

@@ -104,6 +104,7 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     checked_ledger(run)
 
 
+@pytest.mark.gate
 def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:

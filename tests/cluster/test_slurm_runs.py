@@ -49,6 +49,7 @@ def resumed_at(run: Path, time: int) -> int:
     return [int(r["step"]) for r in read_metrics(run).runs if r["event"] == "resume"][time]
 
 
+@pytest.mark.gate
 def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     slurm: SlurmCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
@@ -60,7 +61,6 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     checked_ledger(run)
 
 
-@pytest.mark.full
 def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Engine on a node of its own, trainer over two others, through a node's death, a preemption and scancel."""
     run = tmp_path / "run"

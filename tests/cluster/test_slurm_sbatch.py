@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.runs import ROOT
 from tests.helpers.slurm_cluster import SlurmCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.full]
+pytestmark = pytest.mark.cluster
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
 
 

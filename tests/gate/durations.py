@@ -66,7 +66,7 @@ def slow_and_new(
             continue
         told.append(
             f"{nodeid} takes {took:.0f} s and is in tier {tiers[nodeid]} (new ones: up to {limit:.0f} s): "
-            "mark it `full`, or speed it up"
+            "take its mark `gate` off, mark it `full`, or speed it up"
         )
     return told
 

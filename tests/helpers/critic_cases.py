@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import signal_cases
-
 from rlsys.algo.objective import Objective
 from rlsys.trainer.critic import Critic, add_critic
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import update
+from tests.helpers import signal_cases
 
 WARM_UP = 1
 

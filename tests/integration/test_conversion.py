@@ -29,7 +29,7 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import family_cases
 from tests.helpers import trainer_cases as cases
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},

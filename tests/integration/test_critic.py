@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import critic_cases as cases
 import pytest
 import torch
 from torch import Tensor
 
 from rlsys.trainer.trainer import Trainer
+from tests.helpers import critic_cases as cases
 
 pytestmark = pytest.mark.integration
 

@@ -36,7 +36,7 @@ from tests.helpers.engine_stack import (
     worst_gap,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
 async def test_interrupted_three_times_equals_unbroken(engine_config: Config, engine: str) -> None:

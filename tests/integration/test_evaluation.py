@@ -9,7 +9,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.rollout.evaluation import evaluate
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
 def test_an_engine_is_evaluated_with_the_weights_that_it_has(engine: str, engine_config: Config) -> None:

@@ -36,6 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Session]]:
         session.kill()
 
 
+@pytest.mark.gate
 def test_a_killed_trainer_costs_no_step_and_no_token(start: Callable[[int], Session], tmp_path: Path) -> None:
     """kill -9 after the first step that no checkpoint holds: it is trained again, from the same groups."""
     session = start(4)
@@ -48,7 +49,6 @@ def test_a_killed_trainer_costs_no_step_and_no_token(start: Callable[[int], Sess
     assert [s["step"] for s in read_metrics(tmp_path / "run").steps] == [1, 2, 3, 4]
 
 
-@pytest.mark.full
 def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -84,9 +84,7 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_pa
 @pytest.mark.parametrize(
     ("override", "code", "told"),
     [
-        pytest.param(
-            "engine.extra_args=[--no-such-option]", 1, "engine-0 exited with code 2", marks=pytest.mark.full
-        ),
+        ("engine.extra_args=[--no-such-option]", 1, "engine-0 exited with code 2"),
         ("data.source=chain_sums_tail", 2, "data.source = 'chain_sums_tail': unknown name; did you mean"),
     ],
 )

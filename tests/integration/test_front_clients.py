@@ -27,7 +27,7 @@ from rlsys.engine.client import EngineClient, make_session
 from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
 from tests.helpers.servers import ROOT, running_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 QUESTION = [{"role": "user", "content": "12 + 30 + 5"}]
 LONG = {"max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 11}

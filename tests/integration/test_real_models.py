@@ -26,7 +26,7 @@ from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import ENGINE_TENSORS, keep_model, model, stack
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 # SGLang takes hidden_size / heads as the size of a head in some families, whatever config.json says.
 SERVED: dict[str, dict[str, Any]] = {

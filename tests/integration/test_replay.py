@@ -23,7 +23,7 @@ from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import keep_model, stack
 from tests.helpers.servers import TINY_MOE, running_engine, tiny_moe_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 SAMPLES = 64
 FEW = 16

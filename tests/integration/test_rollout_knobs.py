@@ -48,7 +48,7 @@ from tests.helpers.engine_stack import (
     worst_gap,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 TAIL = (6, 8, 8, 10, 12, 14, 20, 120)
 """Response lengths: an eighth of the samples is six times as long as the mean of the others."""

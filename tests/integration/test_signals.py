@@ -24,7 +24,7 @@ from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Unscored
 from tests.helpers import signal_cases as cases
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from rlsys.types import SampleGroup
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import RLSYS, check_ledger
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 RECIPE = "configs/algorithms/grpo_roc.yaml"
 CALLS = "{opens: <answer>, closes: </answer>, max_turns: 2}"

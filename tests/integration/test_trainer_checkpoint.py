@@ -16,7 +16,7 @@ from rlsys.trainer import checkpoint
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
 @pytest.fixture(scope="module")

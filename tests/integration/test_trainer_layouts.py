@@ -98,9 +98,9 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        pytest.param(2, AXES, id="each axis"),
-        pytest.param(2, ON_TWO, id="two ranks", marks=pytest.mark.full),
-        pytest.param(4, ON_FOUR, id="four ranks", marks=pytest.mark.full),
+        pytest.param(2, AXES, id="each axis", marks=pytest.mark.gate),
+        pytest.param(2, ON_TWO, id="two ranks"),
+        pytest.param(4, ON_FOUR, id="four ranks"),
     ],
 )
 def test_every_layout_trains_as_one_rank_does(

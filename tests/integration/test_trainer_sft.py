@@ -18,7 +18,7 @@ from rlsys.trainer import sft as sft_module
 from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.sft import sft
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 
 def config_of(tmp_path: Path, run: str) -> Config:

@@ -115,7 +115,7 @@ def test_slow_tests_are_told_unless_the_file_knows_them() -> None:
     seconds = {"known": 50.0, "grown": 70.0, "new": 40.0, "quick": 20.0, "late": 900.0, "unit": 6.0}
     told = slow_and_new(seconds, tiers, {"known": 45.0, "grown": 45.0})
     assert [line.split()[0] for line in told] == ["grown", "new", "unit"]
-    assert told[1].startswith("new takes 40 s and is in tier test (new ones: up to 25 s): mark it")
+    assert told[1].startswith("new takes 40 s and is in tier test (new ones: up to 25 s): ")
 
 
 def test_the_last_line_sums_the_sessions() -> None:

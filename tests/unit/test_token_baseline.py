@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from algo_world import DOUBLE, packed, table
 
 from rlsys.algo import build, token_baseline
 from rlsys.algo.batch import Batch
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.algo_section import AlgoSection
+from tests.helpers.algo_world import DOUBLE, packed, table
 
 close = torch.testing.assert_close
 
