@@ -1,6 +1,6 @@
 """Planning: the algorithm's plug-ins on the rollout's side. What a group is asked, its size, what becomes of it.
 
-    group id -> prompt chooser -> Prompt          its samples -> group reward -> planners -> Accept | Drop | More
+    group id -> prompt chooser -> Prompt      its samples -> group reward -> planners -> Accept | Drop | More | Hold
 
 It decides; the runner carries out. Its state is that of its plug-ins: the buffer commits it together with what
 was decided, so a restart neither forgets nor repeats a decision.
