@@ -143,8 +143,9 @@ def explain(args: argparse.Namespace) -> int:
     if not 0 < args.gpu_memory < math.inf:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     config = load_config(args.config, args.overrides)
+    described = describe_run(config, args.gpu_memory)
     check_plugins(config)
-    print(describe_run(config, args.gpu_memory))
+    print(described)
     return 0
 
 

@@ -209,6 +209,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _parse_yaml(text: str, where: str) -> Any:
+    """Raises ConfigError, one line that begins with `where`."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        if mark is not None and not where.startswith("override"):
+            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
+        problem = getattr(e, "problem", None) or " ".join(str(e).split())
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    except ValueError as e:  # a date or a number that Python cannot hold
+        raise ConfigError(f"{where}: a value cannot be read: {e}") from None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -216,14 +232,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the config is not UTF-8 text") from None
-    try:
-        data = yaml.load(text, _Loader)
-    except RecursionError:
-        raise ConfigError(f"{path}: not a config: nested too deeply") from None
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(e, 'problem', None) or e}") from None
+    data = _parse_yaml(text, str(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -252,13 +261,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, eq, value = text.partition("=")
         if not eq or not key or not all(key.split(".")):
             raise ConfigError(f"override {text!r}: expected section.field=value")
-        try:
-            parsed = yaml.load(value, _Loader)
-        except RecursionError:
-            raise ConfigError(f"override {text[:80]!r}: nested too deeply") from None
-        except yaml.YAMLError as e:
-            problem = getattr(e, "problem", None) or e
-            raise ConfigError(f"override {text!r}: value is not valid YAML: {problem}") from None
+        parsed = _parse_yaml(value, f"override {text!r:.200}")
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
         out = _merge(out, parsed)

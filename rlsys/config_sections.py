@@ -11,20 +11,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlsys.section import Beta, NonNegative, Positive, Section, Share
+from rlsys.section import Beta, FilePath, NonNegative, Positive, Section, Share
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 class RunConfig(Section):
-    dir: Path = Path("runs/default")
+    dir: FilePath = Path("runs/default")
     """Folder of the run: resolved config, metrics, rollouts, checkpoints, logs and report."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompts, samples and initialisation; the same seed and config give the same run."""
 
 
 class ModelConfig(Section):
-    path: Path
+    path: FilePath
     """Hugging Face folder (config.json, *.safetensors, tokenizer.json) that the run starts from."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's and the engine's weights."""
@@ -66,7 +66,7 @@ class EvalConfig(Section):
 class RolloutConfig(Section):
     groups_per_step: Positive = 16
     """Groups (prompts) that one train step consumes."""
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=65536)] = 8
     """Samples per group."""
     over_provision: Annotated[float, Field(ge=1, le=16)] | Literal["auto"] = 1.0
     """Samples kept in flight, as a multiple of groups_per_step * group_size; above 1 makes APRIL; auto holds
@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     an import path `package.module:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
-    repeat: Path | None = None
+    repeat: FilePath | None = None
     """Folder of a run of this config, whose groups, interrupts and tokens are repeated as its clock decided them."""
     length_bias_bound: Share = 0.1
     """Alarm when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
@@ -217,7 +217,7 @@ class ParallelConfig(Section):
 
 
 class EngineConfig(Section):
-    count: Positive = 1
+    count: Annotated[int, Field(gt=0, le=16384)] = 1
     """Number of SGLang engines."""
     tp: Positive = 1
     """Tensor parallel size of one engine."""
@@ -275,9 +275,9 @@ class WeightsConfig(Section):
 class LaunchConfig(Section):
     backend: Literal["local", "slurm", "ray"] = "local"
     """What starts the processes: this machine, tasks of a Slurm job, or actors of a Ray cluster."""
-    nodes: Positive = 1
+    nodes: Annotated[int, Field(gt=0, le=65536)] = 1
     """Machines of the run; more than one needs the backend slurm or ray, and a run.dir that all of them see."""
-    gpus_per_node: NonNegative = 0
+    gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """GPUs of the run on each node; 0 leaves devices to the processes themselves (one machine, or no GPU)."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines rest while the trainer works; disaggregated: generation goes on meanwhile."""

@@ -30,13 +30,24 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
         raise UserError(
             f"{field} = {name!r}: unknown name; {hint} (or an import path package.module:function)"
         )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute, None)
-    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
-        raise UserError(f"{field} = {name!r}: cannot import {module_name}: {e}") from None
+    found = imported(field, name)
     if not callable(found):
         raise UserError(f"{field} = {name!r}: {module_name} has no function {attribute!r}")
     return found
+
+
+def imported(field: str, path: str) -> Any:
+    """The attribute at `package.module:attribute`, None where there is none. Raises UserError naming `field`."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute, None)
+    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
+        raise UserError(
+            f"{field} = {path!r}: cannot import {module_name}: {' '.join(str(e).split())}"
+        ) from None
+    except Exception as e:  # anybody's module: all that it can raise is told in one line
+        told = " ".join(str(e).split())
+        raise UserError(f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {told}") from e
 
 
 def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
@@ -59,7 +70,7 @@ def tried(field: str) -> Iterator[None]:
     except Exception as e:  # anybody's code: all that it can raise is told in one line
         at = traceback.extract_tb(e.__traceback__)[-1]
         where = f"{Path(at.filename).name}:{at.lineno}"
-        raise UserError(f"{field}: {type(e).__name__}: {e} ({where})") from e
+        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())} ({where})") from e
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:

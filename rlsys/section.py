@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _not_empty(value: Any) -> Any:
+    """Python takes an empty text for the current folder."""
+    if value == "":
+        raise ValueError("expected a path, found an empty text")
+    return value
+
+
+def _possible(path: Path) -> Path:
+    """What no file system takes raises at its first use, and not as a file that is missing does."""
+    try:
+        sizes = [len(os.fsencode(part)) for part in path.parts]
+    except UnicodeEncodeError:
+        raise ValueError(f"expected a path, found {str(path)!r:.80}, which is no text") from None
+    if "\0" in str(path):
+        raise ValueError(f"expected a path, found {str(path)!r:.80} with a NUL character in it")
+    if max(sizes, default=0) > NAME_BYTES or sum(sizes) + len(sizes) > PATH_BYTES:
+        raise ValueError(
+            f"expected names of at most {NAME_BYTES} bytes, {PATH_BYTES} in all, found {str(path)!r:.80}..."
+        )
+    return path
+
+
+NAME_BYTES, PATH_BYTES = 255, 4095
+"""Linux's limits."""
+FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_possible)]
 
 
 class Section(BaseModel):

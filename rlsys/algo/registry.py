@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.algo_section import AlgoSection, Spec
 from rlsys.errors import UserError
-from rlsys.plugins import parse_params
+from rlsys.plugins import imported, parse_params
 
 KINDS: dict[str, tuple[str, str]] = {
     "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is put"),
@@ -182,10 +181,7 @@ def check(section: AlgoSection) -> None:
 def load(field: str, path: str) -> Any:
     """The attribute at `package.module:attribute`. Raises UserError naming `field`."""
     module_name, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute, None)
-    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
-        raise UserError(f"{field} = {path!r}: cannot import {module_name}: {e}") from None
+    found = imported(field, path)
     if not callable(found):
         raise UserError(f"{field} = {path!r}: {module_name} has no class or function {attribute!r}")
     return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rlsys.convert.families import Family, Feature, Rule, family_of
 from rlsys.errors import UserError
@@ -145,8 +146,6 @@ class HFConfig:
             )
         except KeyError as e:
             raise UserError(f"{where}: field {e} is missing") from None
-        except (TypeError, AttributeError) as e:
-            raise UserError(f"{where}: a field has a value of the wrong type: {e}") from None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -202,32 +201,93 @@ def _in_our_words(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     return merged
 
 
+LARGEST = 2**31 - 1
+"""Of any size; of the layers, which are counted one by one, MOST_LAYERS."""
+MOST_LAYERS = 10_000
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "max_position_embeddings",
+    "intermediate_size", "max_position_embeddings", "decoder_sparse_step",
 )  # fmt: skip
-_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_COUNTS = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers")
+_SWITCHES = ("tie_word_embeddings", "qk_norm", "attention_bias", "norm_topk_prob")
+_POSITIVE = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
+_ROPES = ("rope_scaling", "rope_parameters")
+_ROPE_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
     """Python's JSON takes NaN, and a size that is no whole number would show far from here, or never."""
-    for field in (*_SIZES, *(_EXPERT_SIZES if family.moe else ())):
-        value = raw.get(field)  # one that is needed and missing is told when it is read
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{where}: {field} = {value!r:.80}: expected a whole number above 0")
-    rope = {k: v for name in ("rope_scaling", "rope_parameters") for k, v in (raw.get(name) or {}).items()}
+
+    def refuse(field: str, value: object, expected: str) -> NoReturn:
+        raise UserError(f"{where}: {field} = {value!r:.80}: expected {expected}")
+
+    more = (*(_EXPERT_SIZES if family.moe else ()), *(_LATENT_SIZES if family.mla else ()))
+    for names, least in (((*_SIZES, *more), 1), (_COUNTS, 0)):
+        for field in names:
+            value, most = raw.get(field), MOST_LAYERS if field == "num_hidden_layers" else LARGEST
+            # One that is needed and missing is told when it is read.
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                refuse(field, value, f"a whole number from {least} to {most}")
+    for field in _SWITCHES:
+        if not isinstance(raw[field], bool):
+            refuse(field, raw[field], "true or false")
+    if not _whole_numbers(layers := raw.get("mlp_only_layers", [])):
+        refuse("mlp_only_layers", layers, "a list of layers")
+    rope = _rope_objects(raw, refuse)
     for field, value in {**raw, **rope}.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{where}: {field} = {value!r}: expected a finite number")
-    for field in ("rms_norm_eps", "rope_theta"):
-        value = rope.get(field, raw.get(field, 1))
-        if type(value) not in (int, float) or value <= 0:
-            raise UserError(f"{where}: {field} = {value!r:.80}: expected a number above 0")
-    if family.moe and raw.get("num_experts_per_tok", 0) > raw.get("num_experts", 0):
-        raise UserError(
-            f"{where}: num_experts_per_tok = {raw['num_experts_per_tok']}: expected at most num_experts = "
-            f"{raw.get('num_experts')}"
-        )
+            refuse(field, value, "a finite number")
+    for found, fields in ((raw, _POSITIVE), (rope, _ROPE_POSITIVE)):
+        for field in fields:
+            value = found.get(field)
+            if value is not None and not (_is_number(value) and 0 < value <= LARGEST):
+                refuse(field, value, f"a number above 0, at most {LARGEST}")
+    for field in ("mscale", "mscale_all_dim"):
+        if not (_is_number(value := rope.get(field) or 0) and abs(value) <= LARGEST):
+            refuse(f"rope {field}", value, "a number")
+    _check_divisions(raw, family, refuse)
+
+
+def _check_divisions(
+    raw: dict[str, Any], family: Family, refuse: Callable[[str, object, str], NoReturn]
+) -> None:
+    """Sizes that have to go into others."""
+    heads, groups = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads")
+    if groups and heads % groups and not family.mla:
+        refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
+    if not raw.get("head_dim") and heads > raw.get("hidden_size", heads):
+        refuse("num_attention_heads", heads, f"at most hidden_size = {raw['hidden_size']}, or a head_dim")
+    if not family.moe:
+        return
+    experts, chosen = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
+    if chosen > experts:
+        refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
+    groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
+    if family.sigmoid and experts % groups:
+        refuse("n_group", groups, f"a divisor of num_experts = {experts}")
+    if family.sigmoid and top > groups:
+        refuse("topk_group", top, f"at most n_group = {groups}")
+
+
+def _rope_objects(raw: dict[str, Any], refuse: Callable[[str, object, str], NoReturn]) -> dict[str, Any]:
+    """What `rope_scaling` (older) and `rope_parameters` say together."""
+    given: dict[str, Any] = {}
+    for name in _ROPES:
+        value = raw.get(name)
+        if value is not None and not isinstance(value, dict):
+            refuse(name, value, "an object")
+        given |= value or {}
+    return given
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(v) is int for v in value)
 
 
 def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
@@ -236,10 +296,10 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
         if raw.get(field) not in values:
             expected = " or ".join(repr(v) for v in values)
             raise UserError(f"{where}: {field} = {raw.get(field)!r} is not supported; expected {expected}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"{where}: the weights are quantised ({method}); a folder in bfloat16 or float32 is needed"
+            f"{where}: the weights are quantised ({method!s:.40}); a folder in bfloat16 or float32 is needed"
         )
 
 
@@ -259,7 +319,7 @@ _YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
 
 def _rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
     """From `rope_parameters` (newer) or `rope_theta` and `rope_scaling`."""
-    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    given = {k: v for name in _ROPES for k, v in (raw.get(name) or {}).items()}
     kind = given.get("rope_type") or given.get("type") or "default"
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     kinds = ("default", "yarn") if family.mla else ("default", "llama3")

@@ -20,6 +20,8 @@ def stage_layers(layers: int, stages: int) -> list[int]:
 def check_layout(config: Config, hf: HFConfig) -> None:
     """Raises UserError, with both numbers, for a layout that does not divide this model."""
     p, path = config.parallel, config.model.path
+    if p.pp > hf.layers:
+        raise UserError(f"parallel.pp = {p.pp}: expected at most the {hf.layers} layers of {path}")
     stages = stage_layers(hf.layers, p.pp)
     if p.vpp == 1 and stages[-1] < 1:
         raise UserError(

@@ -21,7 +21,7 @@ from rlsys.config import Config
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import parse_params
-from rlsys.section import NonNegative, Positive, Section
+from rlsys.section import FilePath, NonNegative, Positive, Section
 from rlsys.types import Prompt
 
 HELDOUT_ONE_IN = 8
@@ -163,9 +163,9 @@ def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> Prompt
 
 
 class JsonlParams(Section):
-    path: Path
+    path: FilePath
     """One JSON object a line: `prompt` (text) or `messages` (a chat), and what the reward needs."""
-    heldout_path: Path | None = None
+    heldout_path: FilePath | None = None
     """The same for held-out prompts; without it one line in eight of `path`, by the hash of its prompt."""
     shuffle_seed: NonNegative = 0
     """Further seed of the order; data.seed and run.seed change it too."""

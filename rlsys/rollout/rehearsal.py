@@ -85,6 +85,18 @@ def _build_without_tokenizer(config: Config) -> None:
 
 
 async def _rehearse(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Rehearsed:
+    prompt = await conclude_groups(config, tokenizer, source)
+    rewards = Rewards(config)
+    try:
+        scorer = build_scorer(config, rewards, tokenizer)
+        return Rehearsed(await _score(config, scorer, prompt, tokenizer))
+    finally:
+        await rewards.close()
+
+
+async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Prompt:
+    """Three groups from prompt to decision: one with wins and losses, one all won, one all lost. The first prompt."""
+
     async def verdict(question: str) -> str:
         return VERDICT
 
@@ -97,17 +109,11 @@ async def _rehearse(config: Config, tokenizer: Tokenizer, source: PromptSource) 
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
     prompts = [first_prompt(config, tokenizer, planning, group_id) for group_id in range(3)]
     answer = await _respond(config, tokenizer, prompts[0])
-    rewards = Rewards(config)
-    try:
-        scorer = build_scorer(config, rewards, tokenizer)
-        parts = await _score(config, scorer, prompts[0], tokenizer)
-    finally:
-        await rewards.close()
-    for group_id, won in enumerate(((1.0, 0.0), (1.0,), (0.0,))):  # mixed, solved, not solved
+    for group_id, won in enumerate(((1.0, 0.0), (1.0,), (0.0,))):
         await _conclude(planning, prompts[group_id], answer, won, group_id)
     with tried("algo: the state of prompt, planners or group_reward"):
         Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
-    return Rehearsed(parts)
+    return prompts[0]
 
 
 def first_prompt(config: Config, tokenizer: Tokenizer, planning: Planning, group_id: int) -> Prompt:

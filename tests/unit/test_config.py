@@ -50,7 +50,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("rollout.over_provision=yes", "rollout.over_provision: expected a number, found true"),
         (
             "data.params={a: 1, a: 2}",
-            "override 'data.params={a: 1, a: 2}': value is not valid YAML: the key a",
+            "override 'data.params={a: 1, a: 2}': not valid YAML: the key a",
         ),
         ("parallel.ep=1000", "rollout.groups_per_step * group_size = 128 samples do not divide"),
         ("run.seed=2147483648", "run.seed = 2147483648: Input should be less than"),
@@ -59,7 +59,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "rollout.over_provision = 'manual': Input should be a valid number, unable to parse string as a number, "
             "or: Input should be 'auto'",
         ),
-        ("trainer.steps=[1", "override 'trainer.steps=[1': value is not valid YAML"),
+        ("trainer.steps=[1", "override 'trainer.steps=[1': not valid YAML"),
     ],
 )
 def test_a_mistaken_value_is_named(override: str, told: str) -> None:

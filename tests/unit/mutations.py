@@ -1,0 +1,290 @@
+"""Bad input, drawn from a seed: configs and config.json files with something wrong in them, and what must not happen.
+
+As a script it draws many: `python tests/unit/mutations.py 20000`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from rlsys.algo.preflight import check
+from rlsys.algo.registry import SECTION_KINDS, TABLE, load
+from rlsys.algo.rehearsal import rehearse as rehearse_objective
+from rlsys.cli import describe_run
+from rlsys.config import load_config
+from rlsys.errors import UserError
+from rlsys.rollout.preflight import check_names
+from rlsys.rollout.rehearsal import build_inputs, conclude_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "base.yaml")
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+MODELS = sorted((ROOT / "configs/models").glob("*/config.json"))
+SECONDS = 30
+"""After which a case counts as one that hangs."""
+LONG = "a" * 300
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 1000, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**30), 10**400,
+    0.0, 0.5, -0.5, 1.5, 1e-30, 1e20, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
+    "", " ", "0", "1e20", "none", "null", ".", "..", "/", "/dev/null", "~", LONG, LONG * 20, "/".join([LONG] * 3),
+    "a\0b", "a\nb", "é", "\ud83d\ude00", ":", "a:", ":a", "a:b", "no.such:thing", "json:loads", "math:pi",
+    "rlsys.types:Prompt", "rlsys..types:x", ".x:y", "http://", "http://[", "http://a:b", "http://a:99999",
+    "http://u:p@h", "https://h/ x", "grpo", "clip", "kl", "dapo", "float16", "2026-01-01",
+    [], [0], [1, 2, 3], ["clip"], [[]], [None], {}, {"a": 1}, {"name": None}, {"name": "clip"}, {"name": ["clip"]},
+    {1: 2}, {None: None}, [{"name": "clip", "clip_low": "x"}], [1e20, -1],
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """`files`: name -> content in a folder of the case's own, `{folder}` in overrides."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    files: dict[str, bytes]
+
+
+def settings(fields: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Every dotted name of a config that a user can set, with those of sections, and its value."""
+    found = {}
+    for name, value in fields.items():
+        found[path + name] = value
+        if isinstance(value, dict) and value:
+            found |= settings(value, f"{path}{name}.")
+    return found
+
+
+MODEL_FIELDS = (
+    "rope_parameters", "rope_scaling", "rope_theta", "decoder_sparse_step", "mlp_only_layers", "q_lora_rank",
+    "n_shared_experts", "quantization_config", "num_key_value_heads", "head_dim", "eos_token_id", "norm_topk_prob",
+    "num_nextn_predict_layers", "first_k_dense_replace", "tie_word_embeddings",
+)  # fmt: skip
+DATA = (
+    "task",
+    "args",
+    "size",
+    "short",
+    "long",
+    "long_share",
+    "digits",
+    "path",
+    "heldout_path",
+    "shuffle_seed",
+)
+NAMES = settings(load_config(QUICKSTART).model_dump(mode="json")) | {
+    f"data.params.{name}": 5 for name in DATA
+}
+
+
+def near(random: Random, value: Any) -> Any:
+    """Something that could be meant, now and then."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return random.choice(
+            [value * 2, value + 1, value - 1, value * 1000, value // 2, value / 2, -value, 10**6 + 1]
+        )
+    if isinstance(value, str):
+        return random.choice([value[:-1], value.upper(), value + " ", value * 2])
+    return random.choice(VALUES)
+
+
+def draw(random: Random) -> Case:
+    """One case: fields of the config, the text of its file, or the model's config.json."""
+    kind = random.choice(["field", "field", "field", "text", "model", "model", "plugin"])
+    config = random.choice([QUICKSTART, QUICKSTART, random.choice(CONFIGS)])
+    if kind == "field":
+        return Case(config, tuple(_override(random) for _ in range(random.choice([1, 1, 2, 3]))), {})
+    if kind == "plugin":
+        return Case(QUICKSTART, (_plugin(random),), {})
+    if kind == "text":
+        return Case(Path("config.yaml"), (), {"config.yaml": _torn(random, config.read_bytes())})
+    raw = random.choice(MODELS).read_bytes()
+    if random.random() < 0.15:
+        changed = _torn(random, raw)
+    else:
+        found = json.loads(raw)
+        for _ in range(random.choice([1, 1, 2])):
+            _change(random, found)
+        changed = json.dumps(found).encode("utf-8", "surrogatepass")
+    overrides = ["model.path={folder}", *random.choice([[], [], [_override(random)]])]
+    return Case(random.choice([QUICKSTART, config]), tuple(overrides), {"config.json": changed})
+
+
+def _override(random: Random) -> str:
+    name = random.choice(list(NAMES))
+    value = near(random, NAMES[name]) if random.random() < 0.4 else random.choice(VALUES)
+    if random.random() < 0.1:
+        name = name[:-1] if random.random() < 0.5 else name + ".x"
+    if isinstance(value, str) and random.random() < 0.5:
+        return f"{name}={value}"
+    return f"{name}={_yaml(value)}"
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).removesuffix(
+        "...\n"
+    )
+
+
+def _plugin(random: Random) -> str:
+    """A plug-in with parameters that it may not like."""
+    field, kind = random.choice(list(SECTION_KINDS.items()))
+    name = random.choice(list(TABLE[kind]))
+    spec: dict[str, Any] = {"name": name}
+    fields = load(field, TABLE[kind][name]).model_fields
+    for param in random.sample(list(fields), min(len(fields), random.choice([1, 1, 2]))):
+        usual = fields[param].default
+        spec[param] = near(random, usual) if random.random() < 0.6 else random.choice(VALUES)
+    value: Any = [spec] if isinstance(NAMES[f"algo.{field}"], list) else spec
+    return f"algo.{field}={_yaml(value)}"
+
+
+def _torn(random: Random, text: bytes) -> bytes:
+    """Bytes taken out, put in or changed; lines twice."""
+    out = bytearray(text)
+    for _ in range(random.choice([1, 2, 8])):
+        at = random.randrange(len(out))
+        how = random.randrange(5)
+        if how == 0:
+            del out[at : at + random.choice([1, 5, 50])]
+        elif how == 1:
+            out[at:at] = random.choice(
+                [
+                    b":",
+                    b"- ",
+                    b"[",
+                    b"{",
+                    b"}",
+                    b"\t",
+                    b"\n",
+                    b"&a ",
+                    b"*a",
+                    b"!!",
+                    b"\0",
+                    b"\xff",
+                    b"'",
+                    b'"',
+                ]
+            )
+        elif how == 2:
+            out[at] = random.randrange(256)
+        elif how == 3:
+            out[at:at] = out[at : at + 40]
+        else:
+            out[at:at] = random.choice(
+                [b"[" * 2000, b"{a: " * 500, b"9" * 5000, b"1e999", b"!!python/object:os.x "]
+            )
+        if not out:
+            out = bytearray(b" ")
+    return bytes(out)
+
+
+def _change(random: Random, found: dict[str, Any]) -> None:
+    """One field of config.json, also of an object in it."""
+    name = random.choice([*found, *MODEL_FIELDS])
+    inner = found.get(name)
+    if isinstance(inner, dict) and random.random() < 0.7:
+        _change(random, inner)
+    elif random.random() < 0.15:
+        found.pop(name, None)
+    else:
+        found[name] = near(random, inner) if random.random() < 0.5 else random.choice(VALUES)
+
+
+def run(case: Case, folder: Path) -> None:
+    """What `rlsys explain` does with it, all but the reward's process. Raises what it raises."""
+    for name, content in case.files.items():
+        (folder / name).write_bytes(content)
+    overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
+    config = load_config(folder / case.config, overrides)
+    check_names(config)
+    check(config)
+    if any(
+        text.startswith(("data", "eval", "model", "algo.p", "algo.g", "rollout")) for text in case.overrides
+    ):
+        inputs = build_inputs(config)
+        if inputs is not None:
+            asyncio.run(conclude_groups(config, *inputs))
+    if any(text.startswith("algo") for text in case.overrides):
+        rehearse_objective(config, None)
+    describe_run(config, 80.0)
+
+
+def outcome(case: Case) -> str:
+    """`passes`, `refused`, or what is wrong with how it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with at_most(SECONDS):
+                run(case, Path(folder))
+        except UserError as e:
+            lines = str(e).splitlines()
+            return "refused" if len(lines) == 1 and lines[0].strip() else f"not one line: {str(e)!r:.300}"
+        except TimeoutError:
+            return "hangs"
+        except Exception as e:  # noqa: BLE001  (that is what is looked for)
+            at = traceback.extract_tb(e.__traceback__)
+            ours = next(
+                (f for f in reversed(at) if "/rlsys/" in f.filename or "/launch/" in f.filename), at[-1]
+            )
+            return f"{type(e).__name__} at {Path(ours.filename).name}:{ours.lineno}: {e!s:.200}"
+    return "passes"
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError in what takes longer, where Python gets a turn."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def cases(seed: int, count: int) -> Iterator[tuple[Case, str]]:
+    """Cases with their outcomes."""
+    random = Random(seed)
+    for _ in range(count):
+        case = draw(random)
+        yield case, outcome(case)
+
+
+def main(count: int, seed: int) -> None:
+    told: Counter[str] = Counter()
+    for case, found in cases(seed, count):
+        told[found.split(" ")[0] if found in ("passes", "refused") else "bad"] += 1
+        if found not in ("passes", "refused"):
+            print(
+                found,
+                "|",
+                case.config.name,
+                case.overrides,
+                {k: len(v) for k, v in case.files.items()},
+                flush=True,
+            )
+    print(dict(told))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
