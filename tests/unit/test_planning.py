@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -304,3 +305,38 @@ async def test_a_restart_lets_what_waited_wait_again(tmp_path: Path) -> None:
                 assert not planning.waiting()
                 sizes = {g.group_id: len(g.samples) for g in (await r.take(1)).groups}
                 assert sizes == {0: 4, 1: 2}
+
+
+@pytest.mark.parametrize("groups", [1, 3, 50])
+@pytest.mark.parametrize(("over_provision", "max_staleness"), [(1, 0), (2, 1), (2, 3)])
+async def test_steps_get_their_groups_whatever_the_size_of_a_round(
+    tmp_path: Path, groups: int, over_provision: int, max_staleness: int
+) -> None:
+    """Groups wait, grow, expire and are dropped; twelve steps, in the middle of which the trainer begins anew."""
+    rng = Random(groups)
+    lengths: dict[int, int] = {}
+
+    def length(sample: Sample) -> int:
+        return lengths.setdefault(sample.sample_id, rng.randint(1, 18))
+
+    rollout = {
+        "groups_per_step": 3, "group_size": 2, "over_provision": over_provision, "max_staleness": max_staleness
+    }  # fmt: skip
+    xrpo = {"name": "xrpo", "groups": groups, "samples": 2, "largest": 6, "exemplars": 1}
+    config = make_config(tmp_path, algo={"planners": [xrpo, {"name": "dapo", "drops": 4}]}, rollout=rollout)
+    seen: list[int] = []
+    sizes: set[int] = set()
+    async with rig(config, length) as r:
+        await r.start()
+        for step in range(1, 13):
+            taken = await r.take(step)
+            assert len(taken.groups) == 3
+            assert all(s.reward is not None for g in taken.groups for s in g.samples)
+            seen += ids(taken.groups)
+            sizes |= {len(g.samples) for g in taken.groups}
+            if step == 6:
+                await r.start(6)
+            else:
+                await r.push()
+        assert len(set(seen)) == len(seen)
+        assert sizes >= {2, 4}
