@@ -149,7 +149,7 @@ def test_m2po_bounds_by_hand() -> None:
 
 def test_m2po_bounds_do_not_hang_on_the_signs_of_rounding() -> None:
     """A hundred fresh tokens on which trainer and engine agree to 1e-6, and three stale ones. The same fresh tokens,
-    rounded the other way by another CPU, were 61 instead of 39 of the mean, and moved the bounds by a tenth."""
+    rounded the other way by another CPU, were 61 instead of 39 of the mean, and moved the bounds by a fifth."""
     fresh = [1e-6 if i % 100 < 39 else -1e-6 for i in range(100)]
     term, bounds = build("loss", "m2po"), []
     for sign in (1, -1):
