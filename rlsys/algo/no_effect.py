@@ -13,14 +13,14 @@ from rlsys.errors import UserError
 
 def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
     """Raises UserError where a plug-in's whole purpose is lost."""
-    if config.algo.anchor != "old" or config.algo.minibatches > 1:
+    if config.algo.anchor != "old" or config.algo.minibatches * config.algo.epochs > 1:
         return
     for i, term in enumerate(made["loss"]):
         if isinstance(term, M2PO | Bapo):
             raise UserError(
                 f"algo.loss[{i}] ({type(term).__name__}) makes bounds for exp(logp - anchor), which is 1 for every "
                 "token with algo.anchor = 'old' and algo.minibatches = 1: use algo.anchor = mu, behaviour or ewma, "
-                "or more minibatches"
+                "or more minibatches or epochs"
             )
 
 
@@ -28,10 +28,11 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
     """What acts, but not in every part; one line each."""
     algo, found = config.algo, []
     with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and term.ratio]
-    if algo.anchor == "old" and algo.minibatches == 1:
+    if algo.anchor == "old" and algo.minibatches * algo.epochs == 1:
         found += [
             f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
-            "exp(logp - anchor) is 1 for every token, so that no bound on it acts; more minibatches make it act"
+            "exp(logp - anchor) is 1 for every token, so that no bound on it acts; it does with more minibatches or "
+            "epochs"
             for i, term in with_ratio
         ]
     if algo.anchor != "mu" and not with_ratio:

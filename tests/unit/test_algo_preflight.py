@@ -200,6 +200,7 @@ def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_
             ["algo.loss[0] (Clip): with algo.anchor = 'old' and"],
         ),
         (["algo.anchor=old", "algo.corrections=[tis]", "algo.minibatches=2"], []),
+        (["algo.anchor=old", "algo.loss=[m2po]", "algo.epochs=2"], []),
         (["algo.anchor=mu"], []),
         (["algo.anchor=old", "algo.loss=[reinforce]"], ["algo.anchor = 'old' is not looked at: no term of"]),
         (
