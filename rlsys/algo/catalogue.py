@@ -41,6 +41,7 @@ OTHER_STAGES = {
     ("selector", "rorecomp"): "filter, replay",
     ("advantage", "outcome_exploration"): "advantage, replay",
     ("hook", "ewma"): "correction",
+    ("hook", "sync_ref"): "policy loss",
 }
 """Those that act elsewhere than others of their kind."""
 

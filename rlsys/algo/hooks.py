@@ -19,6 +19,8 @@ class Hook(Plugin):
 
     every_sample: ClassVar[bool] = False
     """It looks at samples of advantage 0, too: they are packed and trained like the others."""
+    prefix: ClassVar[str] = "average."
+    """Before the names of its `totals` in a checkpoint."""
 
     def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Before a train step, with this rank's parameters; in the first of a run they are the initial ones."""
@@ -39,6 +41,10 @@ class Hook(Plugin):
 
     def average(self) -> dict[str, Tensor]:
         """Averaged weights by name, where the hook keeps such."""
+        return {}
+
+    def reference(self) -> dict[str, Tensor]:
+        """The reference's weights by name, where the hook moves them; empty before `start`."""
         return {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

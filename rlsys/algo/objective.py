@@ -402,14 +402,19 @@ class Objective:
         """The averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""
         return {name: t for hook in self.hooks for name, t in hook.average().items()}
 
-    def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """State of hooks that is as large as the weights; the checkpoint cuts it over ranks like these."""
-        named = list(parameters)
-        return {name: t for hook in self.hooks for name, t in hook.totals(named).items()}
+    def reference(self) -> dict[str, Tensor]:
+        """The reference's weights of this rank by name, where a hook moves them; else empty."""
+        return {name: t for hook in self.hooks for name, t in hook.reference().items()}
 
-    def load_average_totals(self, totals: dict[str, Tensor]) -> None:
+    def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """State of hooks that is as large as the weights, by their prefixes; the checkpoint cuts it over ranks like
+        these."""
+        named = list(parameters)
+        return {hook.prefix: totals for hook in self.hooks if (totals := hook.totals(named))}
+
+    def load_average_totals(self, totals: dict[str, dict[str, Tensor]]) -> None:
         for hook in self.hooks:
-            hook.load_totals(totals)
+            hook.load_totals(totals.get(hook.prefix, {}))
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]

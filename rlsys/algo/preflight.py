@@ -45,6 +45,7 @@ def check(config: Config) -> None:
     _check_terms(made, config.algo.critic is not None)
     _check_sequence_ratio(made)
     _check_average(config.algo.anchor, made)
+    _check_reference(made)
     _check_groups(config, made)
     _check_batch_scaling(config, made)
     _check_judge(config)
@@ -195,6 +196,17 @@ def _check_average(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
         )
     if len(averaging) > 1:
         raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
+
+
+def _check_reference(made: Mapping[str, Sequence[Any]]) -> None:
+    """Who moves the reference moves it for somebody, and alone."""
+    moving = [type(hook).__name__ for hook in made["hooks"] if type(hook).reference is not Hook.reference]
+    if moving and "ref" not in frozenset().union(*(p.needs() for plugins in made.values() for p in plugins)):
+        raise UserError(
+            f"algo.hooks ({moving[0]}) moves the reference model, but no plug-in looks at it; add kl to algo.loss"
+        )
+    if len(moving) > 1:
+        raise UserError(f"algo.hooks ({', '.join(moving)}) move the reference model more than once; name one")
 
 
 def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:

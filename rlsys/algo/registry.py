@@ -118,6 +118,7 @@ TABLE: dict[str, dict[str, str]] = {
         "vcpo": "rlsys.algo.hooks:EssScaling",
         "brorl": "rlsys.algo.hooks:BatchScaling",
         "ewma": "rlsys.algo.hooks:EwmaAnchor",
+        "sync_ref": "rlsys.algo.sync_reference:SyncReference",
     },
 }
 

@@ -39,8 +39,6 @@ from rlsys.trainer import manifest
 from rlsys.trainer.background import Writing
 from rlsys.trainer.chunks import Chunks
 
-_AVERAGE = "average."
-"""Before the keys of averaged weights."""
 _CRITIC = "critic."
 """Before the keys of a critic's weights."""
 _NAME = re.compile(r"step-(\d+)")
@@ -113,7 +111,7 @@ def _state(learners: Sequence[Learner], objective: Objective | None, loading: bo
     for critic in learners[1:]:
         state["critic"] = _learned(critic, _CRITIC, loading)
     if objective is not None and (totals := objective.average_totals(model.named_parameters())):
-        state["averages"] = _averages(model, totals)
+        state["averages"] = {prefix: _like_weights(model, prefix, t) for prefix, t in totals.items()}
     return state
 
 
@@ -125,9 +123,9 @@ def _learned(learner: Learner, prefix: str, loading: bool) -> dict[str, Any]:
     return state
 
 
-def _averages(model: Chunks, totals: dict[str, Tensor]) -> dict[str, Any]:
-    """Totals of averaged weights `{parameter: tensor}`, cut over ranks like the weights: any layout loads them."""
-    like = model.shards(_AVERAGE)
+def _like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors `{parameter: tensor}` of a hook, cut over ranks like the weights: any layout loads them."""
+    like = model.shards(prefix)
     out = {}
     for name, value in totals.items():
         shard = like[name]

@@ -34,7 +34,7 @@ from rlsys.trainer.addresses import Address, addresses
 Advance = Callable[[int, int], None]
 """Told after each tensor: elements done, elements in all."""
 
-_NOT_THE_MODEL = ("optimizer.", "average.", "value_head.", "critic.")
+_NOT_THE_MODEL = ("optimizer.", "average.", "reference.", "value_head.", "critic.")
 """Begin the keys of what else a run's checkpoint holds."""
 
 

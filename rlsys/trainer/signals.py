@@ -83,7 +83,7 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
         critic.score_values(batches)
     if "ref" in passes:
         with trainer.without_replay():
-            _score_with(trainer.first_weights, "ref", batches, trainer)
+            _score_with(objective.reference() or trainer.first_weights, "ref", batches, trainer)
     if "ewma" in passes:
         _score_with(objective.average(), "ewma", batches, trainer)
 

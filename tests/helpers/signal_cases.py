@@ -28,6 +28,8 @@ from rlsys.types import Sample, SampleGroup, Taken
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
 SIGNALS = ("entropy", "values", "ref", "sum_pi_squared")
+SOONER = {"sync_ref": ("algo.hooks=[{name: sync_ref, every: 1}]",)}
+"""Recipe -> what makes it act within two steps."""
 STALE_EVERY, STALE_BY = 7, 1.8
 OTHER = 1.3
 """What the reference's weights, and those of the average, are of the policy's: their log-probs must differ."""
@@ -112,11 +114,14 @@ def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
 
 
 def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) -> dict[str, Any]:
-    """Metrics of one step, with the recipe's plug-ins on the trainer that is there; averages are the reference."""
-    config, taken, early = config_of(recipe, run, *overrides), batch_of(recipe or ""), None
+    """Metrics of one step, with the recipe's plug-ins on the trainer that is there. Averages began with the
+    reference, a version ago."""
+    config = config_of(recipe, run, *SOONER.get(recipe or "", ()), *overrides)
+    taken, early = batch_of(recipe or ""), None
     objective = Objective(config.algo)
     for hook in objective.hooks:
         hook.start(trainer.first_weights.items())
+        hook.after_version(trainer.named_parameters(), 1.0)
     if config.trainer.early_backward:
         early = Early()
         for groups in (taken.groups[:2], taken.groups[2:3]):

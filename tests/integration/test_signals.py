@@ -124,13 +124,22 @@ STATEFUL = (
     "algo.selectors=[{name: rorecomp, capacity: 8}]",
 )  # fmt: skip
 CRITIC = ("algo.advantage=gae", "algo.loss=[clip,value]")
+FOLLOWED = (
+    "algo.loss=[clip,{name: kl, beta: 0.1}]", "algo.anchor=ewma", "algo.minibatches=2",
+    "algo.hooks=[ewma,{name: sync_ref, every: 2, alpha: 0.3}]",
+)  # fmt: skip
 LONGER = (*STATEFUL, "algo.epochs=2", "algo.minibatches=2")
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [STATEFUL, CRITIC, LONGER],
-    ids=["averages, records, replay", "value head", "the first in two epochs"],
+    [STATEFUL, CRITIC, LONGER, FOLLOWED],
+    ids=[
+        "averages, records, replay",
+        "value head",
+        "the first in two epochs",
+        "averages, a moving reference",
+    ],
 )
 def test_an_objectives_state_is_restored_exactly(
     overrides: tuple[str, ...], start: Callable[..., Any]
@@ -223,7 +232,7 @@ CLAIMS = {
     "lens": "loss", "m2po": "loss", "m2po_mask": "clip_share", "mc_grpo": "loss", "minpro": "weight_mean",
     "mssr": "loss", "opsm": "rejected_share", "outcome_exploration": "loss", "puzzlecraft": "loss",
     "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
-    "gae_turn": "loss", "vapo": "loss", "gae_critic": "loss", "optimal_token_baseline": "loss",
+    "gae_turn": "loss", "vapo": "loss", "gae_critic": "loss", "sync_ref": "kl", "optimal_token_baseline": "loss",
     "gpg": "loss", "grpo_passk": "loss", "lite_ppo": "loss", "maxrl": "loss", "opo": "loss",
     "tis": "weight_mean", "ttrl": "effective_groups", "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
 }  # fmt: skip
@@ -238,7 +247,7 @@ WITHOUT = {
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
     "grpo": ("algo.reducer=token_mean",),
     "gae_turn": ("algo.advantage=gae",), "vapo": ("algo.advantage=gae",), "gae_critic": ("algo.critic=null",),
-    "optimal_token_baseline": ("algo.advantage=grpo",),
+    "optimal_token_baseline": ("algo.advantage=grpo",), "sync_ref": ("algo.hooks=[]",),
     **dict.fromkeys(
         (
             "dr_grpo", "gdpo", "gpg", "lite_ppo", "maxrl", "mc_grpo", "opo", "puzzlecraft", "rloo", "vcpo_baseline",

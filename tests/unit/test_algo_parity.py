@@ -168,6 +168,21 @@ def test_verl_optimal_token_baseline(libraries: SimpleNamespace, weighed: bool) 
     close(found, data.flat(theirs))
 
 
+def test_trl_sync_of_the_reference(libraries: SimpleNamespace) -> None:
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    policy, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    hook = build("hook", "sync_ref", every=1, alpha=0.6)
+    hook.start(theirs.named_parameters())
+    for _ in range(3):
+        with torch.no_grad():
+            policy.weight.add_(0.5)
+        SyncRefModelCallback._sync_target_model(policy, theirs, 0.6)
+        hook.after_version(policy.named_parameters(), 1.0)
+    for name, parameter in theirs.named_parameters():
+        close(hook.reference()[name], parameter.detach())
+
+
 def test_trl_scale_rewards_batch(libraries: SimpleNamespace) -> None:
     """Its formula with its own deviation: it stands inside a method that also generates."""
     from trl.trainer.grpo_trainer import nanstd

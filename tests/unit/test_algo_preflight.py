@@ -95,6 +95,14 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
         (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
         (
+            ["algo.hooks=[sync_ref]"],
+            r"algo.hooks \(SyncReference\) moves the reference model, but no .*; add kl",
+        ),
+        (
+            ["algo.loss=[clip,kl]", "algo.hooks=[sync_ref, {name: sync_ref, every: 8}]"],
+            "move the reference model more than once",
+        ),
+        (
             ["algo.critic={}"],
             r"algo.critic is given, but algo.advantage \(Grpo\) asks for no values; use gae",
         ),
