@@ -3,11 +3,12 @@
 Exact: parameter counts (tested against a model's files). By formula: weights, gradients, optimizer, KV pool.
 Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes a token, layer
 and hidden unit in bfloat16, with attention that stores no scores; layers that are computed again keep 2. Parts that
-`trainer.recompute` names are not taken off.
+`trainer.recompute` names are not taken off. `rlsys rehearse` counts what the trainer's own code keeps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlsys.config import Config
@@ -23,36 +24,71 @@ _EXPERT_ACTIVATION_BYTES = 8
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameter counts. `experts`: routed ones, which expert parallelism divides; `dense`: all others."""
+    """Parameter counts. Experts are routed ones, which expert parallelism divides; dense is all else."""
 
-    layers: int
     hidden: int
     vocab: int
-    dense: int
-    experts: int
+    tied: bool
+    moe_layers: tuple[bool, ...]
+    attention: int
+    """Of one layer, with its norms."""
+    ffn: int
+    """Of the feed-forward part of a layer without experts."""
+    beside_experts: int
+    """Of a layer with experts: its router and its shared experts."""
+    routed: int
+    """Of a layer with experts: all of them."""
+    ffn_width: int
     chosen_width: int
-    """Intermediate units of the experts that one token visits in a layer."""
+    """Intermediate units that a token visits in a layer without experts, and in one with them."""
     kv_values: int
     """Numbers that one token keeps in one layer's KV cache."""
     kv_heads: int | None
     """Heads that tensor parallelism divides the cache by; None: each rank keeps all (latent attention)."""
 
     @property
+    def layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def experts(self) -> int:
+        return self.routed * sum(self.moe_layers)
+
+    @property
+    def dense(self) -> int:
+        return self.dense_of(range(self.layers)) + self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
     def total(self) -> int:
         return self.dense + self.experts
 
+    def dense_of(self, layers: Sequence[int]) -> int:
+        """Of these layers, without embedding and head."""
+        return sum(self.attention + (self.beside_experts if self.moe_layers[i] else self.ffn) for i in layers)
+
 
 def model_size(hf: HFConfig) -> ModelSize:
-    h, moe_layers = hf.hidden_size, sum(hf.moe_layers)
+    h = hf.hidden_size
     attention, kv_values, kv_heads = _attention(hf)
     biases = hf.experts if hf.routing.kind == "sigmoid" else 0  # one a routed expert, for balance
-    dense = hf.vocab_size * h * (1 if hf.tied else 2) + h
-    dense += hf.layers * (attention + 2 * h)
-    dense += (hf.layers - moe_layers) * 3 * h * hf.ffn_size
-    dense += moe_layers * (hf.experts * h + biases + 3 * h * hf.shared_ffn_size)
-    routed = moe_layers * hf.experts * 3 * h * hf.expert_ffn_size
-    chosen = hf.experts_per_token * hf.expert_ffn_size if hf.experts else hf.ffn_size
-    return ModelSize(hf.layers, h, hf.vocab_size, dense, routed, chosen, kv_values, kv_heads)
+    return ModelSize(
+        hidden=h,
+        vocab=hf.vocab_size,
+        tied=hf.tied,
+        moe_layers=hf.moe_layers,
+        attention=attention + 2 * h,
+        ffn=3 * h * hf.ffn_size,
+        beside_experts=hf.experts * h + biases + 3 * h * hf.shared_ffn_size,
+        routed=hf.experts * 3 * h * hf.expert_ffn_size,
+        ffn_width=hf.ffn_size,
+        chosen_width=hf.experts_per_token * hf.expert_ffn_size,
+        kv_values=kv_values,
+        kv_heads=kv_heads,
+    )
 
 
 def _attention(hf: HFConfig) -> tuple[int, int, int | None]:
@@ -79,6 +115,8 @@ class Budget:
     kv_pool: float
     host: float
     """Of the optimizer, in the host's memory instead."""
+    stage: int = 0
+    """The pipeline stage whose ranks need so much."""
 
     @property
     def trainer(self) -> float:
@@ -90,33 +128,61 @@ class Budget:
 
 
 def budget(config: Config, size: ModelSize) -> Budget:
-    """Of the fullest kind of rank, with embeddings and experts divided evenly."""
+    """Of a rank of the fullest pipeline stage, with experts and tokens divided evenly."""
+    stages = [stage_budget(config, size, s) for s in range(config.parallel.pp)]
+    return max(stages, key=lambda b: b.trainer)
+
+
+def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
+    """The first stage has the embedding and most micro-batches in flight, the last one the head and its logits."""
     p, width = config.parallel, value_bytes(config)
-    held = stage_layers(size.layers, p.pp)[0] / size.layers
-    dense = size.dense * held / p.tp
-    experts = size.experts * held / (p.ep * p.expert_tp)
+    layers = _layers_of(config, size, stage)
+    moe = sum(size.moe_layers[i] for i in layers)
+    ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
+    if p.pp == 1 and size.tied:
+        ends = size.embedding
+    dense = (size.dense_of(layers) + ends + (size.hidden if stage == p.pp - 1 else 0)) / p.tp
+    experts = size.routed * moe / (p.ep * p.expert_tp)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
     states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
     states_held = states * (dense / (p.data_parallel * p.cp) + experts / expert_copies)
-    tokens = (
-        config.trainer.token_budget / p.cp / p.tp
-    )  # sequence parallelism divides what is not already divided
-    scale = width / 2
-    layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * size.chosen_width
-    layers = size.layers * held
-    # Recomputed layers keep their inputs, and one of them all that it needs.
-    per_token = layers * 2 * size.hidden + layer if "layer" in config.trainer.recompute else layers * layer
-    logits = 2 * 4 * size.vocab  # and their gradient, float32
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
     return Budget(
         weights=width * (dense + experts),
         gradients=4.0 * (dense + experts),
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,
-        activations=tokens * (scale * per_token + logits),
+        activations=_activations(config, size, stage, len(layers), moe),
         engine_weights=width * size.total / config.engine.tp,
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
+        stage=stage,
     )
+
+
+def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
+    """Of one rank: a run of neighbours, or every pp-th run of them where stages are interleaved."""
+    p = config.parallel
+    if p.vpp > 1:
+        run = size.layers // (p.pp * p.vpp)
+        return [i for i in range(size.layers) if i // run % p.pp == stage]
+    each = stage_layers(size.layers, p.pp)
+    first = sum(each[:stage])
+    return list(range(first, first + each[stage]))
+
+
+def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: int) -> float:
+    """Of the micro-batches in flight: pp - s on stage s, and more chunks of them where stages are interleaved."""
+    p = config.parallel
+    tokens = config.trainer.token_budget / p.cp / p.tp  # sequence parallelism divides what is not divided already
+    chunks = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
+    in_flight = chunks * layers / p.vpp if p.vpp > 1 else (p.pp - stage) * layers
+    widest = max(size.chosen_width if moe else 0, size.ffn_width if moe < layers else 0)
+    layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * widest
+    # Recomputed layers keep their inputs, and one of them all that it needs.
+    again = "layer" in config.trainer.recompute
+    per_token = in_flight * 2 * size.hidden + layer if again else in_flight * layer
+    logits = 2 * 4 * size.vocab if stage == p.pp - 1 else 0  # and their gradient, float32
+    return tokens * (value_bytes(config) / 2 * per_token + logits)
 
 
 def value_bytes(config: Config) -> int:

@@ -11,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
 
 import torch
@@ -104,15 +104,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def apply() -> None:
-    """Idempotent. Raises PatchError when megatron.core was imported before."""
+def apply(without: Collection[str] = ()) -> None:
+    """Idempotent. `without`: names of patches that are left out. Raises PatchError when megatron.core was imported
+    before."""
     if any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
         raise PatchError("megatron_patches.apply() must come before the first import of megatron.core")
     # Ten warnings a process; `rlsys doctor` says it once.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*not installed")
-    sys.meta_path.insert(0, _Finder(active()))
+    sys.meta_path.insert(0, _Finder([p for p in active() if p.name not in without]))
 
 
 __all__ = ["PATCHES", "Patch", "PatchError", "active", "apply", "have_transformer_engine"]

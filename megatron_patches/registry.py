@@ -28,16 +28,19 @@ class Patch:
     edit: Callable[[ModuleType], None]
 
 
-def target(patch: str, owner: Any, name: str, *fragments: str) -> Any:
-    """`owner.name`, whose source must contain each of `fragments`. Raises PatchError otherwise."""
+def target(patch: str, owner: Any, name: str, *fragments: str, of: str = "megatron_patches") -> Any:
+    """`owner.name`, whose source must contain each of `fragments`. Raises PatchError otherwise.
+
+    `of`: whose patch it is, for the message.
+    """
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     found = getattr(owner, name, None)
     if found is None:
-        raise PatchError(f"megatron_patches.{patch}: {where} is gone; look at the patch before going on")
+        raise PatchError(f"{of}.{patch}: {where} is gone; look at the patch before going on")
     source = inspect.getsource(found)
     for fragment in fragments:
         if fragment not in source:
             raise PatchError(
-                f"megatron_patches.{patch}: {where} no longer says {fragment!r}; look at the patch before going on"
+                f"{of}.{patch}: {where} no longer says {fragment!r}; look at the patch before going on"
             )
     return found

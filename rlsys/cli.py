@@ -38,6 +38,7 @@ from rlsys.obs.progress import make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.precision import check_device, device_capability
+from rlsys.rehearse.command import add_rehearse
 from rlsys.router.command import add_router
 
 
@@ -293,6 +294,7 @@ def make_parser() -> Parser:
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add_commands(add, check_plugins)
+    add_rehearse(add, check_plugins)
     add_router(add)
     add_model_commands(add)
     return parser

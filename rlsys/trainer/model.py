@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,16 +156,25 @@ def block_spec(transformer: TransformerConfig, stage: int | None) -> Transformer
     return spec
 
 
-def build_model(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
-    """This rank's part of the model on `device`, weights loaded from `config.model.path`."""
+Fill = Callable[[Chunks, Path, HFConfig], None]
+"""Puts the weights of a folder into this rank's part of the model. Collective."""
+
+
+def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
+    """From a Megatron checkpoint or a Hugging Face folder."""
+    if checkpoint.is_checkpoint(path):
+        checkpoint.load_weights(path, chunks)
+    else:
+        load_hf(chunks, path, hf)
+
+
+def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill = load_model) -> Chunks:
+    """This rank's part of the model on `device`, weights put in from `config.model.path` by `fill`."""
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
     chunks = Chunks([chunk(transformer, hf, stage).to(device) for stage in stages])
-    if checkpoint.is_checkpoint(config.model.path):
-        checkpoint.load_weights(config.model.path, chunks)
-    else:
-        load_hf(chunks, config.model.path, hf)
+    fill(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():
         if ".experts." in name:

@@ -322,6 +322,16 @@ class Trainer:
         return total.to(value.device)
 
     @property
+    def models(self) -> Sequence[DistributedDataParallel]:
+        """The modules with their gradient buffers."""
+        return self._models
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's chain of optimizers."""
+        return self._optimizer
+
+    @property
     def modules(self) -> Sequence[torch.nn.Module]:
         """This rank's part of the model, one module a virtual pipeline stage."""
         return self._chunks.modules

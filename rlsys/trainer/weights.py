@@ -64,12 +64,17 @@ class LocalWeights:
 
     def place(self, entry: Entry) -> tuple[int, str, torch.dtype]:
         """Its pipeline stage, its name on the rank that owns it, its dtype. Raises UserError when it has none."""
-        plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
+        names = self.candidates(entry)
         for stage, dtypes in enumerate(self._stages):
-            for name in (plain, te_name(plain)):
+            for name in names:
                 if name in dtypes:
                     return stage, name, dtypes[name]
-        raise UserError(f"the model has no parameter {plain} for {', '.join(entry.hf)}")
+        raise UserError(f"the model has no parameter {names[0]} for {', '.join(entry.hf)}")
+
+    def candidates(self, entry: Entry) -> tuple[str, str]:
+        """What the rank that owns it may call it: by the local spec's name, or by Transformer Engine's."""
+        plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
+        return plain, te_name(plain)
 
     def here(self, entry: Entry) -> list[str]:
         """The names under which this rank holds it, or a part of it."""

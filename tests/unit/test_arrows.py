@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
     "convert": BASE | {"algo", "megatron_patches"},
     "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
+    "rehearse": BASE | {"algo", "convert", "trainer", "megatron_patches", "launch"},
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
     "launch": {
@@ -69,9 +70,10 @@ TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
     "rlsys/engine/launch_args.py",
     "rlsys/data/source.py",
+    *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "folder", "table")),
 )
-MEGATRON_ROOMS = {"trainer", "convert", "weights", "megatron_patches"}
+MEGATRON_ROOMS = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}
 
 

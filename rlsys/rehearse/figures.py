@@ -1,0 +1,85 @@
+"""What the rehearsal of one rank gives: plain data, between the process that rehearses and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "other")
+"""Of memory. communication: buffers that a collective fills; other: what the optimizer step makes for a moment."""
+HOST = "host"
+"""The kind of what is kept in the host's memory, and so is no part of a peak."""
+PHASES = ("score", "passes", "reduce", "update", "gather")
+"""In their order: scoring pass, forward and backward passes, gradients over data-parallel ranks, optimizer step with
+the gathering of its parameters, and the gathering of whole tensors for the engines."""
+
+
+@dataclass
+class Phase:
+    """`peak`: bytes alive at the worst moment, by kind. `flops`: of matrices and attention."""
+
+    name: str
+    peak: dict[str, int]
+    flops: int
+    seconds: float
+    operations: int
+
+    @property
+    def total(self) -> int:
+        return sum(n for kind, n in self.peak.items() if kind != HOST)
+
+
+@dataclass
+class Collective:
+    """All calls of one kind in one phase. `bytes` of all calls together: the larger of what this rank puts in and
+    gets out of each. `across`: whether the group has ranks on several nodes."""
+
+    phase: str
+    op: str
+    group: str
+    ranks: list[int]
+    across: bool
+    dtype: str
+    calls: int
+    bytes: int
+
+
+@dataclass
+class Figures:
+    """`held`: bytes alive after the step, by kind. `guessed`: values that the code asked of a fake tensor and was
+    told 1. `micro_batches` of `tokens` each, padding included."""
+
+    rank: int
+    world: int
+    stage: int
+    stages: int
+    layers: int
+    parameters: int
+    micro_batches: int
+    tokens: int
+    longest: int
+    held: dict[str, int]
+    phases: list[Phase]
+    collectives: list[Collective]
+    guessed: dict[str, int]
+    resident: int
+    """Bytes of real memory that the rehearsing process took."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> Phase:
+        """The phase that needs most memory."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def phase(self, name: str) -> Phase:
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_json(cls, raw: dict[str, Any]) -> Figures:
+        phases = [Phase(**phase) for phase in raw["phases"]]
+        calls = [Collective(**call) for call in raw["collectives"]]
+        return cls(**{**raw, "phases": phases, "collectives": calls})

@@ -1,0 +1,123 @@
+"""What the kernels of a GPU keep and cost, where a CPU has others: fused attention and norm, grouped GEMM.
+
+Shapes are as in rlsys.trainer.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
+By the kernels' published behaviour; nobody has compared it with a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+CountFlops = Callable[[int], None]
+
+
+class FlashAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, output and one number a head and query; never the scores (Dao 2023,
+    FlashAttention-2). The backward pass computes the scores again: 2.5 times the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, flops: int, count: CountFlops) -> Tensor:
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.flops, ctx.count = flops, count
+        _ring(key, value)
+        count(flops)
+        return out.view(out.shape[0], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, _, sums = ctx.saved_tensors
+        ctx.count(ctx.flops * 5 // 2)
+        _ring(key, value)
+        _ring(key, value)  # keys and values come again, and their gradients travel with them
+        torch.empty_like(sums)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+def _ring(key: Tensor, value: Tensor) -> None:
+    """Context parallelism: the keys and values of all c ranks pass by, one rank's at a time (c - 1 exchanges)."""
+    group = parallel_state.get_context_parallel_group()
+    size, rank = group.size(), group.rank()
+    ranks = dist.get_process_group_ranks(group)
+    for _ in range(size - 1):
+        block = key.new_empty(key.numel() + value.numel())
+        arriving = torch.empty_like(block)
+        dist.isend(block, ranks[(rank + 1) % size], group)
+        dist.irecv(arriving, ranks[rank - 1], group)
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm that keeps its input and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class GroupedGemm(torch.autograd.Function):
+    """One product over all experts of this rank, tokens sorted by expert; keeps its input. `[T, in] -> [T, out]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: CountFlops, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.count = count
+        count(2 * x.shape[0] * weights[0].numel())
+        return x.new_empty(x.shape[0], weights[0].shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        ctx.count(4 * x.shape[0] * weights[0].numel())
+        return (torch.empty_like(x), None, *(torch.empty_like(w) for w in weights))
+
+
+def attention(count: CountFlops) -> Callable[..., Tensor]:
+    """In the place of PackedAttention.forward."""
+
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any = None,
+        attention_bias: Any = None, packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
+        ranks = parallel_state.get_context_parallel_group().size()
+        pairs = sum(n * n for n in packed_seq_params.lengths)  # two FLOPs each, of which half are masked
+        flops = pairs * query.shape[1] * (query.shape[2] + value.shape[2]) // ranks
+        out: Tensor = FlashAttention.apply(query, key, value, flops, count)
+        return out
+
+    return forward
+
+
+def norm(self: torch.nn.RMSNorm, x: Tensor) -> Tensor:
+    """In the place of torch.nn.RMSNorm.forward."""
+    out: Tensor = FusedNorm.apply(x, self.weight)
+    return out
+
+
+def experts(count: CountFlops) -> Callable[..., tuple[Tensor, None]]:
+    """In the place of SequentialMLP.forward. Raises ValueError where the splits do not add up to the tokens."""
+
+    def forward(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        if int(tokens_per_expert.sum()) != hidden.shape[0]:
+            raise ValueError(
+                f"{int(tokens_per_expert.sum())} tokens for experts, {hidden.shape[0]} have come"
+            )
+        first = GroupedGemm.apply(hidden, count, *(e.linear_fc1.weight for e in self.local_experts))
+        gate, up = first.chunk(2, -1)
+        inner = self.config.activation_func(gate) * up
+        inner = (inner * probs.unsqueeze(-1)).to(inner.dtype)
+        return GroupedGemm.apply(inner, count, *(e.linear_fc2.weight for e in self.local_experts)), None
+
+    return forward

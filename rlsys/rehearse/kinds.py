@@ -1,0 +1,76 @@
+"""Which ranks stand for the others, and what each is asked to rehearse. Pure, without torch.
+
+Ranks of one pipeline stage hold the same number of layers, heads and experts, so one of them stands for all. Stages
+differ: the first has the embedding, often dense layers, and most micro-batches in flight; the last has the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import stage_layers
+from rlsys.errors import UserError
+
+
+@dataclass(frozen=True)
+class Request:
+    """`skew`: the busiest experts' tokens over the mean. `micro_batches`: of the update; by default just enough to
+    fill the pipeline."""
+
+    rank: int
+    skew: float = 1.0
+    micro_batches: int | None = None
+
+
+def stage_of(config: Config, rank: int) -> int:
+    """Megatron counts ranks stage by stage."""
+    return rank // (config.parallel.world_size // config.parallel.pp)
+
+
+def one_rank(config: Config, rank: int) -> list[int]:
+    """Raises UserError for a rank that the layout does not have."""
+    if not 0 <= rank < (size := config.parallel.world_size):
+        raise UserError(f"--rank {rank}: expected 0 to {size - 1}, the ranks of parallel")
+    return [rank]
+
+
+def kinds_of_rank(config: Config, hf: HFConfig, every: bool = False) -> list[int]:
+    """The first rank of the first, the fullest middle and the last stage; of each stage when `every`."""
+    p = config.parallel
+    in_stage = p.world_size // p.pp
+    middle = range(1, p.pp - 1)
+    stages = [0, *middle, p.pp - 1] if every else [0, *fullest(config, hf, middle), p.pp - 1]
+    return [stage * in_stage for stage in sorted(set(stages))]
+
+
+def fullest(config: Config, hf: HFConfig, stages: range) -> list[int]:
+    """Of these stages the one with most layers of experts; of equals the first, which keeps most micro-batches."""
+    each = stage_layers(hf.layers, config.parallel.pp)[0]
+    experts = {s: sum(hf.moe_layers[s * each : (s + 1) * each]) for s in stages}
+    return [max(stages, key=lambda s: (experts[s], -s))] if stages else []
+
+
+def name_of_kind(stage: int, stages: int) -> str:
+    if stages == 1:
+        return "only stage"
+    return {0: "first stage", stages - 1: "last stage"}.get(stage, f"stage {stage}")
+
+
+def micro_batches(config: Config, request: Request) -> int:
+    """Enough that stage s of p keeps its p - s; without a pipeline two, so that one begins beside another's leavings.
+
+    An interleaved pipeline keeps more, and takes them in rounds of p.
+    """
+    p = config.parallel
+    if request.micro_batches is not None:
+        return request.micro_batches
+    return 2 * p.pp if p.vpp > 1 else max(2, p.pp)
+
+
+def node_of(config: Config) -> Callable[[int], int]:
+    """Ranks fill nodes in order (launch.layout); without a number of GPUs all are on one."""
+    per_node = config.launch.gpus_per_node or config.parallel.world_size
+    return lambda rank: rank // per_node

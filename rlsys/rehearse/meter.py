@@ -1,0 +1,98 @@
+"""Sees every operation of a rank: bytes alive by kind, FLOPs, collectives. On fake tensors or on real ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from rlsys.rehearse.collectives import Collectives, answer, filled, tensors_of
+from rlsys.rehearse.figures import HOST, Phase
+from rlsys.rehearse.memory import Memory
+from rlsys.rehearse.tensors import FakeTensors
+
+_KIND = {"score": "activations", "passes": "activations", "gather": "communication"}
+"""What new storages are in a phase; in all others they are "other"."""
+_LASTING = ("weights", "gradients", "optimizer", HOST)
+
+
+class Meter(TorchDispatchMode):
+    """`fake` None: tensors are real, and collectives travel; so a real step is measured by the same rules.
+
+    Owns memory, FLOPs and collectives; a phase begins with `begin` and is in `phases` once the next one has begun.
+    """
+
+    def __init__(self, node_of: Callable[[int], int], fake: FakeTensors | None) -> None:
+        super().__init__()
+        self.fake = fake
+        self.memory = Memory(HOST)
+        self.collectives = Collectives(node_of)
+        self.phases: list[Phase] = []
+        self.from_neighbour: list[int] = []
+        """The shape that a neighbouring pipeline stage sends."""
+        self._phase, self._began = "build", time.monotonic()
+        self._flops = self._operations = 0
+        self._paused = False
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin `phase` ("" none)."""
+        if self._phase not in ("", "build"):
+            spent = time.monotonic() - self._began
+            self.phases.append(Phase(self._phase, self.memory.peak, self._flops, spent, self._operations))
+        self._phase, self._began = phase, time.monotonic()
+        self._flops = self._operations = 0
+        self.memory.kind = _KIND.get(phase, "other")
+        self.memory.new_peak()
+
+    def add_flops(self, count: int) -> None:
+        self._flops += count
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile is not logged as a collective: objects, which travel outside the data's groups."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        self._operations += 1
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        out = func(*args, **kwargs) if self.fake is None else self.fake.call(func, args, kwargs, self._phase)
+        self._flops += _flops(func, args, kwargs, out)
+        for tensor in tensors_of(out):
+            self.memory.see(tensor)
+        return out
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._paused:
+            self.collectives.record(self._phase, func, args)
+        for buffer in filled(func, args):
+            if self.memory.kind_of(buffer) not in _LASTING:
+                self.memory.see(buffer, "communication")
+        return func(*args, **kwargs) if self.fake is None else answer(func, args, self.from_neighbour)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Of matrix products and attention; a multiplication and an addition are two."""
+    if (
+        "flash_attention_for_cpu" in func._opname
+    ):  # torch's own registry lacks it; half of the scores are masked
+        backward = "backward" in func._opname
+        q, k, v = args[1:4] if backward else args[:3]
+        forward = int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]))
+        return forward * 5 // 2 if backward else forward
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))

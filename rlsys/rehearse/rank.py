@@ -1,0 +1,102 @@
+"""Rehearses one rank: `python -m rlsys.rehearse.rank`, a request as JSON on stdin, figures as JSON on stdout.
+
+A process of its own, because stand-ins and the fake world last for the process. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megatron_patches
+from rlsys.config import Config, load_config
+from rlsys.errors import RlsysError
+from rlsys.rehearse import world
+from rlsys.rehearse.figures import HOST, Figures
+from rlsys.rehearse.kinds import Request, micro_batches, node_of, stage_of
+
+if TYPE_CHECKING:
+    from rlsys.rehearse.step import Rehearsal
+
+ON_GPU = ("gloo_uneven", "gloo_device")
+"""Patches of megatron for gloo, which a rehearsal of GPUs does without: NCCL takes uneven splits."""
+
+
+def say(text: str) -> None:
+    print(f"rlsys: {text}", file=sys.stderr, flush=True)
+
+
+def rehearse(config: Config, request: Request) -> Figures:
+    """Build, scoring pass, one update and the gathering of whole tensors of one rank that is alone."""
+    gpu = config.launch.gpus_per_node > 0
+    megatron_patches.apply(without=ON_GPU if gpu else ())
+    world.enter(request.rank, config.parallel.world_size)
+    from rlsys.rehearse.stand_ins import When, install  # imports megatron
+    from rlsys.rehearse.step import Rehearsal
+    from rlsys.rehearse.tensors import FakeTensors
+
+    fake = FakeTensors()
+    rehearsal = Rehearsal(config, node_of(config), fake, say)
+    wanted: set[When] = {"always", "fake", "gpu"} if gpu else {"always", "fake"}
+    install(wanted, rehearsal.setting(request.skew))
+    rehearsal.build()
+    rehearsal.step(micro_batches(config, request))
+    return figures(config, request, rehearsal, dict(fake.guessed), gpu)
+
+
+def figures(
+    config: Config, request: Request, rehearsal: Rehearsal, guessed: dict[str, int], gpu: bool
+) -> Figures:
+    meter, trainer, p = rehearsal.meter, rehearsal.trainer, config.parallel
+    notes, offload = [], config.trainer.offload_optimizer if gpu else 0.0
+    held = dict(meter.memory.held)
+    for kinds in (held, *(phase.peak for phase in meter.phases)):
+        move_to_host(kinds, offload)
+    if config.model.fp8 == "both":
+        notes.append("model.fp8 = both is rehearsed in bfloat16")
+    return Figures(
+        rank=request.rank,
+        world=p.world_size,
+        stage=stage_of(config, request.rank),
+        stages=p.pp,
+        layers=sum(len(module.decoder.layers) for module in trainer.modules),
+        parameters=sum(parameter.numel() for _, parameter in trainer.named_parameters()),
+        micro_batches=len(rehearsal.batch),
+        tokens=math.prod(meter.from_neighbour[:1]) * p.cp * p.tp,
+        longest=max(rehearsal.batch[0].sequence_lengths),
+        held=held,
+        phases=meter.phases,
+        collectives=meter.collectives.calls,
+        guessed=guessed,
+        resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        notes=notes,
+    )
+
+
+def move_to_host(kinds: dict[str, int], share: float) -> None:
+    """The optimizer's state that `trainer.offload_optimizer` keeps there; without CUDA Megatron moves none."""
+    moved = int(kinds.get("optimizer", 0) * share)
+    if moved:
+        kinds["optimizer"] -= moved
+        kinds[HOST] = kinds.get(HOST, 0) + moved
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    raw = json.load(sys.stdin)
+    try:
+        config = load_config(Path(raw["config"]), raw["overrides"])
+        found = rehearse(config, Request(**raw["request"]))
+    except RlsysError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+    print(json.dumps(found.as_json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Figures of rehearsed ranks as text, and what would fail. Pure, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from rlsys.config import Config
+from rlsys.rehearse.figures import HOST, KINDS, Figures
+from rlsys.rehearse.kinds import name_of_kind
+
+GB = 1e9
+_PHASES = {
+    "score": "scoring pass",
+    "passes": "forward and backward",
+    "reduce": "reduce gradients",
+    "update": "optimizer step",
+    "gather": "gather for the engines",
+}
+_MEANING = {
+    "activations": "activations",
+    "communication": "communication buffers",
+    "other": "other",
+}
+
+
+def problems(figures: Sequence[Figures], gpu_gb: float | None, beside: float) -> list[str]:
+    """One line for each rank whose peak, with `beside` bytes of an engine on the same GPU, exceeds `gpu_gb` GB."""
+    found = []
+    for f in figures:
+        for phase in f.phases:
+            need = phase.total + beside
+            if gpu_gb is None or need <= gpu_gb * GB:
+                continue
+            largest = max(KINDS, key=lambda kind: phase.peak.get(kind, 0))
+            engine = f" beside an engine of {beside / GB:.3g}" if beside else ""
+            found.append(
+                f"{name_of_kind(f.stage, f.stages)} (rank {f.rank}): {_PHASES[phase.name]} needs "
+                f"{phase.total / GB:.3g} GB{engine}, a GPU has {gpu_gb:g}; most of it is {largest}, "
+                f"{phase.peak[largest] / GB:.3g} GB"
+            )
+            break  # the first phase that fails is where a run would end
+    return found
+
+
+def describe(config: Config, figures: Sequence[Figures], beside: float) -> str:
+    """A column for each rank, then the collectives of each."""
+    p = config.parallel
+    title = (
+        f"{p.world_size} trainer ranks: tp {p.tp}, pp {p.pp}, vpp {p.vpp}, cp {p.cp}, ep {p.ep}, etp {p.expert_tp}, "
+        f"dp {p.data_parallel}"
+    )
+    first = figures[0]
+    work = (
+        f"one update: {first.micro_batches} micro-batches of {first.tokens:,} tokens a rank, sequences of "
+        f"{first.longest:,}"
+    )
+    lines = [title, work, "", *_table(figures, beside), ""]
+    for f in figures:
+        lines += [*_collectives(f), ""]
+    for note in dict.fromkeys(note for f in figures for note in f.notes):
+        lines.append(f"note: {note}")
+    if asked := sorted({question for f in figures for question in f.guessed}):
+        lines.append(f"asked of tensors without values, and told 1: {'; '.join(asked)}")
+    return "\n".join(lines)
+
+
+def _table(figures: Sequence[Figures], beside: float) -> list[str]:
+    peak = [f.worst.peak for f in figures]
+    u, unit = (GB, "GB") if max(f.worst.total for f in figures) >= GB / 10 else (1e6, "MB")
+    rows: list[tuple[str, list[str]]] = [
+        ("", [name_of_kind(f.stage, f.stages) for f in figures]),
+        ("rank", [str(f.rank) for f in figures]),
+        ("layers", [str(f.layers) for f in figures]),
+        ("parameters, millions", [f"{f.parameters / 1e6:,.4g}" for f in figures]),
+        (f"memory at its peak, {unit}", [f"{f.worst.total / u:,.4g}" for f in figures]),
+        ("  that is while", [_PHASES[f.worst.name] for f in figures]),
+        *((f"  {_MEANING.get(k, k)}", [f"{kinds.get(k, 0) / u:,.4g}" for kinds in peak]) for k in KINDS),
+    ]
+    if any(HOST in kinds for kinds in peak):
+        rows.append((f"in the host's memory, {unit}", [f"{kinds.get(HOST, 0) / u:,.4g}" for kinds in peak]))
+    if beside:
+        rows.append((f"the engine beside it, {unit}", [f"{beside / u:,.4g}"] * len(figures)))
+    left = [sum(f.held.get(k, 0) for k in ("activations", "communication", "other")) for f in figures]
+    rows.append((f"left over after the step, {unit}", [f"{n / u:,.3g}" for n in left]))
+    rows += _by_phase(figures, u, unit)
+    rows.append(("rehearsed in, s", [f"{sum(phase.seconds for phase in f.phases):.0f}" for f in figures]))
+    rows.append(("  with memory, GB", [f"{f.resident / GB:.2g}" for f in figures]))
+    return _aligned(rows)
+
+
+def _by_phase(figures: Sequence[Figures], u: float, unit: str) -> list[tuple[str, list[str]]]:
+    rows: list[tuple[str, list[str]]] = [(f"peak of each part, {unit}", [""] * len(figures))]
+    for name, words in _PHASES.items():
+        rows.append((f"  {words}", [f"{f.phase(name).total / u:,.4g}" for f in figures]))
+    rows.append(("TFLOPs", [""] * len(figures)))
+    for name in ("score", "passes"):
+        rows.append((f"  {_PHASES[name]}", [f"{f.phase(name).flops / 1e12:,.4g}" for f in figures]))
+    for words, across in (("sent inside nodes, GB", False), ("sent across nodes, GB", True)):
+        sums = [
+            sum(c.bytes for c in f.collectives if c.across == across and len(c.ranks) > 1) for f in figures
+        ]
+        rows.append((words, [f"{n / GB:,.4g}" for n in sums]))
+    return rows
+
+
+def _collectives(f: Figures) -> list[str]:
+    calls = [c for c in f.collectives if len(c.ranks) > 1]  # a group of one sends nothing
+    if not calls:
+        return [f"collectives of {name_of_kind(f.stage, f.stages)}: none"]
+    rows = [("part", ["operation", "group", "ranks", "", "type", "times", "MB each", "GB"])]
+    for c in sorted(
+        calls, key=lambda c: (list(_PHASES).index(c.phase) if c.phase in _PHASES else -1, -c.bytes)
+    ):
+        rows.append(
+            (
+                _PHASES.get(c.phase, c.phase),
+                [
+                    c.op.strip("_"), group_name(c.group), ranks_in_words(c.ranks),
+                    "across nodes" if c.across else "in a node", c.dtype, f"{c.calls:,}",
+                    f"{c.bytes / c.calls / 1e6:,.4g}", f"{c.bytes / GB:,.4g}",
+                ],
+            )
+        )  # fmt: skip
+    return [f"collectives of {name_of_kind(f.stage, f.stages)} (rank {f.rank})", *_aligned(rows, left=5)]
+
+
+def group_name(described: str) -> str:
+    """EXPERT_MODEL_PARALLEL_GROUP -> expert model parallel."""
+    return described.removesuffix("_GROUP").replace("_", " ").lower() or "all ranks"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """8: 0-7; 4: 0-24 by 8; what has no pattern by its first and last."""
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(steps) > 1:
+        return f"{len(ranks)}: {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+    step = next(iter(steps), 1)
+    by = f" by {step}" if step > 1 else ""
+    return f"{len(ranks)}: {ranks[0]}-{ranks[-1]}{by}"
+
+
+def _aligned(rows: Sequence[tuple[str, list[str]]], left: int = 0) -> list[str]:
+    """The first column and `left` more to the left, numbers to the right."""
+    first = max(len(name) for name, _ in rows)
+    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(rows[0][1]))]
+    side: Callable[[int, str], str] = lambda i, cell: (  # noqa: E731
+        cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    )
+    return [
+        "  ".join([name.ljust(first), *(side(i, cell) for i, cell in enumerate(cells))]).rstrip()
+        for name, cells in rows
+    ]

@@ -1,0 +1,180 @@
+"""What a rehearsal replaces of megatron-core, torch and the trainer, and why. All else is the code of a real run.
+
+Each stand-in makes sure that its target still looks as expected, as megatron_patches do, and raises PatchError where
+it does not. `always`: also where a real step is measured, so that both take the same routes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_patches.registry import target
+from rlsys.rehearse import kernels
+from rlsys.rehearse.meter import Meter
+from rlsys.rehearse.routes import routing_map
+from rlsys.trainer.attention import PackedAttention
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.routing import LayerReplay
+from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.weights import LocalWeights
+
+When = Literal["always", "fake", "gpu"]
+"""fake: where tensors have no values. gpu: where the layout is for GPUs, and the tensors are fake."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the stand-ins are told. `batch`: of the pass that runs."""
+
+    meter: Meter
+    skew: float
+    batch: Callable[[], list[MicroBatch]]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """`make(upstream, setting)` takes the place of `owner.name`, whose source contains each of `fragments`."""
+
+    name: str
+    when: When
+    upstream: str
+    why: str
+    owner: Any
+    attribute: str
+    fragments: tuple[str, ...]
+    make: Callable[[Any, Setting], Any]
+
+
+def install(wanted: set[When], setting: Setting) -> None:
+    """For the rest of the process. Raises PatchError where a target has changed."""
+    for stand_in in STAND_INS:
+        if stand_in.when in wanted:
+            where = "rlsys.rehearse.stand_ins"
+            upstream = target(
+                stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, of=where
+            )
+            setattr(stand_in.owner, stand_in.attribute, stand_in.make(upstream, setting))
+
+
+def _routes(upstream: Any, setting: Setting) -> Any:
+    def forward(self: Any, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        probs, chosen = upstream(self, input, padding_mask)
+        return probs, routing_map(chosen.shape[0], chosen.shape[1], self.topk, setting.skew)
+
+    return forward
+
+
+def _no_counts(upstream: Any, setting: Setting) -> Any:
+    def count(self: LayerReplay, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
+        """Which experts are chosen is decided by `routes`."""
+
+    return count
+
+
+def _place(upstream: Any, setting: Setting) -> Any:
+    def place(self: Any, entry: Any) -> tuple[int, str, torch.dtype]:
+        """What is not on this stage is on another one; which one makes no difference here."""
+        mine, stages = self.pp_group.rank(), self.pp_group.size()
+        for name in self.candidates(entry):
+            if name in self.names:
+                return mine, name, self[name].dtype
+        return (mine + 1) % stages, entry.megatron, setting.dtype
+
+    return place
+
+
+def _last_stage(upstream: Any, setting: Setting) -> Any:
+    def from_last_stage(self: Trainer, value: Any) -> Any:
+        if isinstance(value, dict):
+            return value or {"loss_sum": torch.zeros(())}
+        return value or [Scores(torch.zeros(len(micro.tokens))) for micro in setting.batch()]
+
+    return from_last_stage
+
+
+def _norm_of_gradients(upstream: Any, setting: Setting) -> Any:
+    def l2_norm(*args: Any) -> tuple[Tensor, None]:
+        return torch.ones((1,)), None
+
+    return l2_norm
+
+
+def _apply(upstream: Any, setting: Setting) -> Any:
+    def apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    parameter.data = fn(parameter).detach()
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    return apply
+
+
+STAND_INS: tuple[StandIn, ...] = (
+    StandIn(
+        "routes", "always", "megatron-core 0.16.1 - 0.19.2",
+        "logits without values choose no experts; a balanced (or skewed) map gives true counts and splits",
+        TopKRouter, "forward", ("probs, routing_map = self.routing(",), _routes,
+    ),
+    StandIn(
+        "no_counts", "always", "ours", "there is no count of choices that nobody made",
+        LayerReplay, "_count", ("self.load +=",), _no_counts,
+    ),
+    StandIn(
+        "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
+        LocalWeights, "place", ("self._stages",), _place,
+    ),
+    StandIn(
+        "last_stage", "fake", "ours", "no last stage is there to tell its scores and sums",
+        Trainer, "_from_last_stage", ("broadcast_object_list",), _last_stage,
+    ),
+    StandIn(
+        "norm_of_gradients", "fake", "megatron-core 0.16.1 - 0.19.2",
+        "without Apex the norm is a torch.tensor of a list of numbers, which fake tensors do not have",
+        clip_grads, "l2_norm_impl", (), _norm_of_gradients,
+    ),
+    StandIn(
+        "apply", "fake", "torch 2.13 - 2.14",
+        "Module.to exchanges a parameter for a new object if it is fake, and fails where something refers to it",
+        torch.nn.Module, "_apply", ("compute_should_use_set_data", "isinstance(param, FakeTensor)"), _apply,
+    ),
+    StandIn(
+        "flash_attention", "gpu", "ours", "on a CPU attention falls back to a kernel that keeps the scores",
+        PackedAttention, "forward", ("packed_seq_params.padding",), lambda _, s: kernels.attention(s.meter.add_flops),
+    ),
+    StandIn(
+        "grouped_gemm", "gpu", "megatron-core 0.16.1 - 0.19.2",
+        "one product for all experts, as Transformer Engine's; the local layers take them one by one",
+        SequentialMLP, "forward", ("for expert, tokens, probs in zip(",),
+        lambda _, s: kernels.experts(s.meter.add_flops),
+    ),
+    StandIn(
+        "fused_norm", "gpu", "torch 2.13 - 2.14", "a fused norm keeps its input only",
+        torch.nn.RMSNorm, "forward", ("F.rms_norm",), lambda _, s: kernels.norm,
+    ),
+)  # fmt: skip
+
+
+def describe() -> str:
+    """One line a stand-in, for the documentation and its test."""
+    lines = []
+    for s in STAND_INS:
+        owner = s.owner.__name__ if not isinstance(s.owner, type(sys)) else s.owner.__name__.split(".")[-1]
+        lines.append(f"{s.name} ({s.when}, {s.upstream}): {owner}.{s.attribute}: {s.why}")
+    return "\n".join(lines)

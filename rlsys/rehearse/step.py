@@ -1,0 +1,167 @@
+"""A rank's build, scoring pass, update and weight gathering, measured: on fake tensors alone, or among real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.distributed_optimizer_step import begin_states
+from megatron_patches.registry import target
+from rlsys.algo.objective import Objective
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.precision import token_multiple
+from rlsys.rehearse.figures import HOST
+from rlsys.rehearse.meter import Meter
+from rlsys.rehearse.stand_ins import Setting
+from rlsys.rehearse.tensors import FakeTensors
+from rlsys.trainer import trainer as trainer_module
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.model import load_model
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.share import padded_lengths
+from rlsys.trainer.trainer import Trainer
+
+
+def samples_for(config: Config, micro_batches: int, data_parallel: int) -> list[TrainSample]:
+    """So many samples of the longest response that each rank's micro-batches are filled to the token.
+
+    Samples share their lists: those of two thousand ranks cost nothing.
+    """
+    budget = config.trainer.token_budget
+    longest = min(config.rollout.max_response_tokens, budget)
+    lengths = [longest] * (budget // longest) + [rest for rest in (budget % longest,) if rest > 1]
+    out = []
+    for n in lengths:
+        prompt, response = [1] * max(1, n // 4), [2] * (n - max(1, n // 4))
+        mu, versions = [-1.0] * len(response), [0] * len(response)
+        out += [TrainSample(prompt, response, mu, versions, row=0)] * (micro_batches * data_parallel)
+    return out
+
+
+def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the shape that policy losses have; what an objective adds are vectors of a number a token."""
+    ratio = (scores.logp - micro.mu).exp()
+    loss = -(torch.minimum(ratio, ratio.clamp(0.8, 1.28)) * micro.mask).sum()
+    for extra in (scores.entropy, scores.values):
+        if extra is not None:
+            loss = loss + (extra * micro.mask).sum()
+    return loss, {}
+
+
+class Rehearsal:
+    """Owns the trainer and the meter. `fake` None: a real rank among real ones, with real weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        node_of: Callable[[int], int],
+        fake: FakeTensors | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.meter = Meter(node_of, fake)
+        self.batch: list[MicroBatch] = []
+        self._say = say
+
+    def setting(self, skew: float) -> Setting:
+        """For the stand-ins, which are installed before the build."""
+        return Setting(self.meter, skew, lambda: self.batch, getattr(torch, self.config.model.dtype))
+
+    def build(self) -> None:
+        """The trainer, and the optimizer's state as it is after the first update."""
+        signals = Objective(self.config.algo).passes
+        fill = load_model if self.meter.fake is None else _no_weights
+        with self.meter:
+            self.trainer = Trainer(self.config, signals, fill=fill)
+        for optimizer in _optimizers(self.trainer):
+            begin_states(optimizer)
+        self._name_kinds()
+        self._say(f"rank {self.trainer.rank}: built, {sum(self.meter.memory.now.values()) / 1e9:.3g} GB")
+
+    def step(self, micro_batches: int) -> None:
+        """Score, update, gather. Afterwards the meter has their phases."""
+        t = self.trainer
+        self.batch = t.pack(samples_for(self.config, micro_batches, t.dp_size))
+        self.meter.from_neighbour = stage_shape(self.config, t.hf, self.batch[0])
+        with self.meter, _phases(self.meter, t, self._say):
+            self._begin("score")
+            t.score(self.batch)
+            self._begin("passes")
+            t.train_step(self.batch, stand_in_loss, self.config.trainer.lr)
+            self._begin("gather")
+            for _ in t.named_hf_tensors():
+                pass
+            self.meter.begin("")
+        self._name_kinds()
+
+    def _begin(self, phase: str) -> None:
+        self._say(f"rank {self.trainer.rank}: {phase}")
+        self.meter.begin(phase)
+
+    def _name_kinds(self) -> None:
+        """Tell the meter which storages are the model's and the optimizer's."""
+        see, trainer = self.meter.memory.see, self.trainer
+        buffers = [b for model in trainer.models for b in (*model.buffers, *model.expert_parallel_buffers)]
+        in_buffers = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
+        for buffer in buffers:
+            see(buffer.grad_data, "gradients")
+            if buffer.param_data is not None:
+                see(buffer.param_data, "weights")
+        for _, parameter in trainer.named_parameters():
+            see(parameter.data, "weights")
+        for first in trainer.first_weights.values():
+            see(first, HOST)
+        for optimizer in _optimizers(trainer):
+            masters = [p for group in optimizer.param_groups for p in group["params"]]
+            for p in masters:
+                if p.untyped_storage()._cdata not in in_buffers:  # a float32 model has no copies in float32
+                    see(p.data, "optimizer")
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        see(value, "optimizer")
+
+
+def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:
+    """Of the hidden states that stages send each other, `[tokens / (cp tp), 1, hidden]`."""
+    p = config.parallel
+    tokens = sum(padded_lengths(micro.sequence_lengths, token_multiple(config), p.cp))
+    return [tokens // p.cp // p.tp, 1, hf.hidden_size]
+
+
+def _no_weights(*_: object) -> None:
+    """Shapes are all that counts."""
+
+
+def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    whole = trainer.optimizer
+    return [each.optimizer for each in getattr(whole, "chained_optimizers", [whole])]
+
+
+@contextmanager
+def _phases(meter: Meter, trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
+    """Meanwhile an update's own phases begin where train_step reduces gradients, and where the optimizer steps."""
+    finalize: Any = target("phases", trainer_module, "finalize_model_grads", of="rlsys.rehearse.step")
+    step: Any = trainer.optimizer.step
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        meter.begin("reduce")
+        return finalize(*args, **kwargs)
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        say(f"rank {trainer.rank}: update")
+        meter.begin("update")
+        return step(*args, **kwargs)
+
+    trainer_module.finalize_model_grads = reduce
+    trainer.optimizer.step = update
+    try:
+        yield
+    finally:
+        trainer_module.finalize_model_grads = finalize
+        trainer.optimizer.step = step

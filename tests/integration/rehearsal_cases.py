@@ -1,0 +1,65 @@
+"""Real ranks take the step that is rehearsed. Under torchrun: `rehearsal_cases.py OUT LAYOUT...`.
+
+A layout is `tp=2,ep=2,etp=1`; rank r writes OUT/LAYOUT.r.json: bytes held, phases, collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlsys.config import load_config
+from rlsys.rehearse.kinds import node_of
+from rlsys.rehearse.meter import Meter
+from rlsys.rehearse.stand_ins import install
+from rlsys.rehearse.step import Rehearsal
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+MICRO_BATCHES = 2
+
+
+def overrides(layout: str) -> list[str]:
+    """1,024 tokens, so that a step takes a second."""
+    sizes = [f"parallel.{size}" for size in layout.split(",") if size]
+    return [*sizes, "trainer.token_budget=1024", "trainer.recompute=[]"]
+
+
+def unlogged(send: Callable[..., Any], meter: Callable[[], Meter]) -> Callable[..., Any]:
+    """Objects travel outside the data's groups in a rehearsal; here they are left out of the log."""
+
+    def sending(*args: Any, **kwargs: Any) -> Any:
+        with meter().paused():
+            return send(*args, **kwargs)
+
+    return sending
+
+
+def main(out: Path, layouts: list[str]) -> None:
+    rehearsals: list[Rehearsal] = []
+    for name in ("broadcast_object_list", "all_gather_object"):
+        setattr(dist, name, unlogged(getattr(dist, name), lambda: rehearsals[-1].meter))
+    for layout in layouts:
+        config = load_config(CONFIG, overrides(layout))
+        rehearsals.append(Rehearsal(config, node_of(config), None, lambda text: None))
+        if len(rehearsals) == 1:
+            install({"always"}, rehearsals[0].setting(1.0))
+        one = rehearsals[-1]
+        one.build()
+        one.step(MICRO_BATCHES)
+        seen = {
+            "held": one.meter.memory.held,
+            "phases": [dataclasses.asdict(phase) for phase in one.meter.phases],
+            "collectives": [dataclasses.asdict(call) for call in one.meter.collectives.calls],
+        }
+        (out / f"{layout}.{dist.get_rank()}.json").write_text(json.dumps(seen))
+        one.trainer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
