@@ -20,6 +20,9 @@ _ACTIVATION_BYTES = 34
 """Of bfloat16; twice as much in float32."""
 _EXPERT_ACTIVATION_BYTES = 8
 """Of bfloat16, a token, chosen expert and intermediate unit: gate, up, their product, and its gradient's input."""
+_SENT_BYTES = 18
+"""Of bfloat16, a token, chosen expert and hidden unit: nine copies of what is sorted, sent and sent back, and of its
+gradient, while one layer is computed again and goes backward; counted by `rlsys rehearse`."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,22 @@ class ModelSize:
     tied: bool
     moe_layers: tuple[bool, ...]
     attention: int
-    """Of one layer, with its norms."""
+    """Of one layer, what tensor parallelism divides."""
+    whole: int
+    """Of one layer, what each tensor-parallel rank has whole: norms, and latent attention's way down."""
     ffn: int
     """Of the feed-forward part of a layer without experts."""
-    beside_experts: int
-    """Of a layer with experts: its router and its shared experts."""
+    shared: int
+    """Of a layer with experts: the shared ones."""
+    router: int
+    """Of a layer with experts; each tensor-parallel rank has it whole."""
     routed: int
     """Of a layer with experts: all of them."""
     ffn_width: int
     chosen_width: int
-    """Intermediate units that a token visits in a layer without experts, and in one with them."""
+    """Intermediate units that a token visits in a layer without experts, and of routed experts in one with them."""
+    chosen: int
+    """Experts that a token is sent to."""
     kv_values: int
     """Numbers that one token keeps in one layer's KV cache."""
     kv_heads: int | None
@@ -60,47 +69,56 @@ class ModelSize:
 
     @property
     def dense(self) -> int:
-        return self.dense_of(range(self.layers)) + self.embedding * (1 if self.tied else 2) + self.hidden
+        divided, whole = self.dense_of(range(self.layers))
+        return divided + whole + self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
     def total(self) -> int:
         return self.dense + self.experts
 
-    def dense_of(self, layers: Sequence[int]) -> int:
-        """Of these layers, without embedding and head."""
-        return sum(self.attention + (self.beside_experts if self.moe_layers[i] else self.ffn) for i in layers)
+    def dense_of(self, layers: Sequence[int]) -> tuple[int, int]:
+        """Of these layers, without embedding and head: what tensor parallelism divides, and what it does not."""
+        moe = sum(self.moe_layers[i] for i in layers)
+        divided = len(layers) * self.attention + moe * self.shared + (len(layers) - moe) * self.ffn
+        return divided, len(layers) * self.whole + moe * self.router
 
 
 def model_size(hf: HFConfig) -> ModelSize:
     h = hf.hidden_size
-    attention, kv_values, kv_heads = _attention(hf)
+    attention, whole, kv_values, kv_heads = _attention(hf)
     biases = hf.experts if hf.routing.kind == "sigmoid" else 0  # one a routed expert, for balance
     return ModelSize(
         hidden=h,
         vocab=hf.vocab_size,
         tied=hf.tied,
         moe_layers=hf.moe_layers,
-        attention=attention + 2 * h,
+        attention=attention,
+        whole=whole + 2 * h,
         ffn=3 * h * hf.ffn_size,
-        beside_experts=hf.experts * h + biases + 3 * h * hf.shared_ffn_size,
+        shared=3 * h * hf.shared_ffn_size,
+        router=hf.experts * h + biases,
         routed=hf.experts * 3 * h * hf.expert_ffn_size,
         ffn_width=hf.ffn_size,
         chosen_width=hf.experts_per_token * hf.expert_ffn_size,
+        chosen=hf.experts_per_token,
         kv_values=kv_values,
         kv_heads=kv_heads,
     )
 
 
-def _attention(hf: HFConfig) -> tuple[int, int, int | None]:
-    """Parameters of one layer's attention, numbers cached for a token, heads that the cache is divided by."""
+def _attention(hf: HFConfig) -> tuple[int, int, int, int | None]:
+    """Parameters of one layer's attention that tensor parallelism divides, and those it does not; numbers cached for
+    a token, heads that the cache is divided by."""
     h, heads, groups, size = hf.hidden_size, hf.heads, hf.kv_heads, hf.head_dim
     if (latent := hf.latent) is not None:
         query, rank = heads * (latent.plain + latent.rotary), latent.kv_rank
-        queries = latent.q_rank * (h + query + 1) if latent.q_rank else h * query
+        queries_down = latent.q_rank * (h + 1) if latent.q_rank else 0
+        queries = (latent.q_rank or h) * query
         down, up = h * (rank + latent.rotary) + rank, rank * heads * (latent.plain + latent.value)
-        return queries + down + up + heads * latent.value * h, rank + latent.rotary, None
-    weights = 2 * h * size * (heads + groups) + (2 * size if hf.qk_norm else 0)
-    return weights + (size * (heads + 2 * groups) if hf.qkv_bias else 0), 2 * groups * size, groups
+        divided = queries + up + heads * latent.value * h
+        return divided, queries_down + down, rank + latent.rotary, None
+    weights = 2 * h * size * (heads + groups) + (size * (heads + 2 * groups) if hf.qkv_bias else 0)
+    return weights, 2 * size if hf.qk_norm else 0, 2 * groups * size, groups
 
 
 @dataclass(frozen=True)
@@ -141,7 +159,8 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
     if p.pp == 1 and size.tied:
         ends = size.embedding
-    dense = (size.dense_of(layers) + ends + (size.hidden if stage == p.pp - 1 else 0)) / p.tp
+    divided, whole = size.dense_of(layers)
+    dense = (divided + ends) / p.tp + whole + (size.hidden if stage == p.pp - 1 else 0)
     experts = size.routed * moe / (p.ep * p.expert_tp)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
     states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
@@ -178,11 +197,14 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
     in_flight = chunks * layers / p.vpp if p.vpp > 1 else (p.pp - stage) * layers
     widest = max(size.chosen_width if moe else 0, size.ffn_width if moe < layers else 0)
     layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * widest
+    sent = _SENT_BYTES * size.chosen * size.hidden if moe else 0
     # Recomputed layers keep their inputs, and one of them all that it needs.
     again = "layer" in config.trainer.recompute
-    per_token = in_flight * 2 * size.hidden + layer if again else in_flight * layer
-    logits = 2 * 4 * size.vocab if stage == p.pp - 1 else 0  # and their gradient, float32
-    return tokens * (value_bytes(config) / 2 * per_token + logits)
+    kept, working = (in_flight * 2 * size.hidden, layer + sent) if again else (in_flight * layer, sent)
+    scale = value_bytes(config) / 2
+    logits = (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0  # float32 ones beside the model's
+    # The logits are gone before the last layer is computed again.
+    return tokens * (scale * kept + max(scale * working, logits))
 
 
 def value_bytes(config: Config) -> int:
