@@ -32,7 +32,8 @@ def stage_of(config: Config, rank: int) -> int:
 
 def one_rank(config: Config, rank: int) -> list[int]:
     """Raises UserError for a rank that the layout does not have."""
-    if not 0 <= rank < (size := config.parallel.world_size):
+    size = config.parallel.world_size
+    if not 0 <= rank < size:
         raise UserError(f"--rank {rank}: expected 0 to {size - 1}, the ranks of parallel")
     return [rank]
 

@@ -127,7 +127,11 @@ def _collectives(f: Figures) -> list[str]:
 
 def group_name(described: str) -> str:
     """EXPERT_MODEL_PARALLEL_GROUP -> expert model parallel."""
-    return described.removesuffix("_GROUP").replace("_", " ").lower() or "all ranks"
+    return (
+        "all ranks"
+        if described == "default_pg"
+        else described.removesuffix("_GROUP").replace("_", " ").lower()
+    )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -6,7 +6,6 @@ it does not. `always`: also where a real step is measured, so that both take the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -169,12 +168,3 @@ STAND_INS: tuple[StandIn, ...] = (
         torch.nn.RMSNorm, "forward", ("F.rms_norm",), lambda _, s: kernels.norm,
     ),
 )  # fmt: skip
-
-
-def describe() -> str:
-    """One line a stand-in, for the documentation and its test."""
-    lines = []
-    for s in STAND_INS:
-        owner = s.owner.__name__ if not isinstance(s.owner, type(sys)) else s.owner.__name__.split(".")[-1]
-        lines.append(f"{s.name} ({s.when}, {s.upstream}): {owner}.{s.attribute}: {s.why}")
-    return "\n".join(lines)

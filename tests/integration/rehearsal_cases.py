@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
 from rlsys.config import load_config
 from rlsys.rehearse.kinds import node_of
 from rlsys.rehearse.meter import Meter
