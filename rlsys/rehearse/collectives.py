@@ -47,7 +47,7 @@ class Collectives:
     def calls(self) -> list[Collective]:
         return sorted(self._calls.values(), key=lambda call: -call.bytes)
 
-    def record(self, phase: str, func: Any, args: tuple[Any, ...]) -> None:
+    def record(self, phase: str, func: Any, args: tuple[Any, ...], times: int = 1) -> None:
         name = func._opname
         at = 1 if name in _GROUP_FIRST else 2
         group = ProcessGroup.unbox(args[at])
@@ -60,7 +60,7 @@ class Collectives:
         moved = max(_bytes(args[i]) for i in range(at))
         key = (phase, name, group.group_desc, tuple(ranks), dtype)
         call = self._calls.get(key) or Collective(phase, name, group.group_desc, ranks, across, dtype, 0, 0)
-        self._calls[key] = replace(call, calls=call.calls + 1, bytes=call.bytes + moved)
+        self._calls[key] = replace(call, calls=call.calls + times, bytes=call.bytes + times * moved)
 
 
 def answer(func: Any, args: tuple[Any, ...], from_neighbour: list[int]) -> Any:

@@ -38,6 +38,7 @@ class Meter(TorchDispatchMode):
         self._phase, self._began = "build", time.monotonic()
         self._flops = self._operations = 0
         self._paused = False
+        self._times = 1
 
     def begin(self, phase: str) -> None:
         """End the current phase and begin `phase` ("" none)."""
@@ -51,6 +52,19 @@ class Meter(TorchDispatchMode):
 
     def add_flops(self, count: int) -> None:
         self._flops += count
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @contextmanager
+    def standing_for(self, calls: int) -> Iterator[None]:
+        """Each collective meanwhile counts so many times."""
+        self._times = calls
+        try:
+            yield
+        finally:
+            self._times = 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,7 +92,7 @@ class Meter(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._paused:
-            self.collectives.record(self._phase, func, args)
+            self.collectives.record(self._phase, func, args, self._times)
         for buffer in filled(func, args):
             if self.memory.kind_of(buffer) not in _LASTING:
                 self.memory.see(buffer, "communication")

@@ -6,20 +6,24 @@ it does not. `always`: also where a real step is measured, so that both take the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_patches.registry import target
+from rlsys.convert.config import HFConfig
+from rlsys.convert.table import Entry
 from rlsys.rehearse import kernels
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.routes import routing_map
+from rlsys.trainer import weights
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
@@ -86,11 +90,24 @@ def _place(upstream: Any, setting: Setting) -> Any:
         """What is not on this stage is on another one; which one makes no difference here."""
         mine, stages = self.pp_group.rank(), self.pp_group.size()
         for name in self.candidates(entry):
-            if name in self.names:
+            if name in self:
                 return mine, name, self[name].dtype
         return (mine + 1) % stages, entry.megatron, setting.dtype
 
     return place
+
+
+def _entries(upstream: Any, setting: Setting) -> Any:
+    def entries(hf: HFConfig) -> Iterator[Entry]:
+        alike = hf.experts // parallel_state.get_expert_model_parallel_world_size()
+        for entry in upstream(hf):
+            if entry.expert is None or setting.meter.phase != "gather":
+                yield entry
+            elif entry.expert % alike == 0:
+                with setting.meter.standing_for(alike):
+                    yield entry
+
+    return entries
 
 
 def _last_stage(upstream: Any, setting: Setting) -> Any:
@@ -138,6 +155,10 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
         LocalWeights, "place", ("self._stages",), _place,
+    ),
+    StandIn(
+        "entries", "fake", "ours", "of the experts that a rank gathers from another one, the first stands for all",
+        weights, "entries", ("for expert in range(config.experts)",), _entries,
     ),
     StandIn(
         "last_stage", "fake", "ours", "no last stage is there to tell its scores and sums",

@@ -80,10 +80,13 @@ class LocalWeights:
         """The names under which this rank holds it, or a part of it."""
         stage, name, _ = self.place(entry)
         here = [name] if stage == self.pp_group.rank() else []
-        if self._tied and name == _EMBEDDING and _HEAD in self.names:
+        if self._tied and name == _EMBEDDING and _HEAD in self:
             here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
         owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
         return here if owned else []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from launch.layout import lay_out
-from launch.memory import budget, describe_memory, expected_staleness, model_size, warnings
+from launch.memory import budget, describe_memory, expected_staleness, model_size, stage_budget, warnings
 from launch.preflight import read_model
 from rlsys.algo.preflight import check
 from rlsys.config import Config, load_config
@@ -122,6 +122,47 @@ def test_experiments_take_stale_tokens_for_what_they_are(path: Path) -> None:
     made = load_config(path)
     exact = made.launch.placement == "colocated"
     assert made.algo.anchor == ("behaviour" if exact else "interpolated")
+
+
+REHEARSED = {
+    # experiment, stage: weights, gradients, optimizer with the host's part, activations; GB, by `rlsys rehearse`
+    ("deepseek-v3_256gpu_colocated", 0): (4.72, 9.42, 22.92, 4.56),
+    ("deepseek-v3_256gpu_colocated", 1): (6.35, 12.68, 34.88, 4.40),
+    ("deepseek-v3_256gpu_colocated", 7): (4.20, 8.39, 22.15, 2.96),
+    ("glm-4.5-air_64gpu_colocated", 1): (8.16, 16.31, 20.44, 4.79),
+    ("qwen3-30b-a3b_16gpu_colocated", 0): (4.40, 8.80, 22.91, 3.73),
+    ("qwen3-30b-a3b_16gpu_colocated", 1): (4.40, 8.80, 22.91, 6.47),
+}
+
+
+@pytest.mark.parametrize(("name", "stage"), REHEARSED)
+def test_the_formula_is_near_the_rehearsal(name: str, stage: int) -> None:
+    """Parameters within 1 %, activations within 10 %."""
+    made = load_config(ROOT / f"configs/experiments/{name}.yaml")
+    b = stage_budget(made, model_size(read_model(made)), stage)
+    weights, gradients, optimizer, activations = (1e9 * x for x in REHEARSED[name, stage])
+    assert b.weights == pytest.approx(weights, rel=0.01)
+    assert b.gradients == pytest.approx(gradients, rel=0.01)
+    assert b.optimizer + b.host == pytest.approx(optimizer, rel=0.01)
+    assert b.activations == pytest.approx(activations, rel=0.1)
+
+
+def test_the_fullest_stage_counts() -> None:
+    """DeepSeek's second stage has eight layers of experts, its first five: evenly spread they would be 5.9 GB."""
+    made = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
+    assert budget(made, model_size(read_model(made))).weights == pytest.approx(6.35e9, rel=0.01)
+
+
+def test_the_first_stage_keeps_most_micro_batches_and_the_last_has_the_logits() -> None:
+    """Float32, 3 stages of one layer of 64 hidden units: 3, 2 and 1 inputs of 4 bytes kept; logits twice 4 bytes."""
+    made = config("parallel.pp=3", "trainer.recompute=[layer]", "trainer.token_budget=1000")
+    size = model_size(QUICKSTART)
+    first, second, last = (stage_budget(made, size, s).activations for s in range(3))
+    one = 1000 * 4 * size.hidden
+    assert first - second == pytest.approx(one)
+    assert last == pytest.approx(one + max(first - 3 * one, 1000 * 8 * size.vocab))
+    halves = config("parallel.pp=3", "trainer.recompute=[layer]", "trainer.token_budget=500")
+    assert stage_budget(halves, size, 0).activations == pytest.approx(first / 2)
 
 
 def test_recompute_and_offload_save_memory() -> None:
