@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from rlsys.rehearse.figures import Collective
 
@@ -24,7 +23,14 @@ _FILLS = ("allgather", "gather", "reduce_scatter", "alltoall", "scatter", "recv"
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    """In `value` and in the lists, tuples and dicts that it is made of."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [t for each in value for t in tensors_of(each)]
+    return []
 
 
 def _bytes(value: object) -> int:

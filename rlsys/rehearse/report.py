@@ -96,7 +96,7 @@ def _by_phase(figures: Sequence[Figures], u: float, unit: str) -> list[tuple[str
     rows.append(("TFLOPs", [""] * len(figures)))
     for name in ("score", "passes"):
         rows.append((f"  {_PHASES[name]}", [f"{f.phase(name).flops / 1e12:,.4g}" for f in figures]))
-    for words, across in (("sent inside nodes, GB", False), ("sent across nodes, GB", True)):
+    for words, across in (("traffic inside nodes, GB", False), ("traffic across nodes, GB", True)):
         sums = [
             sum(c.bytes for c in f.collectives if c.across == across and len(c.ranks) > 1) for f in figures
         ]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+
+from rlsys.rehearse.collectives import tensors_of
 
 _aten = torch.ops.aten
 _FACTORIES = {
@@ -38,7 +39,7 @@ class FakeTensors:
         if func in _FACTORIES and _is_fake(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
-        if not any(isinstance(a, FakeTensor) for a in tree_leaves((args, kwargs))):
+        if not any(isinstance(a, FakeTensor) for a in tensors_of((args, kwargs))):
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._guess(args[0], phase)

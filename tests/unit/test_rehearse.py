@@ -196,7 +196,7 @@ def test_report_says_what_is_where() -> None:
     assert rows["that is while"] == "forward and backward"
     assert rows["activations"] == "50"
     assert rows["left over after the step, GB"] == "0.5"
-    assert rows["sent across nodes, GB"] == "5" and rows["sent inside nodes, GB"] == "0"
+    assert rows["traffic across nodes, GB"] == "5" and rows["traffic inside nodes, GB"] == "0"
     assert (
         "alltoall_base  expert model parallel  8: 0-28 by 4  across nodes  bfloat16     10      500   5"
         in text
