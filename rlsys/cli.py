@@ -294,7 +294,7 @@ def make_parser() -> Parser:
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
     add_commands(add, check_plugins)
-    add_rehearse(add, check_plugins)
+    add_rehearse(add)
     add_router(add)
     add_model_commands(add)
     return parser

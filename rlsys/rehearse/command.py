@@ -29,7 +29,6 @@ _ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVI
 """On a host with GPUs, too: tensors without values need none."""
 _KEPT = 12
 """Lines that are shown of a failure."""
-Check = Callable[[Config], None]
 
 
 class RankFailed(Exception):
@@ -40,11 +39,11 @@ class RankFailed(Exception):
         self.lines, self.during = lines, during
 
 
-def add_rehearse(add: Callable[..., argparse.ArgumentParser], check: Check) -> None:
+def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
     """`add` makes a sub-command: name, function, help."""
     sub = add(
         "rehearse",
-        lambda args: rehearse(args, check),
+        rehearse,
         "run one update of true size of any rank on this CPU, without weights or values: memory, FLOPs, collectives",
     )
     sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
@@ -67,11 +66,10 @@ def add_rehearse(add: Callable[..., argparse.ArgumentParser], check: Check) -> N
     sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
 
 
-def rehearse(args: argparse.Namespace, check: Check) -> int:
+def rehearse(args: argparse.Namespace) -> int:
     """Raises RunError (exit code 1) when a rank would fail."""
     config = load_config(args.config, args.overrides)
     hf = _checked(args, config)
-    check(config)
     on_gpus = config.launch.gpus_per_node > 0
     gpu_gb = args.gpu_memory if args.gpu_memory is not None else 80.0 if on_gpus else None
     ranks = (
