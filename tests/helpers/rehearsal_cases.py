@@ -21,7 +21,8 @@ from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import install
 from rlsys.rehearse.step import Rehearsal
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs/quickstart.yaml"
 MICRO_BATCHES = 2
 
 
