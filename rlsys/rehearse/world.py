@@ -30,4 +30,4 @@ def enter(rank: int, size: int) -> None:
 
     dist.new_group = new_group
     dist.all_gather_object = all_gather_object  # type: ignore[assignment]
-    dist.broadcast_object_list = broadcast_object_list  # type: ignore[assignment]
+    dist.broadcast_object_list = broadcast_object_list
