@@ -59,6 +59,8 @@ def figures(
         move_to_host(kinds, offload)
     if config.model.fp8 == "both":
         notes.append("model.fp8 = both is rehearsed in bfloat16")
+    if config.algo.critic is not None:
+        notes.append("the critic of algo.critic, a second model on the same ranks, is not rehearsed")
     return Figures(
         rank=request.rank,
         world=p.world_size,

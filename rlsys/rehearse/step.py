@@ -20,8 +20,9 @@ from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import Setting
 from rlsys.rehearse.tensors import FakeTensors
 from rlsys.trainer import trainer as trainer_module
+from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.model import load_model
+from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.share import padded_lengths
 from rlsys.trainer.trainer import Trainer
@@ -53,6 +54,13 @@ def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
     return loss, {}
 
 
+class _Weightless(Trainer):
+    """Shapes are all that counts."""
+
+    def _built(self) -> Chunks:
+        return build_model(self.config, self.hf, self._device, fill=lambda *_: None)
+
+
 class Rehearsal:
     """Owns the trainer and the meter. `fake` None: a real rank among real ones, with real weights."""
 
@@ -75,9 +83,9 @@ class Rehearsal:
     def build(self) -> None:
         """The trainer, and the optimizer's state as it is after the first update."""
         signals = Objective(self.config.algo).passes
-        fill = load_model if self.meter.fake is None else _no_weights
+        kind = Trainer if self.meter.fake is None else _Weightless
         with self.meter:
-            self.trainer = Trainer(self.config, signals, fill=fill)
+            self.trainer = kind(self.config, signals)
         for optimizer in _optimizers(self.trainer):
             begin_states(optimizer)
         self._name_kinds()
@@ -132,10 +140,6 @@ def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:
     p = config.parallel
     tokens = sum(padded_lengths(micro.sequence_lengths, token_multiple(config), p.cp))
     return [tokens // p.cp // p.tp, 1, hf.hidden_size]
-
-
-def _no_weights(*_: object) -> None:
-    """Shapes are all that counts."""
 
 
 def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
