@@ -192,7 +192,9 @@ def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
 def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: int) -> float:
     """Of the micro-batches in flight: pp - s on stage s, and more chunks of them where stages are interleaved."""
     p = config.parallel
-    tokens = config.trainer.token_budget / p.cp / p.tp  # sequence parallelism divides what is not divided already
+    tokens = (
+        config.trainer.token_budget / p.cp / p.tp
+    )  # sequence parallelism divides what is not divided already
     chunks = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
     in_flight = chunks * layers / p.vpp if p.vpp > 1 else (p.pp - stage) * layers
     widest = max(size.chosen_width if moe else 0, size.ffn_width if moe < layers else 0)
@@ -202,7 +204,9 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
     again = "layer" in config.trainer.recompute
     kept, working = (in_flight * 2 * size.hidden, layer + sent) if again else (in_flight * layer, sent)
     scale = value_bytes(config) / 2
-    logits = (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0  # float32 ones beside the model's
+    logits = (
+        (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0
+    )  # float32 ones beside the model's
     # The logits are gone before the last layer is computed again.
     return tokens * (scale * kept + max(scale * working, logits))
 
