@@ -187,15 +187,18 @@ A run collects exactly those that its plug-ins ask for; one that nothing serves 
 """
 
 SERVED = """
-How they are served: `old`, `now`, `entropy` and `values` come out of one forward pass of the trainer before the first
-update of a step (`values` from a linear head on the policy's own trunk; the value loss moves the trunk, too). `ref`
-and `ewma` swap the weights for a pass: each keeps one more copy of a rank's weights in memory, and a second one while
-the pass lasts. `behaviour`: between a take and the update, the trainer scores what its resident weights sampled of
-the samples that are not done; the rollout process keeps that beside their tokens (colocated engines only;
-`time_score` in metrics.jsonl is what it costs). That is exact `old` by interruption, what a run with interrupted
-samples should take its ratios against, and what `configs/experiments/` do (disaggregated ones: `interpolated`). The
-quickstart keeps `anchor: mu`: in float32 each push is attested to a mean difference of at most 1e-6 between the
-engine's log-probs and the trainer's, so mu is the exact `old` already. `answers`: the text of the last `<answer>`.
+How they are served: `old`, `now`, `entropy` and `values` come out of one forward pass of the trainer before the
+first update of a step (`values` from a linear head on the policy's own trunk; the value loss moves the trunk, too).
+There is no such pass where the training pass computes the same: for the first update of a step, if nobody wants
+log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` tells). `ref` and
+`ewma` swap the weights for a pass: each keeps one more copy of a rank's weights in memory, and a second one while
+the pass lasts. With router replay `ewma` takes the policy's experts, `ref` its own. `behaviour`: between a take and
+the update, the trainer scores what its resident weights sampled of the samples that are not done; the rollout
+process keeps that beside their tokens (colocated engines only; `time_score` in metrics.jsonl is what it costs).
+That is exact `old` by interruption, what a run with interrupted samples should take its ratios against, and what
+`configs/experiments/` do (disaggregated ones: `interpolated`). The quickstart keeps `anchor: mu`: in float32 each
+push is attested to a mean difference of at most 1e-6 between the engine's log-probs and the trainer's, so mu is the
+exact `old` already. `answers`: the text of the last `<answer>`.
 `verdicts`: `data.judge`, a generative reward model behind an OpenAI-compatible URL (`rlsys router` before its own
 engines, say), the run's own engines, or a rule; it is shown the problem's `answer`, where there is one. `judge_hung`
 and `judge_failed` count questions without a verdict.

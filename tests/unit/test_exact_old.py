@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import RunError
-from rlsys.types import Sample, Scored, Unscored
+from rlsys.types import RouteSpan, Sample, Scored, Unscored
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 from tests.helpers.service_rig import served, ticking
 
@@ -229,8 +229,11 @@ async def test_over_http_they_are_what_the_manager_gives(tmp_path: Path) -> None
         await ticking(r, client.restore, 0)
         await r.start()
         await ticking(r, client.take, 1)
+        parked = r.buffer.groups[0].samples[0]
+        parked.routes.append(RouteSpan(0, 2, bytes([1, 0, 3, 2])))  # as an abort gives them
         asked = await ticking(r, client.unscored, 1)
         assert asked == await r.manager.unscored(1)
+        assert next(u for u in asked if u.sample_id == 0).routes == parked.routes
         await ticking(r, client.store_scores, scores_of(asked, 1))
         first = r.buffer.groups[0].samples[0]
         assert first.behaviour == by_trainer(0, len(first.response_ids), 1)
