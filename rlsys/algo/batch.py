@@ -144,6 +144,7 @@ class Batch:
     returns: Tensor | None = None  # [T], targets of a critic
     weight: Tensor | None = None  # [T], selection and reduction, set by Objective.finish
     shift: Tensor | None = None  # [T], added to the anchor
+    groups: Tensor | None = None  # [N], the group of each row of the sample table, set by Objective.finish
     rewards: Tensor | None = None  # [T], of the token's sample, before shaping; set by Objective.finish
     denominator: float = 1.0  # of the optimizer update that it is in; set by Objective.finish
 

@@ -88,7 +88,7 @@ class Normalised(CorrectionPlugin):
 
 
 class Tis(Normalised):
-    """Truncated importance weights: min(rho, cap).
+    """Truncated importance weights: min(rho, cap), and at least `floor`.
 
     `sequence` takes the product over the sequence, `geometric` its mean. `normalise` divides by the mean weight of
     the update's tokens, so that the loss keeps its size.
@@ -100,11 +100,19 @@ class Tis(Normalised):
     evidence: ClassVar[str] = "R"
     cap: PositiveFloat = 2.0
     """Largest weight (8 at sequence level)."""
+    floor: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest weight (slime: --tis-clip-low, 0.5 in its GLM-5.2 script)."""
     level: Level = "token"
     """What the ratio is taken over."""
 
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.floor > self.cap:
+            raise ValueError(f"floor = {self.floor} must not be above cap = {self.cap}")
+        return self
+
     def correct(self, view: View) -> Correction:
-        weight = at_level(view.log_behaviour_ratio, view.batch, self.level).clamp(max=self.cap)
+        weight = at_level(view.log_behaviour_ratio, view.batch, self.level).clamp(self.floor, self.cap)
         return Correction(weight, view.keep)
 
 

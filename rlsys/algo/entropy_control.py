@@ -1,15 +1,22 @@
-"""Keep the policy's entropy from collapsing: a bonus, a steered bonus, and losses that spare or hold the few tokens
-which lower it most."""
+"""The policy's entropy: a bonus, a bonus that is steered, and training where it is largest; see covariance, too."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
+import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
+from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import Figures, Loss, View
+from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.selectors import Selector
+
+MOST_NATS = 32.0
+"""More than the entropy over any vocabulary."""
 
 
 class EntropyBonus(Loss):
@@ -18,6 +25,7 @@ class EntropyBonus(Loss):
     paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
     coefficient: float = 1e-3
     """Weight; negative lowers the entropy."""
 
@@ -94,3 +102,30 @@ class AdaptiveEntropy(EntropyBonus):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._coefficient, self._entropy = float(state["coefficient"]), float(state["entropy"])
+
+
+class TopEntropy(Selector):
+    """Train only the tokens where the policy was least sure: the share of all tokens with the largest entropy.
+
+    Of the whole step, as the trainer had it at its start; TRL takes the quantile of a micro-batch over ranks. All
+    terms of the loss lose the other tokens, also the KL to a reference, which TRL leaves. Denominators count all.
+    """
+
+    paper: ClassVar[str] = "Beyond the 80/20 rule: high-entropy minority tokens (Wang et al. 2025)"
+    evidence: ClassVar[str] = "R"
+    every_sample: ClassVar[bool] = True
+    share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the tokens that are trained."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
+        entropies = [part.masked(part.signal("entropy").detach()) for part in parts]
+        trained = [e[p.keep & (p.signal("weight") != 0)] for e, p in zip(entropies, parts, strict=True)]
+        count = torch.tensor(
+            float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device
+        )
+        dropped = math.ceil((1 - self.share) * (float(reduce(count)) - 1) - 1e-9)
+        cut = threshold(trained, lambda edges, counts, sums: counts <= dropped, -1.0, MOST_NATS, reduce)
+        return [(entropy > cut).to(entropy) for entropy in entropies]

@@ -17,8 +17,6 @@ from rlsys.algo.plugin import Plugin
 class Hook(Plugin):
     """Around an optimizer update."""
 
-    every_sample: ClassVar[bool] = False
-    """It looks at samples of advantage 0, too: they are packed and trained like the others."""
     prefix: ClassVar[str] = "average."
     """Before the names of its `totals` in a checkpoint."""
 

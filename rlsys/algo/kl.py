@@ -42,6 +42,7 @@ class Kl(Loss):
     paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4; DeepSeek-V3.2"
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 1e-3
     """Weight."""
     kind: KlKind = "k3"

@@ -95,6 +95,8 @@ class Loss(Preparing):
     nothing else makes up for what the policy has moved since the anchor."""
     critic: ClassVar[bool] = False
     """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
+    per_sequence: ClassVar[bool] = False
+    """Its ratio is one per response: with another reducer than sequence_mean it is another method."""
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         """Token losses and figures `[T]`; masked tokens are ignored in both."""
@@ -199,6 +201,7 @@ class Gspo(Loss):
 
     paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
     evidence: ClassVar[str] = "R"
+    per_sequence: ClassVar[bool] = True
     clip_low: Width = 3e-4
     """Lower width of the sequence ratio."""
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
@@ -276,6 +279,7 @@ class ValueLoss(Loss):
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     critic: ClassVar[bool] = True
+    ratio: ClassVar[bool] = False
     coefficient: Annotated[float, Field(ge=0)] = 0.5
     """Weight."""
     clip: Annotated[float, Field(gt=0)] = 0.2

@@ -34,13 +34,16 @@ from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
 from rlsys.algo.replay import Replay
+from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
 from rlsys.algo_section import AlgoSection, CriticSection
 from rlsys.types import SampleGroup
 
-MEANS = ("kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share")
+MEANS = (
+    "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
+)  # fmt: skip
 """Figures of loss terms whose mean over the trained tokens is a metric."""
 
 Later = tuple[SampleGroup, float]
@@ -86,7 +89,7 @@ class Objective:
         self.losses: list[Loss] = made["loss"]
         self.reducer: Reducer = made["reducer"][0]
         self.hooks: list[Hook] = made["hooks"]
-        with_ratio = any(term.policy and term.ratio for term in self.losses)
+        with_ratio = any(term.ratio for term in self.losses)
         self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
         self.critic: CriticSection | None = section.critic
         self._minibatches = section.minibatches
@@ -154,7 +157,7 @@ class Objective:
             not self.late
             and not self.advantage.changes_tokens()
             and all(term.policy for term in self.losses)
-            and not any(hook.every_sample for hook in self.hooks)
+            and not any(plugin.every_sample for plugin in self.plugins)
         )
 
     @property
@@ -244,8 +247,10 @@ class Objective:
         assert plan.advantages is not None and plan.reduction is not None
         plan.samples = replace(plan.samples, kept=plan.weight != 0)
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
+        groups = group_index(plan.samples.group_ids)[0]
         for part, advantages in zip(parts, tokens, strict=True):
             part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
+            part.groups = groups
             part.denominator = plan.denominator / plan.updates
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]

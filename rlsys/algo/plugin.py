@@ -47,6 +47,8 @@ class Plugin(Section):
     """Where it comes from."""
     evidence: ClassVar[str]
     """A key of EVIDENCE. It has no default, and a subclass does not inherit it: see evidence_of."""
+    every_sample: ClassVar[bool] = False
+    """It looks at samples of advantage 0, too, or acts on them: they are packed like the others."""
 
     def needs(self) -> frozenset[str]:
         """Names out of NEEDS; the stack collects exactly these."""

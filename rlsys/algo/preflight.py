@@ -9,7 +9,6 @@ from rlsys.algo import no_effect
 from rlsys.algo.allocation import Xrpo
 from rlsys.algo.anchors import ANCHOR_NEEDS
 from rlsys.algo.hooks import BatchScaling, Hook
-from rlsys.algo.losses import Gspo
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
@@ -172,11 +171,12 @@ def _check_terms(made: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
 
 
 def _check_sequence_ratio(made: Mapping[str, Sequence[Any]]) -> None:
-    """GSPO's ratio is of a sequence: its gradient is divided by the sequence's length, not by that of others."""
+    """A ratio of a sequence: its gradient is divided by the sequence's length, not by that of others."""
     (reducer,) = made["reducer"]
-    if any(type(term) is Gspo for term in made["loss"]) and isinstance(reducer, TokenMean | Constant):
+    found = [type(term).__name__ for term in made["loss"] if term.per_sequence]
+    if found and isinstance(reducer, TokenMean | Constant):
         raise UserError(
-            "algo.loss has gspo, whose ratio is one per sequence, but algo.reducer "
+            f"algo.loss has {found[0].lower()}, whose ratio is one per sequence, but algo.reducer "
             f"({type(reducer).__name__}) counts long sequences more: use algo.reducer = sequence_mean"
         )
 

@@ -26,6 +26,12 @@ def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
+def max_by(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Largest of `values` `[n]`, none below 0, per value of `index` `[n]`, `[count]`; 0 where there is none."""
+    out = torch.zeros(count, dtype=values.dtype, device=values.device)
+    return out.scatter_reduce(0, index, values, "amax")
+
+
 def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
     """Mean of `values` `[N]` within each sample's group, `[N]`. Of equal values it is exactly these."""
     index, sizes = group_index(group_ids)

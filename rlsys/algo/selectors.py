@@ -139,6 +139,28 @@ class D3S(Selector):
         return [(s > cut).to(s) for s in scores]
 
 
+class OverlongFilter(Selector):
+    """Do not train responses that were cut off at the longest length: nobody knows how they would have ended.
+
+    Their rewards stay in the baselines of their groups. Denominators count them, as ROLL's and, over sequences, TRL's
+    do; with `denominator: kept` the loss is the mean over the others, as TRL's is over tokens.
+    """
+
+    paper: ClassVar[str] = "DAPO, section 3.4: overlong filtering"
+    evidence: ClassVar[str] = "R"
+    denominator: Literal["kept", "all"] = "all"
+    """What the loss is a mean over: the responses that ended, or all of the step."""
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        return (~samples.column("truncated").bool()).to(samples.rewards)
+
+    def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
+        if self.denominator == "all" or not mass.any():
+            return 1.0
+        mass = mass.double()
+        return float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
+
+
 def _largest(values: Sequence[Tensor], reduce: Reduce) -> float:
     """A power of two that no value of any rank exceeds, from sums alone."""
     powers = torch.arange(-30, 31, dtype=torch.float64)

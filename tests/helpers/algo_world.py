@@ -87,6 +87,7 @@ class World:
             log_likelihood=randn(count),
             tool_penalty=torch.rand(count, generator=g, dtype=DOUBLE),
             transferred=torch.rand(count, generator=g) > 0.8,
+            truncated=torch.rand(count, generator=g) > 0.8,
         )
 
     def _sequence(self, n: int, randn: Callable[[int], Tensor], g: torch.Generator) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from rlsys.config import Config, load_config
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.update import Early, go_backward, update
-from rlsys.types import Sample, SampleGroup, Taken
+from rlsys.types import Sample, SampleGroup, Status, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
@@ -91,10 +91,20 @@ def partly_transferred(taken: Taken) -> Taken:
     return replace(taken, groups=[drawn(g) for g in taken.groups])
 
 
+def cut_off(taken: Taken) -> Taken:
+    """The last response of each group was cut off."""
+
+    def closed(group: SampleGroup) -> SampleGroup:
+        last = replace(group.samples[-1], status=Status.TRUNCATED)
+        return replace(group, samples=[*group.samples[:-1], last])
+
+    return replace(taken, groups=[closed(g) for g in taken.groups])
+
+
 def batch_of(recipe: str) -> Taken:
     taken = stale(recorded())
     taken = taken if recipe == "gdpo" else single_rewards(taken)
-    change = {"mc_grpo": odd, "lens": partly_transferred}.get(recipe)
+    change = {"mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off}.get(recipe)
     return taken if change is None else change(taken)
 
 

@@ -205,6 +205,9 @@ def plug_ins() -> dict[str, AlgoSection]:
     for field, kind in (("loss", "loss"), ("corrections", "correction"), ("selectors", "selector")):
         found |= {f"{kind} {name}": {field: [name]} for name in TABLE[kind]}
     found["loss value"] |= {"advantage": "gae"}
+    found["loss adaptive_entropy"] = {
+        "loss": [{"name": "adaptive_entropy", "coefficient": 0.1}]
+    }  # starts at 0
     found |= {f"tis normalised {t['level']}": {"corrections": [t]} for t in TIS if t["normalise"]}
     found |= {f"advantage {name}": {"advantage": name} for name in TABLE["advantage"]}
     found |= {f"reducer {name}": {"reducer": name} for name in TABLE["reducer"]}

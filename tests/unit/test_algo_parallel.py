@@ -47,6 +47,13 @@ def cases() -> dict[str, AlgoSection]:
     found["several"] = {"anchor": "old", "selectors": ["d3s"], "hooks": ["vcpo"], **everything}
     found["two updates"] = {"anchor": "old", "minibatches": 2, "hooks": ["brorl"], **everything}
     found["two epochs of two updates"] = {"anchor": "old", "minibatches": 2, "epochs": 2, **everything}
+    groups = {"name": "rejection", "level": "group_mean", "high": 0.1}
+    found["groups over two updates"] = {"anchor": "old", "minibatches": 2, "corrections": [groups]}
+    found["few tokens of two updates"] = {
+        "minibatches": 2,
+        "loss": ["kl_cov", "clip_cov"],
+        "selectors": ["top_entropy"],
+    }
     normalised = {"corrections": [{"name": "tis", "normalise": True}]}
     found["two updates between mu and current"] = {"anchor": "interpolated", "minibatches": 2, **normalised}
     found[EXTRA] = {"selectors": [{"name": "rorecomp", "alpha": 0.5, "capacity": 4}], "minibatches": 2}

@@ -73,21 +73,26 @@ class Padded:
         self.rewards = torch.rand(B, 2, generator=g, dtype=DOUBLE)
         self.token_rewards = torch.zeros(B, L, dtype=DOUBLE)
         self.token_rewards[torch.arange(B), torch.tensor(LENGTHS) - 1] = self.rewards[:, 0]
+        self.now, self.entropy = self.old, self.values.abs()
+        self.truncated = torch.zeros(B, dtype=torch.bool)
 
     def flat(self, padded: Tensor) -> Tensor:
         return padded[self.mask > 0]
 
     def samples(self, rewards: Tensor | None = None) -> Samples:
         rewards = self.rewards[:, 0] if rewards is None else rewards
-        return Samples(rewards=rewards, group_ids=torch.tensor(GROUPS), lengths=torch.tensor(LENGTHS))
+        return Samples(
+            rewards=rewards, group_ids=torch.tensor(GROUPS), lengths=torch.tensor(LENGTHS), truncated=self.truncated
+        )  # fmt: skip
 
     def batch(self) -> Batch:
         total = sum(LENGTHS)
-        fields = {name: self.flat(getattr(self, name)) for name in ("mu", "old", "ref", "values")}
+        names = ("mu", "old", "now", "ref", "values", "entropy")
+        fields = {name: self.flat(getattr(self, name)) for name in names}
         return Batch(
             tokens=torch.zeros(total, dtype=torch.long), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),
             rows=torch.arange(B), mask=torch.ones(total, dtype=DOUBLE), versions=torch.zeros(total).long(),
-            now=fields["old"], **fields,
+            **fields,
         )  # fmt: skip
 
     def advantages(self, name: str, rewards: Tensor | None = None, **params: Any) -> Tensor:
@@ -400,6 +405,7 @@ def trl_loss(
     entropy: Tensor | None = None,
     *,
     args: dict[str, Any] | None = None,
+    inputs: dict[str, Tensor] | None = None,
     keep: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -426,12 +432,13 @@ def trl_loss(
     )  # fmt: skip
     for name, value in fields.items():
         setattr(this, name, value)
-    inputs = {
+    given = {
         "prompt_ids": torch.zeros(B, 1), "prompt_mask": torch.ones(B, 1), "completion_ids": torch.zeros(B, L),
         "completion_mask": data.mask, "advantages": advantages, "old_per_token_logps": data.old,
         "ref_per_token_logps": data.ref, "sampling_per_token_logps": data.mu, "num_items_in_batch": data.mask.sum(),
+        **(inputs or {}),
     }  # fmt: skip
-    loss = libraries.trl._compute_loss(this, None, inputs)
+    loss = libraries.trl._compute_loss(this, None, given)
     loss.backward()
     if keep is not None:
         keep |= {name: getattr(this, name) for name in keep}

@@ -1,0 +1,141 @@
+"""Losses that spare or hold the few tokens which lower the entropy most: where advantage and log-prob covary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_gradient
+from rlsys.algo.reduction import Reduce, threshold
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Means(NamedTuple):
+    """Of the trained tokens of an update, over all ranks."""
+
+    tokens: float
+    advantage: float
+    logp: float
+
+
+def means(parts: Sequence[Batch], reduce: Reduce) -> Means:
+    """logp: at the start of the update."""
+    sums = torch.zeros(3, dtype=torch.float64, device=parts[0].mu.device)
+    for part in parts:
+        columns = (torch.ones_like(part.mu), part.signal("advantages"), part.signal("now"))
+        sums += torch.stack([part.masked(c).double().sum() for c in columns])
+    tokens, advantage, logp = reduce(sums).tolist()
+    return Means(tokens, advantage / max(tokens, 1.0), logp / max(tokens, 1.0))
+
+
+def covariance(batch: Batch, of: Means) -> Tensor:
+    """(A - mean A)(logp - mean logp) of each token, `[T]` float64; 0 where masked."""
+    advantages, now = batch.signal("advantages").double(), batch.signal("now").double()
+    return batch.masked((advantages - of.advantage) * (now - of.logp))
+
+
+def draws(batch: Batch) -> Tensor:
+    """A number in [0, 1) for each token, `[T]` float64, of the step's version, its row and its place alone: so a draw
+    is the same in every layout."""
+    place = torch.arange(len(batch.tokens), device=batch.tokens.device) - batch.cu_seqlens.long()[batch.ids]
+    mixed = _mix(_mix(batch.rows.long()[batch.ids] + _mix(torch.full_like(place, batch.version))) + place)
+    return mixed.double() / 2**32
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Integers `[n]` to well-mixed ones below 2^32: xor-shifts and products that stay within 63 bits."""
+    values = values & 0xFFFFFFFF
+    for _ in range(2):
+        values = ((values >> 16) ^ values) * 0x45D9F3B & 0xFFFFFFFF
+    return (values >> 16) ^ values
+
+
+class ClipCov(Clip):
+    """PPO's clip, and a random few of the tokens that lower the entropy most lose their gradient.
+
+    c = (A - mean A)(logp - mean logp), log-probs at the start of the update, means over all its tokens. Of the tokens
+    with cov_low < c < cov_high that the clip leaves, share times all tokens, at least one, are drawn and dropped.
+    """
+
+    paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): Clip-Cov"
+    evidence: ClassVar[str] = "R"
+    every_sample: ClassVar[bool] = True
+    share: Share = 2e-4
+    """Tokens dropped, as a share of all tokens of the update."""
+    cov_low: float = 1.0
+    """Tokens above this covariance are drawn from."""
+    cov_high: float = 5.0
+    """Tokens below this covariance are drawn from."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low = {self.cov_low} must be below cov_high = {self.cov_high}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def _drawn_from(self, batch: Batch, anchor: Tensor, of: Means) -> Tensor:
+        """Tokens that may be dropped, `[T]` bool."""
+        gap = batch.masked(batch.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
+        covary = covariance(batch, of)
+        inside = (covary > self.cov_low) & (covary < self.cov_high)
+        return batch.keep & inside & ~lost_gradient(gap.exp(), batch.signal("advantages"), *bounds)
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """The means, and up to which draw a token is dropped."""
+        of = means(parts, reduce)
+        wanted = max(1, int(self.share * of.tokens))
+        drawn = [draws(p)[self._drawn_from(p, a, of)] for p, a in zip(parts, anchors, strict=True)]
+        return of, threshold(drawn, lambda edges, counts, sums: counts <= wanted, -1.0, 1.0, reduce)
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        of, cut = prepared
+        dropped = self._drawn_from(view.batch, view.anchor, of) & (draws(view.batch) <= cut)
+        loss, figures = super().__call__(view, None)
+        return loss * ~dropped, {"clipped": figures["clipped"] | dropped}
+
+
+class KlCov(Loss):
+    """The plain ratio, and a penalty for moving the few tokens that lower the entropy most.
+
+    -r A, and coefficient * |logp - anchor| more on the share of all tokens, at least one, with the largest
+    c = (A - mean A)(logp - mean logp); log-probs at the start of the update, means over all its tokens.
+    """
+
+    paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): KL-Cov"
+    evidence: ClassVar[str] = "R"
+    every_sample: ClassVar[bool] = True
+    share: Share = 2e-4
+    """Tokens held, as a share of all tokens of the update."""
+    coefficient: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of the penalty: verl's configuration; its code falls back to 1."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """The means, and above which covariance, squeezed into (-1, 1), a token is held."""
+        of = means(parts, reduce)
+        others = of.tokens - max(1, int(self.share * of.tokens))
+        found = [_squeezed(covariance(part, of))[part.keep] for part in parts]
+        return of, threshold(found, lambda edges, counts, sums: counts <= others, -1.0, 1.0, reduce)
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        of, cut = prepared
+        held = view.keep & (_squeezed(covariance(view.batch, of)) > cut)
+        penalty = self.coefficient * view.log_ratio.abs() * held
+        return penalty - view.ratio * view.advantages, {"held_share": held.to(penalty)}
+
+
+def _squeezed(values: Tensor) -> Tensor:
+    """x / (1 + |x|): the same order within (-1, 1), which a threshold can be searched in."""
+    return values / (1 + values.abs())
