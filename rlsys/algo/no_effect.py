@@ -35,7 +35,7 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             "epochs"
             for i, term in with_ratio
         ]
-    if algo.anchor != "mu" and not with_ratio:
+    if algo.anchor != "mu" and not any(term.ratio for term in made["loss"]):
         found.append(
             f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
             "exp(logp - mu) then"

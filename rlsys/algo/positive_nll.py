@@ -24,6 +24,7 @@ class PositiveNll(Loss):
     paper: ClassVar[str] = "VAPO (arXiv 2504.05118), eq. 10; NeMo-RL positive_example_nll_weight"
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
     coefficient: Annotated[float, Field(ge=0)] = 0.1
     """Weight."""
     correct: float = 0.5

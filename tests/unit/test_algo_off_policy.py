@@ -104,6 +104,16 @@ def test_dro_is_reinforce_with_kimis_penalty() -> None:
     assert one.loss == pytest.approx(two.loss)
 
 
+def test_the_square_is_taken_from_the_anchor_of_the_config_beside_reinforce() -> None:
+    """The policy term has no ratio; the penalty has, so the anchor is looked at: d = 2, gradient -A + 0.2 d."""
+    objective = Objective(section(loss=["reinforce", {"name": "kimi", "tau": 0.2}], anchor="old"))
+    batch = packed([1], mu=[-1.0], old=[-3.0], advantages=[1.0], weight=[1.0])
+    logp = vector(-1).requires_grad_()
+    objective(logp, batch)[0].backward()
+    assert logp.grad is not None
+    close(logp.grad, vector(-0.6))
+
+
 def phi(w: float, k: float, lam: float) -> float:
     return math.exp(lam * (1 - w)) * w**k
 
