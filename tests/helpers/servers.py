@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
 GRACE_SECONDS = 10.0
 
-TINY_MOE = {
+TINY_MOE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,

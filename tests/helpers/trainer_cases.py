@@ -77,7 +77,7 @@ def write_model(folder: Path, architecture: str = "Qwen3MoeForCausalLM", **chang
 
 
 def config_of(folder: Path, run: Path, **sections: dict[str, Any]) -> Config:
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "model": {"path": folder},
         "run": {"dir": run},
         "trainer": {"token_budget": BUDGET, "lr": 1e-3, "weight_decay": 0.01},

@@ -40,8 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {},
     "DeepseekV3ForCausalLM": {},
 }
-DENSE = ({}, {"pp": 4}, {"tp": 2, "pp": 2})
-EXPERTS = ({}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "etp": 2, "pp": 4, "ep": 2})
+DENSE: tuple[dict[str, int], ...] = ({}, {"pp": 4}, {"tp": 2, "pp": 2})
+EXPERTS: tuple[dict[str, int], ...] = (
+    {},
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"tp": 2, "etp": 2, "pp": 4, "ep": 2},
+)
 
 
 def parallel(layout: dict[str, int]) -> ParallelConfig:

@@ -364,7 +364,7 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
 
         await s.client.slow_down(SLOW)
         broken = sample(first.sample_id, seed=first.seed)
-        task = asyncio.create_task(talk(broken, prompt))
+        task: asyncio.Future[None] = asyncio.ensure_future(talk(broken, prompt))
         middle = first.observed[0].end + 4
         await until(lambda: len(broken.response_ids) >= middle, task)
         await s.router.interrupt()

@@ -9,7 +9,7 @@ from rlsys.algo.advantages import dr_grpo, grpo
 from rlsys.algo.losses import clipped_policy_loss, truncated_importance_weight
 
 
-def test_grpo_by_hand():
+def test_grpo_by_hand() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     groups = torch.tensor([7, 7, 7, 7, 3, 3])
     # group 7: mean 1/4, squares (9+1+1+1)/16 = 3/4, variance over n-1 = 1/4, std 1/2
@@ -17,7 +17,7 @@ def test_grpo_by_hand():
     torch.testing.assert_close(out, torch.tensor([1.5, -0.5, -0.5, -0.5, 0.0, 0.0]))
 
 
-def test_grpo_ignores_shift_and_scale_and_order():
+def test_grpo_ignores_shift_and_scale_and_order() -> None:
     g = torch.Generator().manual_seed(0)
     rewards, groups = torch.rand(24, generator=g, dtype=torch.float64), torch.arange(24) % 6
     base = grpo(rewards, groups)
@@ -26,18 +26,18 @@ def test_grpo_ignores_shift_and_scale_and_order():
     torch.testing.assert_close(grpo(rewards[order], groups[order]), base[order])
 
 
-def test_dr_grpo_by_hand():
+def test_dr_grpo_by_hand() -> None:
     torch.testing.assert_close(
         dr_grpo(torch.tensor([2.0, 0.0, 1.0]), torch.tensor([0, 0, 0])), torch.tensor([1.0, -1.0, 0.0])
     )
 
 
-def test_advantages_refuse_other_shapes():
+def test_advantages_refuse_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
         grpo(torch.zeros(2), torch.zeros(3))
 
 
-def test_clip_by_hand():
+def test_clip_by_hand() -> None:
     """Four tokens: ratio 2 with A>0 (clipped at 1.28), 2 with A<0 (not), 0.5 with A<0 (clipped at 0.8), 1."""
     anchor = torch.zeros(4)
     logp = torch.tensor([math.log(2), math.log(2), math.log(0.5), 0.0], requires_grad=True)
@@ -49,7 +49,7 @@ def test_clip_by_hand():
     torch.testing.assert_close(logp.grad, torch.tensor([0.0, 2.0, 0.0, -3.0]))
 
 
-def test_masked_tokens_count_nothing_even_when_not_finite():
+def test_masked_tokens_count_nothing_even_when_not_finite() -> None:
     logp = torch.tensor([0.0, -math.inf], requires_grad=True)
     anchor = torch.tensor([0.0, math.nan])
     loss, _ = clipped_policy_loss(
@@ -60,7 +60,7 @@ def test_masked_tokens_count_nothing_even_when_not_finite():
     assert torch.isfinite(logp.grad).all()
 
 
-def test_importance_weight_is_capped_and_detached():
+def test_importance_weight_is_capped_and_detached() -> None:
     old = torch.tensor([0.0, 1.0, 5.0], requires_grad=True)
     weight = truncated_importance_weight(old, torch.zeros(3), torch.tensor([1.0, 1.0, 1.0]), cap=2.0)
     torch.testing.assert_close(weight, torch.tensor([1.0, 2.0, 2.0]))
@@ -68,7 +68,7 @@ def test_importance_weight_is_capped_and_detached():
     assert truncated_importance_weight(old, torch.zeros(3), torch.ones(3), cap=0).tolist() == [1, 1, 1]
 
 
-def test_weight_scales_a_token():
+def test_weight_scales_a_token() -> None:
     args = (torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     loss, _ = clipped_policy_loss(*args, clip_low=0.2, clip_high=0.2, weight=torch.tensor([0.5, 2.0]))
     assert loss.item() == -2.5

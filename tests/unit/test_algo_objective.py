@@ -332,6 +332,7 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
         loss = objective(logp, part)[0] / (20 * 9)
         loss.backward()
         total += float(loss.detach())
+        assert logp.grad is not None
         for i, piece in zip(
             plan.rows, logp.grad.split([len(world.sequences[rows[i]]["mu"]) for i in plan.rows]), strict=True
         ):

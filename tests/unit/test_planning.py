@@ -164,7 +164,7 @@ async def nobody(prompt: str, responses: Sequence[Response], judge: Judge | None
 async def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
     config = config_of(tmp_path, group_reward="test_planning:nobody")
     async with rig(config) as r:
-        r.manager._runner._planning._tokenizer = Lengths()
+        r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
         await r.start()
         with pytest.raises(RunError, match="the last 4 groups could not be used"):
             await r.take(1)
