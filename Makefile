@@ -8,7 +8,9 @@ export HF_HUB_OFFLINE := 1
 
 PYTEST := $(VENV)/python -m pytest
 # Unit tests do not know of one another; a worker is some 600 MB.
-UNIT   := $(PYTEST) -q -m "not full and not slow" -n logical --maxprocesses 4 --dist worksteal tests/unit
+UNIT   := $(PYTEST) -q -n logical --maxprocesses 4 --dist worksteal tests/unit
+REAL   := $(PYTEST) tests/integration tests/gpu tests/cluster
+QUICK  := -m "not full and not slow"
 
 .PHONY: help setup setup-dev setup-test quickstart check statics test test-all durations
 
@@ -33,7 +35,7 @@ quickstart: setup
 	@$(VENV)/rlsys train configs/quickstart.yaml $(ARGS)
 
 check: setup-dev statics
-	$(UNIT)
+	$(UNIT) $(QUICK)
 
 statics: setup-dev
 	$(VENV)/ruff check .
@@ -41,11 +43,12 @@ statics: setup-dev
 	$(VENV)/mypy
 
 test: setup-test statics
-	$(UNIT)
-	$(PYTEST) -m "not full and not slow" tests/integration tests/gpu tests/cluster
+	$(UNIT) $(QUICK)
+	$(REAL) $(QUICK)
 
 test-all: setup-test statics
-	$(PYTEST)
+	$(UNIT)
+	$(REAL)
 
 durations:
 	$(PYTEST) --collect-only -q --store-durations
