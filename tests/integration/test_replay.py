@@ -182,11 +182,8 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     fresh ones are when they train."""
     parked = [Unscored(s.sample_id, s.prompt_ids, s.response_ids, 0, s.routes) for s in made[1]]
     assert len(parked) > SAMPLES / 2
-    for asked in parked:
-        assert (asked.routes[0].start, asked.routes[-1].end) == (
-            0,
-            len(asked.prompt_ids + asked.response_ids) - 1,
-        )
+    for one in parked:
+        assert (one.routes[0].start, one.routes[-1].end) == (0, len(one.prompt_ids + one.response_ids) - 1)
     mu = torch.tensor([m for s in made[1] for m in s.mu])
     trainer, found = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):
