@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from mutations import MODELS, QUICKSTART, SECONDS, at_most, cases
 
 from rlsys import cli
 from rlsys.errors import UserError
+from tests.helpers.mutations import MODELS, QUICKSTART, SECONDS, at_most, cases
 
 CASES, CHUNK = 2000, 50
 

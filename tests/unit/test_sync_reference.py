@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from algo_world import DOUBLE
 
 from rlsys.algo import build
+from tests.helpers.algo_world import DOUBLE
 
 close = torch.testing.assert_close
 

@@ -1,6 +1,6 @@
 """Bad input, drawn from a seed: configs and config.json files with something wrong in them, and what must not happen.
 
-As a script it draws many: `python tests/unit/mutations.py 20000`.
+As a script it draws many: `python tests/helpers/mutations.py 20000`.
 """
 
 from __future__ import annotations
