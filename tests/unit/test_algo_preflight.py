@@ -87,9 +87,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         *[
             (
-                ["algo.loss=[gspo]", f"algo.reducer={name}"],
-                rf"algo.loss has gspo, .*, but algo.reducer \({made}\) .* use algo.reducer = sequence_mean",
+                [f"algo.loss=[{loss}]", f"algo.reducer={name}"],
+                rf"algo.loss has {loss}, .*, but algo.reducer \({made}\) .* use algo.reducer = sequence_mean",
             )
+            for loss in ("gspo", "luspo", "gmpo")
             for name, made in (("token_mean", "TokenMean"), ("constant", "Constant"))
         ],
         (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
