@@ -295,11 +295,14 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
     for field, values in family.allowed.items():
         if raw.get(field) not in values:
             expected = " or ".join(repr(v) for v in values)
-            raise UserError(f"{where}: {field} = {raw.get(field)!r} is not supported; expected {expected}")
+            raise UserError(
+                f"{where}: {field} = {raw.get(field)!r:.80} is not supported; expected {expected}"
+            )
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        told = " ".join(str(method).split())[:40]
         raise UserError(
-            f"{where}: the weights are quantised ({method!s:.40}); a folder in bfloat16 or float32 is needed"
+            f"{where}: the weights are quantised ({told}); a folder in bfloat16 or float32 is needed"
         )
 
 
