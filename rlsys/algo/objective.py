@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
 from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
+from rlsys.algo.plan import Plan
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
@@ -50,31 +51,6 @@ Later = tuple[SampleGroup, float]
 """One sample that was put off, as a group of one, and its advantage."""
 REPLAY = "replay"
 """Key of what was put off in the objective's state."""
-
-
-@dataclass
-class Plan:
-    """What is trained in one step. Rows are rows of `samples`; the optional fields are set by Objective.finish."""
-
-    samples: Samples  # with the column `counted`
-    weight: Tensor  # [N]
-    rows: list[int]  # to be packed
-    deferred: list[int]  # put off by a selector that defers
-    updates: int = 1  # optimizer updates that share the rows
-    advantages: Tensor | None = None  # [N]
-    reduction: Reduction | None = None
-
-    @property
-    def counted(self) -> Tensor:
-        """`[N]` bool: not dropped by a `before` selector."""
-        return self.samples.column("counted")
-
-    @property
-    def denominator(self) -> float:
-        """What the step's loss sum is divided by. Raises ValueError before it is known."""
-        if self.reduction is None:
-            raise ValueError("the denominator is known after Objective.finish")
-        return self.reduction.denominator
 
 
 class Objective:

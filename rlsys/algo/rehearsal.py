@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.objective import Objective, Plan
+from rlsys.algo.objective import Objective
+from rlsys.algo.plan import Plan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all

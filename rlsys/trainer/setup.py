@@ -1,4 +1,4 @@
-"""Process groups, seeds and the optimizer's settings of one trainer rank."""
+"""Process groups, seeds, gradient buffers and the optimizer's settings of one trainer rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -16,6 +17,7 @@ from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.precision import check_device
+from rlsys.trainer.chunks import Chunks
 
 log = logging.getLogger("rlsys.trainer")
 
@@ -82,6 +84,19 @@ def leave_layout() -> None:
         if group is not None:  # None stands for the default one
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+
+
+def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel]:
+    """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next forward
+    pass: the engines get them right after the step."""
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+    )
+    models = [DistributedDataParallel(chunks.config, ddp, module) for module in chunks.modules]
+    if overlap:  # only the last micro-batch's backward pass may reduce
+        without = [model.no_sync for model in models]
+        chunks.config.no_sync_func = without if len(without) > 1 else without[0]
+    return models
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -14,11 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -76,7 +72,7 @@ class Trainer:
         shared = "values" in self._signals and config.algo.critic is None
         self._head = self._chunks.add_value_head(self._device) if shared else None
         self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
-        self._models = self._data_parallel()
+        self._models = setup.data_parallel(self._chunks, config.parallel.overlap)
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
@@ -94,19 +90,6 @@ class Trainer:
 
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device)
-
-    def _data_parallel(self) -> list[DistributedDataParallel]:
-        """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next
-        forward pass: the engines get them right after the step."""
-        overlap = self.config.parallel.overlap
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
-        )
-        models = [DistributedDataParallel(self._transformer, ddp, module) for module in self._chunks.modules]
-        if overlap:  # only the last micro-batch's backward pass may reduce
-            without = [model.no_sync for model in models]
-            self._transformer.no_sync_func = without if len(without) > 1 else without[0]
-        return models
 
     def on_main(self, call: Callable[[], T]) -> T:
         """Run `call` on rank 0 only; every rank gets what it returned."""

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlsys.algo.objective import Objective, Plan
+from rlsys.algo.objective import Objective
+from rlsys.algo.plan import Plan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
 from rlsys.trainer.critic import critic_of
 from rlsys.trainer.logprobs import Scores

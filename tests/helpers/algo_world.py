@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import Sums
-from rlsys.algo.objective import Objective, Plan
+from rlsys.algo.objective import Objective
+from rlsys.algo.plan import Plan
 from rlsys.algo.reduction import Reduce, alone
 from rlsys.algo_section import AlgoSection
 from rlsys.types import Sample, SampleGroup
