@@ -161,7 +161,8 @@ def test_rewards_of_float32_that_are_equal_have_no_advantage_at_all(advantage: s
             log_likelihood=torch.linspace(-2, -1, n),
             transferred=torch.zeros(n, dtype=torch.bool),
         )
-        weighted = replace(samples, rewards=samples.rewards.float(), log_weight=torch.linspace(-1, 1, n))
+        signals = {"log_weight": torch.linspace(-1, 1, n), "score_norm": torch.linspace(1, 3, n)}
+        weighted = replace(samples, rewards=samples.rewards.float(), **signals)
         assert not build("advantage", advantage)(weighted).any()
 
 
