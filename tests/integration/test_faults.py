@@ -38,7 +38,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Session]]:
 
 @pytest.mark.gate
 def test_a_killed_trainer_costs_no_step_and_no_token(start: Callable[[int], Session], tmp_path: Path) -> None:
-    """kill -9 after the first step that no checkpoint holds: it is trained again, from the same groups."""
+    """kill -9 in its third step or after it: what no checkpoint holds is trained again, from the same groups."""
     session = start(4)
     session.wait_for_steps(3)
     session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
