@@ -31,6 +31,8 @@ class RoleProcess:
     def __init__(self, backend: Backend, role: Role, env: dict[str, str], log: Path) -> None:
         self.role = role
         self.ready = False
+        self.late = False
+        """It did not answer in time and was told to end."""
         self.started = time.monotonic()
         self.log = log
         self._log_start = log.stat().st_size if log.exists() else 0

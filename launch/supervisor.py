@@ -117,6 +117,8 @@ class Supervisor:
         """Of each unit, since the last train step."""
         self._starts = run_dir.starts
         self._hurried = False
+        self._unsaid = 0
+        """Lines in a row that could neither be shown nor logged."""
         self._next_status = 0.0
         self._tail = MetricsTail(run_dir.path)
         self._status: dict[str, Any] | None = None
@@ -189,7 +191,8 @@ class Supervisor:
         again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
         error = first.failure(f"exited with code {first.exit_code}{again}")
         says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.own_words)
-        if says_why or not first.ready or before >= self._config.launch.max_restarts:
+        never_worked = not first.ready and not before
+        if says_why or never_worked or before >= self._config.launch.max_restarts:
             raise error
         self._restarts[unit] += 1
         units = {p.role.unit for p in dead}
@@ -254,7 +257,16 @@ class Supervisor:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
-            raise process.failure(f"did not answer within engine.start_timeout = {role.start_timeout:g} s")
+            if not self._restarts[role.unit]:
+                raise process.failure(
+                    f"did not answer within engine.start_timeout = {role.start_timeout:g} s"
+                )
+            if not process.late:
+                self._say(
+                    f"{role.name}: no answer within engine.start_timeout = {role.start_timeout:g} s; ended"
+                )
+                process.late = True
+                process.end(now=True)  # counts as a death: launch.max_restarts decides
 
     def _get(self, url: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
         return get(url, self._run_dir.owner.key, data, timeout)
@@ -318,9 +330,17 @@ class Supervisor:
             self._restarts.clear()
 
     def _say(self, text: str) -> None:
-        self._display.phase(text)
-        with self._run_dir.log("supervisor.log").open("a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        """To the display and the log. A full disk or a closed terminal ends no run: such lines are counted."""
+        try:
+            self._display.phase(text)
+            with self._run_dir.log("supervisor.log").open("a", encoding="utf-8") as log:
+                missing = f"({self._unsaid} lines before this one could not be written)\n" * bool(
+                    self._unsaid
+                )
+                log.write(f"{missing}{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._unsaid = 0
+        except OSError:
+            self._unsaid += 1
 
     def _end_all(self) -> None:
         """The rollout process needs its engines to park what is in flight, the trainer needs both."""

@@ -47,6 +47,10 @@ class DataConfig(Section):
     """Seed of the training prompts; run.seed is added to it."""
     reward: str = "reasoning_gym"
     """Short name of a reward function, or an import path `package.module:function`."""
+    reward_env: list[str] = Field(default_factory=list)
+    """Environment variables that a plain reward function may read, as an API key; it sees no others of ours."""
+    reward_memory_gb: Annotated[float, Field(gt=0)] = 16.0
+    """Address space of one process of a plain reward function, in GiB; beyond it, the function gets a MemoryError."""
     judge: str | None = None
     """What group rewards ask for verdicts: the URL of an OpenAI-compatible server, engines (the run's own), chain_sum
     (a rule), or an import path."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
 import numpy as np
 
 from rlsys.engine.sse import events
+from rlsys.errors import RunError
 from rlsys.types import RouteSpan, Segment, VersionSpan
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
@@ -21,6 +25,7 @@ IDLE_SECONDS = 30.0
 RESERVED_TOKENS = 6
 """SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
 _JSON = {"Content-Type": "application/json"}
+_VERSION_DIGITS = 18
 _GENERATED = "sglang:generation_tokens_total"
 
 DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
@@ -29,6 +34,11 @@ DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, Timeout
 
 NobodyListens = aiohttp.ClientConnectorError
 """The surest sign of death, of those: no process has the port."""
+
+
+_LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""What this machine lacks, not the server."""
+_BAD_ANSWER = 502
 
 
 class EngineError(Exception):
@@ -104,7 +114,7 @@ class EngineClient:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         if cache_key is not None:
             body["extra_key"] = cache_key
-        async with self._session.post(f"{self.url}/generate", json=body) as answer:
+        async with self._request("POST", "/generate", json=body) as answer:
             if answer.status != 200:
                 text = (await answer.text())[:300]
                 raise EngineError(f"{self.url}/generate: {answer.status} {text}", answer.status)
@@ -186,11 +196,11 @@ class EngineClient:
 
     def open(self, path: str, body: bytes) -> Any:
         """POST a JSON body as it is; a context manager of aiohttp's response."""
-        return self._session.post(self.url + path, data=body, headers=_JSON)
+        return self._session.post(self.url + path, data=body, headers=_JSON, allow_redirects=False)
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
         """GET, with whatever status."""
-        async with self._session.get(self.url + path, timeout=_control()) as answer:
+        async with self._request("GET", path, timeout=_control()) as answer:
             return answer.status, await answer.read()
 
     async def flush(self, *, paused: bool = False) -> None:
@@ -207,15 +217,15 @@ class EngineClient:
     async def healthy(self) -> bool:
         """Whether it answers at all, within two seconds."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(2)) as answer:
+            async with self._request("GET", "/health", timeout=aiohttp.ClientTimeout(2)) as answer:
                 return answer.status == 200
-        except DeadEngine:
+        except (*DeadEngine, EngineError):
             return False
 
     async def weight_version(self) -> int:
         """The version that the server reports. -1 when it is not a number: never pushed to."""
         text = await self.weight_label()
-        return int(text) if text.isdecimal() else -1
+        return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else -1
 
     async def weight_label(self) -> str:
         """The version that the server reports, as it does. EngineError when it reports none: no SGLang server."""
@@ -243,17 +253,39 @@ class EngineClient:
             raise Aborted(f"{self.url}/generate: {rid} was aborted")
         return [entry[0] for entry in meta["input_token_logprobs"][1:]]
 
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, **what: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """An answer, whatever its status. A redirect is one: nobody is led elsewhere.
+
+        Raises one of DeadEngine when nobody answers, EngineError for an answer that is no HTTP or no text, and
+        RunError when this process is out of what a connection takes: no server is to blame for that.
+        """
+        try:
+            async with self._session.request(
+                method, self.url + path, allow_redirects=False, **what
+            ) as answer:
+                yield answer
+        except DeadEngine as e:
+            if isinstance(e, OSError) and e.errno in _LOCAL_ERRNOS:
+                raise RunError(
+                    f"no connection to {self.url}: {os.strerror(e.errno)} on this machine"
+                ) from None
+            raise
+        except (aiohttp.ClientError, UnicodeError) as e:
+            raise EngineError(f"{self.url}{path}: no server of ours: {e!r:.200}", _BAD_ANSWER) from None
+
     async def _get(self, path: str) -> str:
-        async with self._session.get(self.url + path, timeout=_control()) as answer:
+        async with self._request("GET", path, timeout=_control()) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
         return text
 
     async def _post(self, path: str, body: dict[str, Any], timeout: float = CONTROL_TIMEOUT) -> Any:
-        async with self._session.post(
-            self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
-        ) as answer:
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self._request("POST", path, json=body, timeout=limit) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)

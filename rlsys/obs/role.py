@@ -5,6 +5,7 @@ The line carries the exit code, because torchrun turns every failure of its rank
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -48,8 +49,25 @@ def show_stack_on_signal(part: str = "") -> None:
         faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=False)
 
 
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Linux: SIGKILL as soon as the process that started this one is gone, however that came.
+
+    A keeper ends its role's tree, but a keeper can be killed: its command dies with it (launch/keeper.py), and by
+    this so do the ranks that torchrun, the command, has started in sessions of their own.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it went a moment before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_role(body: Callable[[], object]) -> None:
     """Run a role's main function. An RlsysError ends as that line and its code; a bug keeps its traceback."""
+    end_with_parent()
     show_stack_on_signal()
     try:
         body()

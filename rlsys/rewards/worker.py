@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 from typing import Any, BinaryIO
@@ -19,16 +20,22 @@ from rlsys.rewards import make_score
 from rlsys.rewards.workers import LENGTH
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that reads gets nothing
     os.dup2(2, 1)  # what it prints goes to the log, not among the answers
     config = Config.model_validate_json(read(questions) or b"")
+    limit = round(config.data.reward_memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     score = make_score(config)
     write(answers, {"value": None})
     while message := read(questions):

@@ -7,20 +7,28 @@ what a reward function makes is not to be trusted with more than numbers and wor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
+import signal
 import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
+
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.types import Prompt
 
 START_SECONDS = 120.0
+KEPT_VARIABLES = (
+    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME",
+)  # fmt: skip
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
 
@@ -34,6 +42,7 @@ class RewardWorkers:
 
     def __init__(self, config: Config) -> None:
         self._config = config.model_dump_json().encode()
+        self._reward_env = config.data.reward_env
         self._idle: list[Worker] = []
         self.started = 0
 
@@ -56,7 +65,8 @@ class RewardWorkers:
                 sys.executable, "-m", "rlsys.rewards.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env=self._environment(),
+                start_new_session=True,
             )
         )  # fmt: skip
         try:
@@ -68,6 +78,13 @@ class RewardWorkers:
             if worker.busy:
                 await worker.kill()
         return worker
+
+    def _environment(self) -> dict[str, str]:
+        """Of this process's variables only what programs need and what data.reward_env names: reward code is somebody
+        else's, and ours hold tokens and keys."""
+        named = {*KEPT_VARIABLES, *self._reward_env}
+        kept = {name: value for name, value in os.environ.items() if name in named}
+        return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
     async def close(self) -> None:
         for worker in self._idle:
@@ -103,6 +120,13 @@ class Worker:
         return answer["value"]
 
     async def kill(self) -> None:
+        """It and whatever the reward function started. The worker adopts orphans, so that all are its descendants."""
         if self._process.returncode is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(self._process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
             self._process.kill()
         await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # a child that was born meanwhile
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -46,6 +46,11 @@ class OverProvision:
     def slots(self) -> int:
         return round(self.factor * self._samples_per_step)
 
+    @property
+    def most_slots(self) -> int:
+        """The most samples that this run can ever have in flight."""
+        return round((self._ceiling if self._auto else self.factor) * self._samples_per_step)
+
     def figures(self, idle_share: float) -> dict[str, float]:
         """For the step's metrics."""
         return {"over_provision": self.factor, "slots": self.slots, "idle_share": idle_share}

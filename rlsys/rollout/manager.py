@@ -337,19 +337,22 @@ class RolloutManager:
 
     async def _watched(self, work: Awaitable[T], what: str) -> T:
         """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout
-        without a token or a score."""
+        without a token or a score. While no engine serves, the time that one may take to start comes on top."""
         task = asyncio.ensure_future(work)
-        loop, limit = asyncio.get_running_loop(), self._config.rollout.stall_timeout
+        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
         seen, since = self._figures.progress(), loop.time()
         try:
             while not task.done():
                 self._runner.raise_failure()
-                await asyncio.wait({task}, timeout=min(LOOK_SECONDS, limit / 4))
+                await asyncio.wait({task}, timeout=min(LOOK_SECONDS, stall / 4))
+                away = not self._router.stats()["engines_serving"]
+                limit = stall + (self._config.engine.start_timeout if away else 0.0)
                 if (now := self._figures.progress()) != seen:
                     seen, since = now, loop.time()
                 elif not task.done() and loop.time() - since > limit:
                     raise RunError(
-                        f"no token and no score for rollout.stall_timeout = {limit:g} s; waiting for {what}: "
+                        f"no token and no score for rollout.stall_timeout = {stall:g} s"
+                        f"{f' and engine.start_timeout = {limit - stall:g} s' * away}; waiting for {what}: "
                         f"{self._figures.missing()}"
                     )
             self._runner.raise_failure()

@@ -25,7 +25,7 @@ from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.tools import ToolFailed
-from rlsys.router.router import RefusedPrompt, Router
+from rlsys.router.router import Poisonous, RefusedPrompt, Router
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 
 FLUSH_SECONDS = 0.2
@@ -261,7 +261,7 @@ class SampleRunner:
                 await self._generator(sample, prompt)
             except RefusedPrompt as e:
                 sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
-            except ToolFailed as e:
+            except (ToolFailed, Poisonous) as e:
                 sample.status, sample.censor_reason = Status.CENSORED, str(e)
             self._generating.discard(sample.sample_id)
             self._buffer.save([sample])

@@ -23,12 +23,14 @@ from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import run_role
 from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
@@ -162,6 +164,9 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
+    raise_descriptors(
+        OverProvision(config, None).most_slots, "rollout: over_provision x groups_per_step x group_size"
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

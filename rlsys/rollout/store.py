@@ -52,7 +52,7 @@ CREATE TABLE samples (
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
     reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
-    observed TEXT NOT NULL, drawn_from BLOB
+    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE arrays (
@@ -77,6 +77,10 @@ CREATE TABLE interrupts (
     weight_version INTEGER NOT NULL
 );
 """
+
+
+FOREIGN_LOCK_SECONDS = 60.0
+"""How long a write waits while somebody else's tool (a sqlite3 shell, a VACUUM) holds the file."""
 
 
 class WriterLock:
@@ -113,7 +117,7 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
     schema, or of another run (`identity`).
     """
     try:
-        db = sqlite3.connect(path, isolation_level=None)
+        db = sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS)
     except sqlite3.Error as e:
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
@@ -236,7 +240,7 @@ def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stor
         sample.cached_tokens, sample.prefilled_tokens, sample.engine,
         None if sample.named_rewards is None else json.dumps(sample.named_rewards),
         sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
-        None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids),
+        None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids), sample.deaths,
     )  # fmt: skip
     db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
     now = Stored.of(sample)
@@ -313,6 +317,7 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         answer,
         observed,
         drawn_from,
+        deaths,
     ) = rest
     if not len(arrays.ids) == len(arrays.mu) == tokens:
         raise RunError(
@@ -323,7 +328,7 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
         arrays.ids, arrays.mu,
         [VersionSpan(*s) for s in json.loads(spans)], Status(status),
-        reward=reward, censor_reason=censor_reason, resumes=resumes, cached_tokens=cached,
+        reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, cached_tokens=cached,
         prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         routes=arrays.routes, behaviour=arrays.behaviour, observed=[TokenSpan(*s) for s in json.loads(observed)],

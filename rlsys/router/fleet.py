@@ -143,6 +143,10 @@ class Fleet:
 
         An engine that fails is brought up to date later. Raises RunError when all fail: then nothing changed.
         """
+        # A client that gives up must not leave the gate shut: the update goes on without it.
+        return await asyncio.shield(asyncio.create_task(self._update(folder, version)))
+
+    async def _update(self, folder: str, version: int | None) -> int:
         async with self._updating:
             if self._loading:  # two loads at once in one engine would mix their tensors
                 await asyncio.wait(self._loading.values())
@@ -150,20 +154,24 @@ class Fleet:
             if version is not None and version <= before[0]:
                 raise UserError(f"weight_version = {version}: expected more than {before[0]}, which is there")
             hold = self._interruption != "abort"
-            await self.dispatcher.bring_back((lambda _: True) if hold else None)
-            if hold:
-                await self.dispatcher.pause(self._interruption)
-            self.pool.version, self._folder = version or before[0] + 1, folder
-            engines = self.pool.alive()
-            done = await asyncio.gather(*(self._try_load(e) for e in engines))
-            if not any(ok for ok, _ in done):
-                self.pool.version, self._folder = before
-            for engine in engines:
-                await self.dispatcher.attempt(engine, self.dispatcher.unpause(engine))
-            self.dispatcher.resume()
-            if not any(ok for ok, _ in done):
-                raise RunError(f"no engine could load {folder}: {'; '.join(why for _, why in done)[:500]}")
-            return self.pool.version
+            engines: list[EngineState] = []
+            try:
+                await self.dispatcher.bring_back((lambda _: True) if hold else None)
+                if hold:
+                    await self.dispatcher.pause(self._interruption)
+                self.pool.version, self._folder = version or before[0] + 1, folder
+                engines = self.pool.alive()
+                done = await asyncio.gather(*(self._try_load(e) for e in engines))
+                if not any(ok for ok, _ in done):
+                    self.pool.version, self._folder = before
+                    raise RunError(
+                        f"no engine could load {folder}: {'; '.join(why for _, why in done)[:500]}"
+                    )
+                return self.pool.version
+            finally:
+                for engine in engines or self.pool.alive():
+                    await self.dispatcher.attempt(engine, self.dispatcher.unpause(engine))
+                self.dispatcher.resume()
 
     async def _try_load(self, engine: EngineState) -> tuple[bool, str]:
         try:

@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
 from rlsys.errors import RunError, UserError
@@ -25,7 +25,7 @@ from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
-__all__ = ["RefusedPrompt", "Router"]
+__all__ = ["Poisonous", "RefusedPrompt", "Router"]
 
 log = logging.getLogger("rlsys.router")
 
@@ -33,6 +33,14 @@ EVALUATION = -1
 """Id of samples and groups outside the ledger."""
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 _SERVER_FAULT = 500
+DEATHS_SUSPECT = 2
+"""Engine deaths with a request of one sample in flight, after which no other such sample is in an engine with it."""
+DEATHS_CENSORED = 4
+"""Engine deaths after which a sample is given up: it may be what kills them."""
+
+
+class Poisonous(RunError):
+    """A sample with which so many engines died that it is not sent again."""
 
 
 class Router:
@@ -82,7 +90,9 @@ class Router:
             "resumes": 0,
             "refused": 0,
             "engine_faults": 0,
+            "poisonous": 0,
         }
+        self._suspects = asyncio.Lock()
         self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
 
     # -- one sample ---------------------------------------------------------------------------------------------
@@ -94,8 +104,9 @@ class Router:
     async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
 
-        `max_response_tokens` counts over all segments. Raises RefusedPrompt before anything is sent. Cancel it
-        after an interrupt only: the sample then stays PARKED with its tokens; in an engine it would lose some.
+        `max_response_tokens` counts over all segments. Raises RefusedPrompt before anything is sent, and Poisonous
+        when too many engines died with the sample. Cancel it after an interrupt only: the sample then stays PARKED
+        with its tokens; in an engine it would lose some.
         """
         try:
             self.check(sample.prompt_ids)
@@ -112,8 +123,15 @@ class Router:
             sample.status = self._status(sample, None, limit)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
-            engine = await self._dispatcher.admit(priority, lambda: self._wish(sample), evaluation=evaluation)
-            await self._segment(engine, sample, limit, temperature)
+            if sample.deaths >= DEATHS_CENSORED:
+                self._counts["poisonous"] += 1
+                raise Poisonous(f"{sample.deaths} engines died while they worked on it")
+            # One suspect at a time: what dies with it then says something about it, and not about its neighbours.
+            async with self._suspects if sample.deaths >= DEATHS_SUSPECT else nullcontext():
+                engine = await self._dispatcher.admit(
+                    priority, lambda: self._wish(sample), evaluation=evaluation
+                )
+                await self._segment(engine, sample, limit, temperature)
         return sample
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
@@ -190,6 +208,7 @@ class Router:
                             if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
                                 engine.received -= len(sample.response_ids) - start
         except DeadEngine as e:
+            sample.deaths += 1
             if not scope.expired():
                 log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                 engine.died()

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
+from rlsys.obs.descriptors import raise_descriptors
 from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import Front, FrontLimits
 
@@ -71,6 +72,10 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, token: str | None) -> None:
+    places = options.limits.concurrency + options.limits.queue
+    raise_descriptors(
+        2 * places, "rlsys router: a connection of the client and one of the engine for each place"
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

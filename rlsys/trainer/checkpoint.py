@@ -10,7 +10,6 @@ them. A process killed in between leaves the checkpoint before it as the newest.
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import shutil
@@ -154,8 +153,9 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._pending: _Pending | None = None
-        self.seconds = math.inf
-        """What the last save took in all, on the slowest rank; infinite before the first."""
+        self.seconds = 0.0
+        """What the last save took on the slowest rank, also in an earlier session. 0 before the first: whoever must
+        leave then tries one."""
 
     def begin(
         self,
@@ -214,7 +214,8 @@ class Checkpoints:
         dist.all_gather_object(sums, pending.writing.checksums)
         if dist.get_rank() == 0:
             known = {name: value for part in sums for name, value in part.items()}
-            manifest.write(pending.writing.folder, pending.step, pending.score, known)
+            so_far = pending.begin_seconds + pending.writing.seconds
+            manifest.write(pending.writing.folder, pending.step, pending.score, known, so_far)
             if self._owner is not None:
                 self._owner.check()
             publish(pending.writing.folder, target)
@@ -252,6 +253,7 @@ class Checkpoints:
         if objective is not None and "objective" in state:
             objective.load_state_dict(json.loads(state["objective"]))
             objective.load_average_totals(state.get("averages", {}))
+        self.seconds = manifest.seconds(path)
         return int(state["step"])
 
 

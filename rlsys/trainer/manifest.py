@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint: its step, its score, and the SHA-256 of each file in it."""
+"""manifest.json of a checkpoint: its step, its score, what writing it took, and the SHA-256 of each file in it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write(folder: Path, step: int, score: float | None, known: dict[str, str]) -> None:
-    """`known` are checksums that need not be computed again."""
+def write(folder: Path, step: int, score: float | None, known: dict[str, str], seconds: float) -> None:
+    """`known` are checksums that need not be computed again; `seconds` is how long the save took on rank 0."""
     files = {f.name: known.get(f.name) or sha256(f) for f in sorted(folder.iterdir())}
-    (folder / NAME).write_text(json.dumps({"step": step, "score": score, "files": files}, indent=1) + "\n")
+    about = {"step": step, "score": score, "seconds": round(seconds, 3)}
+    (folder / NAME).write_text(json.dumps(about | {"files": files}, indent=1) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -31,6 +32,11 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def score(folder: Path) -> float | None:
     return (_read(folder) or {}).get("score")
+
+
+def seconds(folder: Path) -> float:
+    """How long the save took; 0 where the manifest does not say."""
+    return float((_read(folder) or {}).get("seconds", 0.0))
 
 
 def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

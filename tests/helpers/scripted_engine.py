@@ -384,11 +384,17 @@ class Network:
     def __init__(self, *engines: ScriptedEngine) -> None:
         self._engines = {e.url: e for e in engines}
 
-    def get(self, url: str, timeout: aiohttp.ClientTimeout | None = None) -> Any:
-        return self._send(url, {}, timeout)
-
-    def post(self, url: str, json: dict[str, Any], timeout: aiohttp.ClientTimeout | None = None) -> Any:
-        return self._send(url, json, timeout)
+    def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: dict[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout | None = None,
+        allow_redirects: bool,
+    ) -> Any:
+        assert not allow_redirects, f"{method} {url} would follow a redirect"
+        return self._send(url, json or {}, timeout)
 
     @asynccontextmanager
     async def _send(
