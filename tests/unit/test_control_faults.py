@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 from scripted_engine import ScriptedEngine
 from test_manager import make_config, rig
-from test_router import sample, scenario
+from test_router import routing, sample
 from test_supervisor import SERVE_FOREVER, Stage
 
 from rlsys.config import Config
@@ -59,12 +59,12 @@ class Fragile(ScriptedEngine):
             yield chunk
 
 
-def test_a_sample_that_kills_engines_is_given_up() -> None:
+@pytest.mark.virtual_clock
+async def test_a_sample_that_kills_engines_is_given_up() -> None:
     """Before: 124 deaths in a quarter of an hour, and it met every restart again."""
     engines = [Fragile(f"http://e{i}:1") for i in range(4)]
 
-    @scenario(*engines)
-    async def body(stage: Any) -> None:
+    async with routing(*engines) as stage:
         await asyncio.sleep(2)
         await stage.push()
         bad, good = sample(0, seed=POISON), [sample(i, seed=i) for i in range(1, 9)]
@@ -85,7 +85,7 @@ def test_a_sample_that_kills_engines_is_given_up() -> None:
         assert stage.router.stats()["poisonous"] == 1
 
 
-def test_deaths_outlive_a_restart_of_the_rollout(tmp_path: Path) -> None:
+async def test_deaths_outlive_a_restart_of_the_rollout(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8)
     group = buffer.issue(Prompt(0, "", [1], {}), [1])
     group.samples[0].deaths = 3
@@ -126,64 +126,52 @@ async def raw_server(reply: bytes) -> tuple[asyncio.Server, str]:
     ],
     ids=["no HTTP", "no UTF-8", "a redirect to itself", "a version of 5,001 digits"],
 )
-def test_one_nonsense_engine_is_one_bad_engine(reply: bytes) -> None:
+async def test_one_nonsense_engine_is_one_bad_engine(reply: bytes) -> None:
     """Before: each of these ended the whole router."""
-
-    async def test() -> None:
-        server, url = await raw_server(reply)
-        async with server, make_session() as session:
-            fleet = Fleet([url], session, strategy="prefix_affinity", interruption="retract", queue_seconds=1)
-            await fleet.pool.probe()
-            await fleet.pool.probe()
-            assert not fleet.pool.serving() or fleet.pool.engines[0].version <= 0
-
-    asyncio.run(test())
+    server, url = await raw_server(reply)
+    async with server, make_session() as session:
+        fleet = Fleet([url], session, strategy="prefix_affinity", interruption="retract", queue_seconds=1)
+        await fleet.pool.probe()
+        await fleet.pool.probe()
+        assert not fleet.pool.serving() or fleet.pool.engines[0].version <= 0
 
 
-def test_no_redirect_is_followed() -> None:
+async def test_no_redirect_is_followed() -> None:
     """Before: whatever stood behind a redirect was read and shown by GET /engines."""
+    seen: list[str] = []
 
-    async def test() -> None:
-        seen: list[str] = []
+    async def secret(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return web.Response(text="inner page")
 
-        async def secret(request: web.Request) -> web.Response:
-            seen.append(request.path)
-            return web.Response(text="inner page")
+    async def lead_away(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/secret")
 
-        async def lead_away(_: web.Request) -> web.Response:
-            raise web.HTTPFound("/secret")
-
-        app = web.Application()
-        app.add_routes([web.get("/secret", secret), web.get("/model_info", lead_away)])
-        runner, url = await answers(app)
-        async with make_session() as session:
-            with pytest.raises(EngineError, match="302") as error:
-                await EngineClient(url, session).weight_label()
-        await runner.cleanup()
-        assert seen == []
-        assert "inner page" not in str(error.value)
-
-    asyncio.run(test())
+    app = web.Application()
+    app.add_routes([web.get("/secret", secret), web.get("/model_info", lead_away)])
+    runner, url = await answers(app)
+    async with make_session() as session:
+        with pytest.raises(EngineError, match="302") as error:
+            await EngineClient(url, session).weight_label()
+    await runner.cleanup()
+    assert seen == []
+    assert "inner page" not in str(error.value)
 
 
-def test_a_lack_of_descriptors_is_no_death_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_of_descriptors_is_no_death_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: 10 false deaths at a limit of 64 descriptors, every flight cut."""
+    async with make_session() as session:
 
-    async def test() -> None:
-        async with make_session() as session:
+        def none_left(*_: Any, **__: Any) -> Any:
+            key: Any = None
+            raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
 
-            def none_left(*_: Any, **__: Any) -> Any:
-                key: Any = None
-                raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-
-            monkeypatch.setattr(session, "request", none_left)
-            with pytest.raises(RunError, match="Too many open files on this machine"):
-                await EngineClient("http://e:1", session).weight_label()
-
-    asyncio.run(test())
+        monkeypatch.setattr(session, "request", none_left)
+        with pytest.raises(RunError, match="Too many open files on this machine"):
+            await EngineClient("http://e:1", session).weight_label()
 
 
-def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
+async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
     code = (
         "import resource; from rlsys.obs.descriptors import raise_descriptors\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000)); raise_descriptors(500, 'x')\n"
@@ -202,31 +190,27 @@ def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
 # -- the front (14) ------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_gives_up_on_an_update_does_not_shut_the_gate() -> None:
+async def test_a_client_that_gives_up_on_an_update_does_not_shut_the_gate() -> None:
     """Before: the gate stayed shut, and every request got 503 for ever."""
+    async with make_session() as session:
+        fleet = Fleet([], session, strategy="prefix_affinity", interruption="retract", queue_seconds=1)
+        fleet.dispatcher.resume()
+        reached, go_on = asyncio.Event(), asyncio.Event()
 
-    async def test() -> None:
-        async with make_session() as session:
-            fleet = Fleet([], session, strategy="prefix_affinity", interruption="retract", queue_seconds=1)
-            fleet.dispatcher.resume()
-            reached, go_on = asyncio.Event(), asyncio.Event()
+        async def slow(*_: Any) -> None:
+            reached.set()
+            await go_on.wait()
 
-            async def slow(*_: Any) -> None:
-                reached.set()
-                await go_on.wait()
-
-            fleet.dispatcher.pause = slow  # type: ignore[method-assign, assignment]
-            handler = asyncio.create_task(fleet.update("folder", None))
-            await reached.wait()
-            assert not fleet.dispatcher.open
-            handler.cancel()
-            await asyncio.gather(handler, return_exceptions=True)
-            go_on.set()
-            while fleet._updating.locked():
-                await asyncio.sleep(0)
-            assert fleet.dispatcher.open
-
-    asyncio.run(test())
+        fleet.dispatcher.pause = slow  # type: ignore[method-assign, assignment]
+        handler = asyncio.create_task(fleet.update("folder", None))
+        await reached.wait()
+        assert not fleet.dispatcher.open
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+        go_on.set()
+        while fleet._updating.locked():
+            await asyncio.sleep(0)
+        assert fleet.dispatcher.open
 
 
 # -- rewards (22) --------------------------------------------------------------------------------------------
@@ -257,45 +241,38 @@ def sleepers() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4242"]]
 
 
-def test_reward_code_sees_no_secret_and_gets_no_end_of_memory(
+async def test_reward_code_sees_no_secret_and_gets_no_end_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        rewards = rewards_of(tmp_path, monkeypatch, reward_memory_gb=2)
-        prompt = Prompt(0, "x", [1], {})
-        for text, expected in (("env", 1.0), ("memory", None)):
-            scorer = Scorer(rewards.open, lambda _, t=text: t, 60.0)  # type: ignore[misc]
-            verdict = await scorer.score(prompt, [1])
-            assert verdict.reward == expected, verdict
-            assert expected is not None or "MemoryError" in str(verdict.reason)
-        await rewards.close()
-
-    asyncio.run(test())
+    rewards = rewards_of(tmp_path, monkeypatch, reward_memory_gb=2)
+    prompt = Prompt(0, "x", [1], {})
+    for text, expected in (("env", 1.0), ("memory", None)):
+        scorer = Scorer(rewards.open, lambda _, t=text: t, 60.0)  # type: ignore[misc]
+        verdict = await scorer.score(prompt, [1])
+        assert verdict.reward == expected, verdict
+        assert expected is not None or "MemoryError" in str(verdict.reason)
+    await rewards.close()
 
 
-def test_a_reward_that_is_killed_leaves_nothing_behind(
+async def test_a_reward_that_is_killed_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: what a timed-out reward function had started lived on."""
-
-    async def test() -> None:
-        rewards = rewards_of(tmp_path, monkeypatch)
-        async with rewards.open() as reward:
-            task = asyncio.ensure_future(reward(Prompt(0, "x", [1], {}), "run"))
-            while not sleepers():
-                await asyncio.sleep(0.02)
-            task.cancel()
-        while sleepers():
+    rewards = rewards_of(tmp_path, monkeypatch)
+    async with rewards.open() as reward:
+        task = asyncio.ensure_future(reward(Prompt(0, "x", [1], {}), "run"))
+        while not sleepers():
             await asyncio.sleep(0.02)
-        await rewards.close()
-
-    asyncio.run(test())
+        task.cancel()
+    while sleepers():
+        await asyncio.sleep(0.02)
+    await rewards.close()
 
 
 # -- supervisor (11, 18), keeper (1), checkpoint (3), ledger (17), stall (12) --------------------------------
 
 
-def test_a_restart_that_fails_uses_the_budget_and_does_not_end_the_run(tmp_path: Path) -> None:
+async def test_a_restart_that_fails_uses_the_budget_and_does_not_end_the_run(tmp_path: Path) -> None:
     """Before: a budget of 3, stopped after 1, because the second start died before it was ready."""
     stage = Stage(tmp_path)
     launch = stage.config.launch.model_copy(update={"max_restarts": 3})
@@ -380,18 +357,15 @@ def test_a_foreign_lock_is_waited_for(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path) -> None:
+async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"stall_timeout": 0.05}, engine={"start_timeout": 0.2})
 
-    async def test() -> None:
-        async with rig(config) as r:
-            await r.manager.restore(0)
-            loop = asyncio.get_running_loop()
-            told = {**r.router.stats(), "engines_serving": 0}
-            r.router.stats = lambda: told  # type: ignore[method-assign]
-            start = loop.time()
-            with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
-                await r.manager._watched(asyncio.Event().wait(), "an engine")
-            assert loop.time() - start >= 0.25
-
-    asyncio.run(test())
+    async with rig(config) as r:
+        await r.manager.restore(0)
+        loop = asyncio.get_running_loop()
+        told = {**r.router.stats(), "engines_serving": 0}
+        r.router.stats = lambda: told  # type: ignore[method-assign]
+        start = loop.time()
+        with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
+            await r.manager._watched(asyncio.Event().wait(), "an engine")
+        assert loop.time() - start >= 0.25
