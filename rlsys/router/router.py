@@ -12,8 +12,8 @@ import itertools
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
 
 from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
 from rlsys.errors import RunError, UserError
@@ -34,9 +34,10 @@ EVALUATION = -1
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 _SERVER_FAULT = 500
 DEATHS_SUSPECT = 2
-"""Engine deaths with a request of one sample in flight, after which no other such sample is in an engine with it."""
+"""Engine deaths without a token in between, after which a sample goes on alone: no second suspect is in any engine
+until it has got a token. What dies then says something about this sample, and not about its neighbours."""
 DEATHS_CENSORED = 4
-"""Engine deaths after which a sample is given up: it may be what kills them."""
+"""Engine deaths without a token in between, after which a sample is given up: it may be what kills them."""
 
 
 class Poisonous(RunError):
@@ -93,6 +94,8 @@ class Router:
             "poisonous": 0,
         }
         self._suspects = asyncio.Lock()
+        self._suspect: Sample | None = None
+        """Who holds the lock."""
         self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
 
     # -- one sample ---------------------------------------------------------------------------------------------
@@ -126,13 +129,27 @@ class Router:
             if sample.deaths >= DEATHS_CENSORED:
                 self._counts["poisonous"] += 1
                 raise Poisonous(f"{sample.deaths} engines died while they worked on it")
-            # One suspect at a time: what dies with it then says something about it, and not about its neighbours.
-            async with self._suspects if sample.deaths >= DEATHS_SUSPECT else nullcontext():
+            async with self._alone(sample) if sample.deaths >= DEATHS_SUSPECT else nullcontext():
                 engine = await self._dispatcher.admit(
                     priority, lambda: self._wish(sample), evaluation=evaluation
                 )
                 await self._segment(engine, sample, limit, temperature)
         return sample
+
+    @asynccontextmanager
+    async def _alone(self, sample: Sample) -> AsyncIterator[None]:
+        """Until the sample gets a token, or its request ends."""
+        await self._suspects.acquire()
+        self._suspect = sample
+        try:
+            yield
+        finally:
+            self._clear(sample)
+
+    def _clear(self, sample: Sample) -> None:
+        if self._suspect is sample:
+            self._suspect = None
+            self._suspects.release()
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         """One greedy response outside the ledger, for evaluation. After an interruption it goes on like any."""
@@ -263,6 +280,9 @@ class Router:
                 return None
             self._counts["discarded_tokens"] -= tokens
         sample.append(segment)
+        if tokens:
+            sample.deaths = 0
+            self._clear(sample)
         engine.received += tokens
         self._dispatcher.works(engine)
         self._dispatcher.grow(engine, flight, tokens)
