@@ -112,7 +112,9 @@ class Sample:
     answer: str | None = None  # the canonical final answer
     censor_reason: str | None = None
     resumes: int = 0  # how often it went on after an interruption with tokens in hand
-    deaths: int = 0  # of engines with a request of it in flight, since it got its last token; kept over restarts
+    deaths: int = (
+        0  # of engines with a request of it in flight, since it got its last token; kept over restarts
+    )
     cached_tokens: int = 0  # prompt tokens served from an engine's prefix cache, over all segments
     prefilled_tokens: int = 0  # prompt tokens sent, over all segments
     engine: str | None = None  # url of the engine that holds its prefix

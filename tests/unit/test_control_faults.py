@@ -19,9 +19,9 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from rollout_rig import make_config, rig
+from router_rig import routing, sample
 from scripted_engine import ScriptedEngine
-from test_manager import make_config, rig
-from test_router import routing, sample
 from test_supervisor import SERVE_FOREVER, Stage
 
 from rlsys.config import Config

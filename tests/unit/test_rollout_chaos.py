@@ -137,7 +137,9 @@ class World:
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / 0.8))
             engine = self.rng.choice(self.engines)
-            deed = self.rng.choice([*["die"] * 2, *["restart"] * 3, "abort", "abort", "preempt", "hang", "hang"])
+            deed = self.rng.choice(
+                [*["die"] * 2, *["restart"] * 3, "abort", "abort", "preempt", "hang", "hang"]
+            )
             if engine.dead or engine.hung:
                 continue
             self.happened[deed] += 1
