@@ -15,8 +15,8 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write(folder: Path, step: int, score: float | None, known: dict[str, str], seconds: float) -> None:
-    """`known` are checksums that need not be computed again; `seconds` is how long the save took on rank 0."""
+def write(folder: Path, step: int, score: float | None, known: dict[str, str], seconds: float = 0.0) -> None:
+    """`known` are checksums that need not be computed again; `seconds` is what the save took on rank 0, 0 if unknown."""
     files = {f.name: known.get(f.name) or sha256(f) for f in sorted(folder.iterdir())}
     about = {"step": step, "score": score, "seconds": round(seconds, 3)}
     (folder / NAME).write_text(json.dumps(about | {"files": files}, indent=1) + "\n")

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,6 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-from rollout_rig import make_config, rig
-from router_rig import routing, sample
-from scripted_engine import ScriptedEngine
-from test_supervisor import SERVE_FOREVER, Stage
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, EngineError, make_session
@@ -36,6 +32,10 @@ from rlsys.router.fleet import Fleet
 from rlsys.router.router import DEATHS_CENSORED, Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt
+from tests.helpers.rollout_rig import make_config, rig
+from tests.helpers.router_rig import routing, sample
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 POISON = 666
@@ -49,7 +49,7 @@ class Fragile(ScriptedEngine):
 
     killed = 0
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         if body["sampling_params"]["sampling_seed"] == POISON:
             await asyncio.sleep(0.05)
             self.killed += 1

@@ -135,11 +135,9 @@ class World:
 
     async def sabotage(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / 0.8))
+            await asyncio.sleep(self.rng.expovariate(1 / 0.6))
             engine = self.rng.choice(self.engines)
-            deed = self.rng.choice(
-                [*["die"] * 2, *["restart"] * 3, "abort", "abort", "preempt", "hang", "hang"]
-            )
+            deed = self.rng.choice(["die", "preempt", "abort", "hang", "restart"])
             if engine.dead or engine.hung:
                 continue
             self.happened[deed] += 1
@@ -230,4 +228,4 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
     rewards = ("reward raised", "reward NaN", "reward hung")
     assert world.happened["engines brought back"] > 0
-    assert all(world.happened[deed] >= 10 for deed in (*deeds, *rewards)), world.happened
+    assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened

@@ -5,116 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from launch import supervisor
-from launch.backends.local import LocalBackend
-from launch.plan import Plan, Role
 from launch.process import RoleFailed
-from launch.rundir import open_run_dir
-from launch.supervisor import Stopped, StopSignals, Supervisor
-from rlsys.config import Config
+from launch.supervisor import Stopped
 from rlsys.errors import UserError
-
-PRELUDE = """
-import http.server, os, pathlib, signal, subprocess, sys, threading, time
-here = pathlib.Path({folder!r}); name = {name!r}
-def note(text):
-    with (here / "notes").open("a") as f: f.write(text + chr(10))
-def wait_for(*texts):
-    while not all(count(t) for t in texts): time.sleep(0.01)
-def count(text):
-    return (here / "notes").read_text().count(text)
-def on_term(*_):
-    note(name + " ended"); os._exit(0)
-signal.signal(signal.SIGTERM, on_term)
-def serve():
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers()
-            self.wfile.write(b"{{}}"); note(name + " probed")
-        def do_POST(self):
-            note(name + " asked " + self.path); self.do_GET()
-        def log_message(self, *_): pass
-    http.server.HTTPServer.allow_reuse_address = True
-    server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-note(name + " began " + str(os.getpid()))
-"""
-SERVE_FOREVER = "serve()\nwhile True: signal.pause()"
-
-
-class Recorder:
-    """A display that remembers."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def phase(self, text: str) -> None:
-        self.phases.append(text)
-
-    def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
-
-    def status(self, status: dict[str, Any]) -> None: ...
-
-
-class Stage:
-    """A run folder and the stand-ins that play in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.display = Recorder()
-        self.config = Config.model_validate(
-            {
-                "model": {"path": "none"},
-                "run": {"dir": folder / "run"},
-                "launch": {"grace_seconds": 5, "max_restarts": 1},
-            }
-        )
-        (folder / "notes").touch()
-
-    def role(self, kind: Any, body: str, *, serves: bool = False, start_timeout: float = 60) -> Role:
-        port = free_port() if serves else 0
-        name = "engine-0" if kind == "engine" else kind
-        code = PRELUDE.format(folder=str(self.folder), name=name, port=port) + body
-        url = f"http://127.0.0.1:{port}/status" if serves else None
-        return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
-
-    def run(self, *roles: Role) -> None:
-        with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
-            backend = LocalBackend(self.config, run_dir.lock_fd)
-            Supervisor(self.config, Plan(list(roles)), backend, run_dir, self.display, stop).run()
-
-    @property
-    def notes(self) -> list[str]:
-        return (self.folder / "notes").read_text().splitlines()
-
-    def pids(self) -> list[int]:
-        return [int(note.split()[-1]) for note in self.notes if " began " in note]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Only to be woken by a state, never to prove a speed: the bound is far beyond what is expected."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 
 @pytest.fixture
