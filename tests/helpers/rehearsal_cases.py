@@ -6,6 +6,7 @@ A layout is `tp=2,ep=2,etp=1`; rank r writes OUT/LAYOUT.r.json: bytes held, phas
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -13,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
 from rlsys.config import load_config
 from rlsys.rehearse.kinds import node_of
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import install
-from rlsys.rehearse.step import Rehearsal
+from rlsys.rehearse.step import Rehearsal, samples_for, stand_in_loss
+from rlsys.trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/quickstart.yaml"
 MICRO_BATCHES = 2
+PROFILE = "profile"
+"""Instead of OUT and LAYOUT: print what a plain step allocates."""
 
 
 def overrides(layout: str) -> list[str]:
@@ -63,5 +68,21 @@ def main(out: Path, layouts: list[str]) -> None:
         one.trainer.close()
 
 
+def profiled_peak() -> int:
+    """Bytes that a plain step allocates above what is there at its beginning, as torch's profiler saw them."""
+    config = load_config(CONFIG, overrides(""))
+    trainer = Trainer(config)
+    batch = trainer.pack(samples_for(config, MICRO_BATCHES, 1))
+    trainer.train_step(batch, stand_in_loss, 1e-6)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        trainer.train_step(batch, stand_in_loss, 1e-6)
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1:] == [PROFILE]:
+        print(profiled_peak())
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])
