@@ -39,13 +39,19 @@ def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
 
+    def make_room() -> None:
+        if config.launch.release_memory:
+            trainer.empty_cache()
+
     def push() -> dict[str, float]:
         """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics."""
         start, checksums = time.monotonic(), EngineChecksums(trainer.hf, config.engine.tp)
+        make_room()  # engines that rest take back their weights' memory next
         ticket = on_main(rollout.begin_push)
         tensors = trainer.named_hf_tensors()
         sync.push(checksums.watch(for_engines(config, tensors)) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
+        make_room()  # and their caches'
         attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
         attested["time_checksums"] += checksums.seconds
         return {"time_sync": time.monotonic() - start, **attested}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_patches.distributed_optimizer_step import begin_states
@@ -21,6 +22,7 @@ from rlsys.rehearse.stand_ins import Setting
 from rlsys.rehearse.tensors import FakeTensors
 from rlsys.trainer import trainer as trainer_module
 from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample
@@ -59,6 +61,10 @@ class _Weightless(Trainer):
 
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, fill=lambda *_: None)
+
+    def _waiting(self) -> Control:
+        """Nobody is there to wait for, and nobody to make a gloo group with."""
+        return Control(dist.group.WORLD)
 
 
 class Rehearsal:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -42,9 +43,12 @@ class Address:
 
 def addresses(config: Config, hf: HFConfig) -> Iterator[tuple[Entry, Address]]:
     """Of every parameter of the model, in the name table's order. One rank's process groups must be there."""
-    transformer = replace(transformer_config(config, hf), use_cpu_initialization=True)
+    # Megatron's own layers also where Transformer Engine is installed: those cannot be built without memory. Both
+    # write the same checkpoints.
+    own: dict[str, Any] = {"use_cpu_initialization": True, "moe_grouped_gemm": False}
+    transformer = replace(transformer_config(config, hf), **own)
     with torch.device("meta"):
-        model = Chunks([chunk(transformer, hf, None)])
+        model = Chunks([chunk(transformer, hf, None, transformer_engine=False)])
     shards = model.shards("")
     for entry in entries(hf):
         yield entry, _address(shards[entry.megatron.format(e=entry.expert)])

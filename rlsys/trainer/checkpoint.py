@@ -25,7 +25,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,6 +36,7 @@ from rlsys.owner import Owner
 from rlsys.trainer import manifest
 from rlsys.trainer.background import Writing
 from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.control import Control
 
 _CRITIC = "critic."
 """Before the keys of a critic's weights."""
@@ -45,7 +45,7 @@ _NAME = re.compile(r"step-(\d+)")
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -80,11 +80,7 @@ def is_checkpoint(path: Path) -> bool:
 def load_weights(path: Path, model: Chunks) -> None:
     """Only the model, from a checkpoint that `rlsys convert` made. Raises RunError as Checkpoints.load does."""
     _verify(path, [])
-    wanted = {
-        part: {name: shard for name, shard in shards.items() if not isinstance(shard, ShardedObject)}
-        for part, shards in model.sharded_state_dict().items()
-    }
-    model.load_weights(_loaded({"model": wanted}, path)["model"])
+    model.load_state_dict(_loaded({"model": model.sharded_state_dict()}, path)["model"])
 
 
 def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -148,10 +144,11 @@ class Checkpoints:
     publishes; once a later launch owns the run it raises Deposed and publishes nothing. None: nobody else writes.
     """
 
-    def __init__(self, folder: Path, keep: int, owner: Owner | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:
         self._owner = owner
         self._folder = folder
         self._keep = keep
+        self._control = control
         self._pending: _Pending | None = None
         self.seconds = 0.0
         """What the last save took on the slowest rank, also in an earlier session. 0 before the first: whoever must
@@ -178,7 +175,7 @@ class Checkpoints:
             for left_by_a_crash in self._folder.glob("*.partial"):
                 shutil.rmtree(left_by_a_crash)
             partial.mkdir(parents=True)
-        dist.barrier()
+        self._control.wait_for_all()
         state = _state(learners, objective, loading=False)
         state["step"] = step
         state["rng"] = torch.get_rng_state()
@@ -196,22 +193,16 @@ class Checkpoints:
         if self._pending is None:
             return None
         pending = self._pending
-        done = torch.tensor(int(pending.writing.done(wait)))
-        if torch.cuda.is_available():
-            done = done.cuda()
-        dist.all_reduce(done, dist.ReduceOp.MIN)
-        if not done.item():
+        if not all(self._control.gather(pending.writing.done(wait))):
             return None
         self._pending = None
         start = time.monotonic()
         target = path_of(self._folder, pending.step)
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, pending.writing.error)
+        errors = self._control.gather(pending.writing.error)
         if told := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
             raise RunError(f"{target}: the checkpoint could not be written: {'; '.join(told)}")
         pending.writing.finalize()
-        sums: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(sums, pending.writing.checksums)
+        sums = self._control.gather(pending.writing.checksums)
         if dist.get_rank() == 0:
             known = {name: value for part in sums for name, value in part.items()}
             so_far = pending.begin_seconds + pending.writing.seconds
@@ -220,10 +211,8 @@ class Checkpoints:
                 self._owner.check()
             publish(pending.writing.folder, target)
             self._prune()
-        seconds = [0.0] * dist.get_world_size()
         here = pending.begin_seconds + pending.writing.seconds + time.monotonic() - start
-        dist.all_gather_object(seconds, here)  # a barrier, too
-        self.seconds = max(seconds)
+        self.seconds = max(self._control.gather(here))  # a barrier, too
         return pending.step
 
     def _prune(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import Parameter
@@ -57,15 +58,18 @@ class Chunks:
                     yield self._whole_name(module, name), buffer
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Megatron's description of every parameter for a checkpoint, one entry a chunk."""
-        return {str(i): module.sharded_state_dict() for i, module in enumerate(self.modules)}
+        """Megatron's description of every weight for a checkpoint, one entry a chunk.
+
+        Without the extra state of Transformer Engine's layers: it is that of delayed FP8 scaling, which nobody here
+        uses, and a machine without Transformer Engine could not load it.
+        """
+        return {
+            str(i): {k: v for k, v in module.sharded_state_dict().items() if not isinstance(v, ShardedObject)}
+            for i, module in enumerate(self.modules)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for i, module in enumerate(self.modules):
-            module.load_state_dict(state[str(i)])
-
-    def load_weights(self, state: dict[str, Any]) -> None:
-        """The same without what is no weight. Transformer Engine's layers have an extra state of their own."""
+        """What `sharded_state_dict` described. Raises ValueError when a weight is missing."""
         for i, module in enumerate(self.modules):
             missing, _ = module.load_state_dict(state[str(i)], strict=False)
             if lost := [name for name in missing if not name.endswith("_extra_state")]:

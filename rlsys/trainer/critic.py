@@ -14,6 +14,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo_section import CriticSection
 from rlsys.trainer import setup
 from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
@@ -27,6 +28,7 @@ class Critic(Trainer):
     """
 
     def __init__(self, policy: Trainer, section: CriticSection) -> None:
+        self._policy = policy
         own_routes = policy.config.trainer.model_copy(update={"replay": "off"})
         super().__init__(policy.config.model_copy(update={"trainer": own_routes}))
         self.warmup_steps = section.warmup_steps
@@ -35,6 +37,9 @@ class Critic(Trainer):
     def _joined(self) -> torch.device:
         """The layout is the policy's."""
         return setup.local_device()
+
+    def _waiting(self) -> Control:
+        return self._policy.control
 
     def _built(self) -> Chunks:
         chunks = super()._built()

@@ -12,8 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
@@ -23,7 +25,7 @@ from rlsys.precision import trainer_fields
 from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
-from rlsys.trainer.weights import load_hf, mark_shards
+from rlsys.trainer.weights import TE_NAMES, load_hf, mark_shards
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
@@ -141,19 +143,36 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
     )
 
 
-def block_spec(transformer: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this rank: Transformer Engine's where they can run, else megatron's own with our attention."""
-    engine = have_transformer_engine()
-    spec = get_gpt_decoder_block_spec(transformer, engine, normalization="RMSNorm", vp_stage=stage)
-    if not engine:
+def block_spec(
+    transformer: TransformerConfig, stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """The layers of this rank: Transformer Engine's, or megatron's own with our attention."""
+    spec = get_gpt_decoder_block_spec(
+        transformer, transformer_engine, normalization="RMSNorm", vp_stage=stage
+    )
+    if not transformer_engine:
         for layer in spec.layer_specs:
             parts = layer.submodules.self_attention.submodules
             parts.core_attention = PackedAttention
+            # Upstream's own table misses latent attention, and renames a norm that stands before experts as well.
+            layer.submodules.sharded_state_dict_keys_map = {
+                plain.removesuffix("weight"): fused.removesuffix("weight")
+                for plain, fused in TE_NAMES.items()
+                if _has(layer.submodules, fused)
+            }
             if isinstance(parts, MLASelfAttentionSubmodules):
                 # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
                 # other ranks' part of the gradient of the keys' rotary half, silently.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
     return spec
+
+
+def _has(layer: TransformerLayerSubmodules, fused: str) -> bool:
+    """Whether the layer has the linear module that Transformer Engine fuses this norm into."""
+    part, module, _ = fused.split(".")
+    if part == "mlp":
+        return layer.mlp.module is MLP
+    return hasattr(layer.self_attention.submodules, module)
 
 
 Fill = Callable[[Chunks, Path, HFConfig], None]
@@ -173,7 +192,8 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill =
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
-    chunks = Chunks([chunk(transformer, hf, stage).to(device) for stage in stages])
+    engine = have_transformer_engine()
+    chunks = Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
     fill(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():
@@ -183,12 +203,14 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill =
     return chunks
 
 
-def chunk(transformer: TransformerConfig, hf: HFConfig, stage: int | None) -> GPTModel:
+def chunk(
+    transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
+) -> GPTModel:
     """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
         transformer,
-        block_spec(transformer, stage),
+        block_spec(transformer, stage, transformer_engine),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),

@@ -47,7 +47,7 @@ def init_distributed(config: Config) -> torch.device:
     if not dist.is_initialized():
         for name, value in _ALONE.items():
             os.environ.setdefault(name, value)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group(backends(cuda))
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
@@ -62,6 +62,13 @@ def init_distributed(config: Config) -> torch.device:
     model_parallel_cuda_manual_seed(config.run.seed)
     torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
     return device
+
+
+def backends(cuda: bool) -> str:
+    """Tensors on a GPU travel by NCCL. What is in host memory, every pickled object too, goes by gloo: torch would
+    copy it into GPU memory for NCCL, on every rank.
+    """
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
 def say_what_is_missing() -> None:

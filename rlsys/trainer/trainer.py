@@ -5,6 +5,7 @@ Shapes: T packed tokens of a micro-batch, V vocabulary. All ranks call every met
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +32,7 @@ from rlsys.precision import token_multiple
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch, TrainSample, pack
@@ -61,6 +63,7 @@ class Trainer:
         check_layout(config, self.hf)
         check_asked(config, self.hf)
         self._device = self._joined()
+        self.control = self._waiting()
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
         if self.is_main:
@@ -77,7 +80,7 @@ class Trainer:
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self._checkpoints = Checkpoints(
-            config.run.dir / "checkpoints", config.trainer.keep_checkpoints, owner
+            config.run.dir / "checkpoints", config.trainer.keep_checkpoints, self.control, owner
         )
         self._skipped_in_a_row = 0
         self._pending = Pending()
@@ -88,15 +91,15 @@ class Trainer:
         """The layout made; this rank's device."""
         return setup.init_distributed(self.config)
 
+    def _waiting(self) -> Control:
+        return Control()
+
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device)
 
     def on_main(self, call: Callable[[], T]) -> T:
         """Run `call` on rank 0 only; every rank gets what it returned."""
-        box = [call() if self.is_main else None]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]  # type: ignore[return-value]
+        return self.control.from_main(call() if self.is_main else None)  # type: ignore[return-value]
 
     def from_all(self, value: T) -> list[T]:
         """`value` of every data-parallel rank, on all of them."""
@@ -105,8 +108,15 @@ class Trainer:
             dist.all_gather_object(out, value, group=parallel_state.get_data_parallel_group())
         return out
 
+    def empty_cache(self) -> None:
+        """Give back the device memory that no tensor uses. It is free on every rank when this returns on one."""
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without CUDA
+        self.control.wait_for_all()
+
     def close(self) -> None:
-        """Leave the parallel groups; the trainer is of no use afterwards."""
+        """Leave the groups; the trainer is of no use afterwards."""
+        self.control.close()
         setup.leave_layout()
 
     # -- numbers --------------------------------------------------------------------------------------------
@@ -367,7 +377,7 @@ class Trainer:
         else:
             for _ in self.named_hf_tensors():
                 pass
-        dist.barrier()
+        self.control.wait_for_all()
 
     def canaries(self, sequences: list[list[int]]) -> list[Canary]:
         """The sequences with this model's log-probs of their tokens 1.. at temperature 1."""

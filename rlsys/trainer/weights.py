@@ -22,13 +22,14 @@ from rlsys.trainer.shards import shard, unshard
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
-# The Transformer Engine spec fuses a norm into the linear layer behind it.
-_TE_NAMES = {
+TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
+"""The Transformer Engine spec fuses a norm into the linear layer behind it, where there is one. Checkpoints have these
+names, too, whichever spec wrote them."""
 
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")
@@ -36,7 +37,7 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")
 
 def te_name(plain: str) -> str:
     """What the Transformer Engine spec calls a parameter: a norm fused into the layer behind it, experts grouped."""
-    for end, fused in _TE_NAMES.items():
+    for end, fused in TE_NAMES.items():
         if plain.endswith(end):
             return plain.removesuffix(end) + fused
     return _EXPERT.sub(r"\2.weight\1", plain)

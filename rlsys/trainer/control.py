@@ -1,0 +1,49 @@
+"""What ranks tell each other that is no tensor: pickled objects, in host memory, over a gloo group of their own.
+
+Ranks wait here while rank 0 waits for the rollout: as long as a step's samples take, hours perhaps. A data group's
+time limit would end the run meanwhile (NCCL's is ten minutes), and NCCL would pickle the object into GPU memory and
+let a kernel spin on the engines' GPU until it comes. A rank that dies closes its connections, which the others
+notice at once; one that hangs is told of by the supervisor (launch.silence_seconds).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+UNLIMITED = timedelta(days=365)
+"""Longer than any run; gloo knows no "never"."""
+
+
+class Control:
+    """Owns the group. Every rank calls every method together."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Collective. `group`: one that is there already."""
+        self._group = dist.new_group(backend="gloo", timeout=UNLIMITED) if group is None else group
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's, on every rank."""
+        box = [value]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's, in their order, on every rank. Returns when the last one has called it."""
+        out = [value] * dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_gather_object(out, value, group=self._group)
+        return out
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has come here."""
+        self.gather(None)
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,51 @@
+"""Ranks that wait for the rollout: no data group's time limit ends them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.integration.servers import ROOT
+
+pytestmark = pytest.mark.integration
+
+LIMIT = 2.0
+"""Seconds that the data group waits: stands for the ten minutes of NCCL."""
+
+
+def rank() -> None:
+    """A take that lasts longer than the data group's limit, then one that rank 0 dies of."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+    from rlsys.trainer.trainer import Trainer
+
+    trainer = Trainer.__new__(Trainer)
+    trainer.is_main = dist.get_rank() == 0
+    if (control := sys.modules.get("rlsys.trainer.control")) is not None:
+        trainer.control = control.Control()
+
+    def take() -> str:
+        time.sleep(2 * LIMIT)
+        return "groups"
+
+    assert trainer.on_main(take) == "groups"
+    print(f"rank {dist.get_rank()} took", flush=True)
+
+
+def test_a_take_may_last_longer_than_the_data_groups_limit() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*command, "-m", "tests.integration.test_control"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(line for line in done.stdout.splitlines() if "took" in line) == [
+        f"rank {i} took" for i in range(3)
+    ]
+
+
+if __name__ == "__main__":
+    rank()

@@ -1,0 +1,52 @@
+"""The order of a push as the trainer's loop makes it: memory first, then the engines that want it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.train import train
+from rlsys.types import PushTicket
+from tests.integration import trainer_cases as cases
+
+pytestmark = pytest.mark.integration
+
+
+class Rollout:
+    """Answers the trainer until it leaves, and writes down what it was asked."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def wait_ready(self, timeout: float) -> None: ...
+    def restore(self, step: int) -> None: ...
+    def take(self, step: int) -> None: ...
+    def evaluate(self) -> Any:
+        return type("Result", (), {"accuracy": 0.0, "mean_length": 0.0, "prompts": 0, "truncated": 0.0})
+
+    def leaving(self) -> float:
+        return 0.0
+
+    def begin_push(self) -> PushTicket:
+        self._events.append("begin_push: engines wake their weights")
+        return PushTicket(1, [], [[5, 3, 80, 41]])
+
+    def end_push(self, *_: object) -> dict[str, float]:
+        self._events.append("end_push: engines wake their caches")
+        return {"time_checksums": 0.0}
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_the_trainers_cache_is_empty_before_an_engine_wakes(
+    release: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty_cache"))
+    model = cases.write_model(tmp_path / "model")
+    config = cases.config_of(model, tmp_path / "run", launch={"release_memory": release})
+    train(config, Rollout(events))  # type: ignore[arg-type]
+    pushed = ["begin_push: engines wake their weights", "end_push: engines wake their caches"]
+    assert events == (["empty_cache", pushed[0], "empty_cache", pushed[1]] if release else pushed)

@@ -1,0 +1,21 @@
+"""Names that megatron-core subclasses or looks up; FP8 itself does not run here."""
+
+
+class Recipe: ...
+
+
+class DelayedScaling(Recipe): ...
+
+
+class Float8CurrentScaling(Recipe): ...
+
+
+class Float8BlockScaling(Recipe): ...
+
+
+class MXFP8BlockScaling(Recipe): ...
+
+
+class Format:
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
