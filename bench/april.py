@@ -88,7 +88,7 @@ class Loop:
     def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
         self._manager = manager
         self._stage = stage
-        self._sync = WeightSync(config, is_main=True)
+        self._sync = WeightSync(config)
         self._hf = HFConfig.read(config.model.path)
         self.step = 0
         self.seconds = dict.fromkeys(("take", "begin", "send", "end"), 0.0)

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 # Before this folder, whose launch.py would hide the package launch.
 sys.path.insert(0, str(HERE.parent))
 
-from launch.plan import THREADS  # noqa: E402
+from launch.environment import CPU_HOST  # noqa: E402
 from launch.ports import free_ports  # noqa: E402
 from rlsys.config import Config  # noqa: E402
 from rlsys.convert.config import HFConfig  # noqa: E402
@@ -78,7 +78,7 @@ def running_engine(config: Config, folder: Path, start_seconds: float = 300.0) -
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     url = f"http://{config.engine.host}:{port}"
-    with running(argv, folder / "engine.log", lambda: _answers(url), {**THREADS, **env}, start_seconds):
+    with running(argv, folder / "engine.log", lambda: _answers(url), {**CPU_HOST, **env}, start_seconds):
         yield url
 
 

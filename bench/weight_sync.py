@@ -85,7 +85,7 @@ async def checksum_seconds(client: EngineClient, hf: HFConfig, tensors: dict[str
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
     tensors = load_file(model / "model.safetensors")
     total = sum(t.nbytes for t in tensors.values())
-    syncs = {m: WeightSync(config_for(m, model, folder / m), is_main=True) for m in METHODS}
+    syncs = {m: WeightSync(config_for(m, model, folder / m)) for m in METHODS}
     first: dict[str, float] = {}
     seconds: dict[str, list[float]] = {m: [] for m in ("copy", *METHODS, "checksums")}
     hf = HFConfig.read(model)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launch.environment import on_cuda
 from rlsys.config import Config
 from rlsys.errors import UserError
+from rlsys.weights.plan import Place, PushPlan, plan_push
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,27 @@ class Layout:
 def lay_out(config: Config) -> Layout:
     """Raises UserError, with both numbers, when the nodes do not hold what the config asks for."""
     return _on_gpus(config) if config.launch.gpus_per_node else _on_cpus(config)
+
+
+def push_plan(config: Config, layout: Layout) -> PushPlan:
+    """Who gives weights to whom. Raises UserError when they cannot reach an engine."""
+    trainer, engines = _places([layout.trainer])[0], _places(layout.engines)
+    return plan_push(trainer, engines, config.weights.method, gpus=on_cuda(config))
+
+
+def _places(units: list[list[Share]]) -> list[list[Place]]:
+    """Of every process of each unit. Without a plan for GPUs they are counted, as the processes themselves do it."""
+    taken: dict[int, int] = {}
+    out = []
+    for shares in units:
+        places = []
+        for share in shares:
+            first = taken.get(share.node, 0)
+            taken[share.node] = first + share.count
+            devices = share.gpus or range(first, first + share.count)
+            places += [Place(share.node, device) for device in devices]
+        out.append(places)
+    return out
 
 
 def _on_cpus(config: Config) -> Layout:

@@ -7,27 +7,17 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from launch.layout import Layout, Share
+from launch.environment import Kind, environment, on_cuda
+from launch.layout import Layout, Share, push_plan
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.obs.role import STACKS_VARIABLE
-
-Kind = Literal["engine", "rollout", "trainer"]
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 """(config, index of the engine, its port) -> command line and environment."""
 
 LOOPBACK = "127.0.0.1"
-
-THREADS = {
-    "OMP_NUM_THREADS": "1",  # several processes share the cores
-    "TORCH_COMPILE_DISABLE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",  # a run reads only what is on this disk
-    "PYTHONUNBUFFERED": "1",  # a log must hold the last line before a death
-}
 
 
 @dataclass(frozen=True)
@@ -87,11 +77,13 @@ class Plan:
     roles: list[Role]
     nodes: list[Node] = field(default_factory=lambda: [Node("localhost")])
     run_dir: Path = Path()
+    shared: Mapping[Kind, dict[str, str]] = field(default_factory=dict)
+    """Environment variables that all roles of a kind get."""
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """`base` with what all roles get, where this one may write its stacks, and its own."""
+        """`base` with what all roles of its kind get, where this one may write its stacks, and its own."""
         stacks = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
-        return {**base, **THREADS, **stacks, **role.env}
+        return {**base, **self.shared.get(role.kind, {}), **stacks, **role.env}
 
     def unit(self, name: str) -> list[Role]:
         return [role for role in self.roles if role.unit == name]
@@ -105,8 +97,7 @@ def build_plan(
     Raises UserError when the weights cannot reach an engine on another machine.
     """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    for index, shares in enumerate(layout.engines):
-        _check_reach(config, index, nodes[shares[0].node], nodes[0])
+    push_plan(config, layout)  # refuses what weights cannot reach
     rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
@@ -117,7 +108,7 @@ def build_plan(
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
-    return Plan(roles, nodes, config.run.dir)
+    return Plan(roles, nodes, config.run.dir, _shared(config))
 
 
 def build_eval_plan(
@@ -127,14 +118,20 @@ def build_eval_plan(
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     asking = [sys.executable, "-m", "rlsys.rollout.evaluation", "--config", _run_config(config)]
     asking += [word for url in urls for word in ("--engine", url)]
-    return Plan([*roles, Role("evaluation", "trainer", asking)], nodes, config.run.dir)
+    asking_role = Role("evaluation", "trainer", asking)
+    return Plan([*roles, asking_role], nodes, config.run.dir, _shared(config))
 
 
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> Plan:
     """Fine-tuning on traces: the trainer alone."""
-    return Plan(
-        _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", []), nodes, config.run.dir
-    )
+    trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", [])
+    return Plan(trainer, nodes, config.run.dir, _shared(config))
+
+
+def _shared(config: Config) -> dict[Kind, dict[str, str]]:
+    kinds: tuple[Kind, ...] = ("engine", "rollout", "trainer")
+    cuda = on_cuda(config)
+    return {kind: environment(config, kind, cuda=cuda) for kind in kinds}
 
 
 def _engines(
@@ -158,14 +155,6 @@ def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
     if len(nodes) > 1:
         return nodes[share.node].address
     return LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host
-
-
-def _check_reach(config: Config, index: int, engine: Node, trainer: Node) -> None:
-    if config.weights.method == "tensor" and engine.address != trainer.address:
-        raise UserError(
-            f"weights.method = tensor passes through one machine's memory, but engine-{index} is on {engine.name} "
-            f"and trainer rank 0 on {trainer.name}; use weights.method=broadcast, or disk"
-        )
 
 
 def _engine(
@@ -197,7 +186,7 @@ def _engine(
             Role(
                 f"{name}.{part}" if spans else name, "engine", argv, env,
                 ready_url=f"{url}/health" if part == 0 else None,
-                start_timeout=config.engine.start_timeout, unit=name, node=share.node, gpus=share.gpus,
+                start_timeout=config.start_seconds, unit=name, node=share.node, gpus=share.gpus,
             )
         )  # fmt: skip
     return roles
@@ -215,7 +204,7 @@ def _reference(config: Config, layout: Layout, port: int, engine_command: Engine
     own = config.model_copy(update={"engine": engine, "model": model})
     argv, env = engine_command(own, config.engine.count, port)
     url = f"http://{LOOPBACK}:{port}/health"
-    return Role("reference", "engine", argv, env, ready_url=url, start_timeout=engine.start_timeout)
+    return Role("reference", "engine", argv, env, ready_url=url, start_timeout=own.start_seconds)
 
 
 def _trainer(

@@ -78,6 +78,18 @@ class Config(Section):
         return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
 
     @property
+    def start_seconds(self) -> float:
+        """What an engine may take to start: engine.start_timeout, or by what it has to read and to compile."""
+        if self.engine.start_timeout is not None:
+            return self.engine.start_timeout
+        folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
+        reading = 4.0 * folder / 1e9  # a quarter of a GB/s: a shared folder that all engines read at once
+        compiling = (300.0 if self.launch.gpus_per_node else 0.0) + (
+            1800.0 if self.model.fp8 != "none" else 0.0
+        )
+        return 240.0 + reading + compiling
+
+    @property
     def slots(self) -> int:
         """Samples kept in flight over the whole pool; at the start, where over_provision is auto."""
         return round(self.over_provision * self.samples_per_step)

@@ -239,8 +239,9 @@ class EngineConfig(Section):
     """Make a sample's seed decide its tokens, alone or in any batch (SGLang's deterministic inference)."""
     return_routes: bool = False
     """Hand over the experts that each token was routed to, for router replay in the trainer."""
-    start_timeout: Annotated[float, Field(gt=0)] = 240.0
-    """Seconds an engine may take to start."""
+    start_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds an engine may take to start. When not given: 240, 4 more for each GB of the model's folder, 300 for
+    what is compiled on a GPU, and 1,800 for FP8 kernels."""
     reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
     """Server of the weights that a planner holds prompts against (lens): its URL; own starts one more engine, which
     keeps the weights of model.path."""

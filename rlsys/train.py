@@ -14,6 +14,7 @@ import argparse
 import time
 from pathlib import Path
 
+from launch.layout import lay_out, push_plan
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.obs.metrics import MetricsWriter
@@ -35,7 +36,7 @@ def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
     trainer = Trainer(config, objective.passes, owner)
     if objective.critic is not None:
         add_critic(trainer, objective.critic)
-    sync = WeightSync(config, trainer.is_main)
+    sync = WeightSync(config, trainer.rank, push_plan(config, lay_out(config)))
     step, on_main = trainer.load_checkpoint(objective), trainer.on_main
     metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
 
@@ -49,7 +50,9 @@ def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
         make_room()  # engines that rest take back their weights' memory next
         ticket = on_main(rollout.begin_push)
         tensors = trainer.named_hf_tensors()
-        sync.push(checksums.watch(for_engines(config, tensors)) if trainer.is_main else tensors, ticket)
+        if sync.sends(ticket) or trainer.is_main:
+            tensors = for_engines(config, tensors)
+        sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
         make_room()  # and their caches'
         attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
@@ -94,7 +97,7 @@ def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
         if (saved := trainer.finish_checkpoint(wait)) is not None:
             on_main(lambda: rollout.commit(saved))
 
-    on_main(lambda: rollout.wait_ready(config.engine.start_timeout))
+    on_main(lambda: rollout.wait_ready(config.start_seconds))
     on_main(lambda: rollout.restore(step))
     write("run", event="resume" if step else "start")
     push()

@@ -296,11 +296,15 @@ class Taken:
 
 @dataclass(slots=True)
 class EngineAddress:
-    """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none."""
+    """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
+
+    `index`: its number in the run's layout, None for one that joined later.
+    """
 
     url: str
     tp: int
     holds: int = -1
+    index: int | None = None
 
 
 @dataclass(slots=True)

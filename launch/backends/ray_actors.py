@@ -148,7 +148,7 @@ class RayBackend:
 
     def replace_nodes(self, stopped: Callable[[], bool]) -> None:
         remove_placement_group(self._group)
-        self._settle(self._config.engine.start_timeout, stopped)
+        self._settle(self._config.start_seconds, stopped)
 
     def requeue(self) -> None: ...
 
@@ -167,11 +167,11 @@ class RayBackend:
                 raise UserError(f"launch.nodes = {n}, but the Ray cluster has {alive}")
             time.sleep(0.5)
         group = placement_group([bundle | here, *[bundle] * (n - 1)], strategy="STRICT_SPREAD")
-        if not group.wait(config.engine.start_timeout):
+        if not group.wait(config.start_seconds):
             remove_placement_group(group)
             raise UserError(
                 f"launch.nodes = {n} with {bundle} each: the Ray cluster has nothing free within "
-                f"engine.start_timeout = {config.engine.start_timeout:g} s"
+                f"engine.start_timeout = {config.start_seconds:g} s"
             )
         return group
 

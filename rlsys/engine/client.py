@@ -67,9 +67,13 @@ def make_session() -> aiohttp.ClientSession:
 class EngineClient:
     """Raises EngineError for a refusal and one of `DeadEngine` when nobody answers."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, tp: int = 1) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, *, tp: int = 1, index: int | None = None
+    ) -> None:
+        """`index`: its number in the run's layout, if it is there."""
         self.url = url.rstrip("/")
         self.tp = tp
+        self.index = index
         self._session = session
 
     async def generate(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
 from rlsys.config import Config
+from rlsys.errors import UserError
 from rlsys.precision import engine_args
 
 
@@ -48,7 +50,12 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if have_cuda():
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * e.tp + i) for i in range(e.tp))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(index, e.tp))
+        if config.model.dtype == "float32":
+            argv += [
+                "--attention-backend",
+                "triton",
+            ]  # the default one of Hopper computes in half precision only
     else:
         argv += [
             "--device", "cpu",
@@ -63,3 +70,20 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         if e.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(e.tp))
     return [*argv, *e.extra_args], env
+
+
+def _devices(index: int, tp: int) -> list[str]:
+    """Of engine `index`, where nothing was planned: the next `tp` of those that this process may use.
+
+    Raises UserError when a list was given that ends before.
+    """
+    own = range(index * tp, (index + 1) * tp)
+    given = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    if not given:
+        return [str(i) for i in own]
+    if own[-1] >= len(given):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES = {','.join(given)} has {len(given)} GPUs, but engine {index} of "
+            f"engine.tp = {tp} needs number {own[-1] + 1}"
+        )
+    return [given[i] for i in own]

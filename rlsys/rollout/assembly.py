@@ -41,7 +41,7 @@ def build_router(
         routes=config.engine.return_routes,
         strategy=config.router.strategy,
         interruption=config.router.interruption,
-        patience=config.engine.start_timeout,  # the supervisor may be restarting the only engine
+        patience=config.start_seconds,  # the supervisor may be restarting the only engine
         trusted=trusted,
     )
 

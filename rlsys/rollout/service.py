@@ -186,11 +186,12 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest, owner)
     try:
         async with make_session() as session:
-            engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
+            tp = config.engine.tp
+            engines = [EngineClient(url, session, tp=tp, index=i) for i, url in enumerate(urls)]
             router = build_router(config, engines, tokenizer)
             references = [] if reference is None else [EngineClient(reference, session)]
             if references:
-                patience = config.engine.start_timeout
+                patience = config.start_seconds
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
             manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
             watch = EngineWatch([*engines, *references], router)

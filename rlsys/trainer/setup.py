@@ -106,10 +106,15 @@ def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel
     return models
 
 
+def offloads(config: Config) -> bool:
+    """Whether optimizer state leaves the GPU; without one it is in host memory anyway."""
+    return config.trainer.offload_optimizer > 0 and torch.cuda.is_available()
+
+
 def optimizer_config(config: Config) -> OptimizerConfig:
     """AdamW with gradient clipping. The learning rate is set step by step."""
     t = config.trainer
-    offload = t.offload_optimizer > 0 and torch.cuda.is_available()  # else its state is in host memory anyway
+    offload = offloads(config)
     return OptimizerConfig(
         optimizer="adam",
         lr=t.lr,
@@ -123,6 +128,9 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         params_dtype=getattr(torch, config.model.dtype),
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload,
+        # The float32 weights then live with the state, in host memory. Without it they stay on the GPU, and a
+        # checkpoint's state has no place for them: it cannot be loaded.
+        use_precision_aware_optimizer=offload,
         optimizer_offload_fraction=t.offload_optimizer if offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offload,
     )

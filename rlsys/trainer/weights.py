@@ -28,8 +28,8 @@ TE_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""The Transformer Engine spec fuses a norm into the linear layer behind it, where there is one. Checkpoints have these
-names, too, whichever spec wrote them."""
+"""The Transformer Engine spec fuses a norm into the linear layer behind it, where there is one. Checkpoints have the
+same names, whichever spec wrote them."""
 
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")

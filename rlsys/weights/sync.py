@@ -1,4 +1,5 @@
-"""Sends a trainer's weights to engines. Runs on every trainer rank: gathering is collective, rank 0 sends.
+"""Sends a trainer's weights to engines. Runs on every trainer rank: gathering is collective, and those send that the
+plan names (rlsys.weights.plan); a folder is written by rank 0.
 
 tensor, broadcast   flattened buckets, see rlsys.weights.transports; one is sent while the next is gathered
 disk                a safetensors folder on a path that trainer and engines share: `update_weights_from_disk`
@@ -19,51 +20,81 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
-from rlsys.types import PushTicket
+from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
-from rlsys.weights.transports import BroadcastTransport, Bucket, TensorTransport, Transport
+from rlsys.weights.transports import Bucket, GroupTransport, MemoryTransport
 
 
 class WeightSync:
-    """`push` between `begin_push` and `end_push` of the rollout process."""
+    """`push` between `begin_push` and `end_push` of the rollout process. Every trainer rank has one."""
 
-    def __init__(self, config: Config, is_main: bool) -> None:
-        self._config = config
-        self._is_main = is_main
+    def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
+        """`plan`: who sends to whom; when none is given, rank 0 to all. Collective, where ranks send together."""
         method = config.weights.method
-        self._transport: Transport = BroadcastTransport() if method == "broadcast" else TensorTransport()
+        self._bucket_bytes = int(config.weights.bucket_mb * 2**20)
+        self._rank = rank
+        if plan is None:
+            plan = PushPlan({}, group=method == "broadcast")
+        self._plan = plan
+        self._memory = MemoryTransport(plan, rank)
+        self._group = GroupTransport()
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
 
+    def sends(self, ticket: PushTicket) -> bool:
+        """Whether this rank sends tensors in this push; the others only help to gather them."""
+        if self._on_disk is not None:
+            return self._rank == 0 and bool(ticket.engines)
+        by_memory = (self._owners(engine) for engine in ticket.engines)
+        return any(self._rank in (owners or (self._plan.sender,)) for owners in by_memory)
+
     def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
-        """Consume `tensors` (collective) and load them into every engine of the ticket; the bytes sent to each.
+        """Consume `tensors` (collective) and load them into every engine of the ticket; the bytes that this rank
+        gave to each of its engines.
 
         An engine that dies meanwhile is left out: end_push finds it dead, and its restart brings the next push.
         Raises RunError when an engine refuses the tensors.
         """
-        if not self._is_main or not ticket.engines:
+        if not self.sends(ticket):
             for _ in tensors:
                 pass
             return 0
-        with Receivers(ticket.engines) as receivers:
-            if self._on_disk is not None:
+        if self._on_disk is not None:
+            with Receivers(ticket.engines) as receivers:
                 return self._on_disk.push(tensors, ticket, receivers)
-            return self._push_buckets(tensors, receivers)
+        return self._push_buckets(tensors, ticket)
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
-        if isinstance(self._transport, BroadcastTransport):
-            self._transport.close()
+        """Leave the engines' process group, if there is one."""
+        self._group.close()
 
-    def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], receivers: Receivers) -> int:
+    def _owners(self, engine: EngineAddress) -> tuple[int, ...] | None:
+        return self._plan.owners(engine.index, engine.tp)
+
+    def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
         """At most two buckets are held: one on its way, one being gathered."""
-        self._transport.begin(receivers)
+        by_memory = self._memory.begin([e for e in ticket.engines if self._owners(e) is not None])
+        by_group = [e for e in ticket.engines if self._owners(e) is None and self._plan.sender == self._rank]
         sent = 0
-        with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
+        with (
+            Receivers(by_memory) as near,
+            Receivers(by_group) as far,
+            ThreadPoolExecutor(1, thread_name_prefix="push") as sender,
+        ):
+            if by_group:
+                self._group.begin(far)
+
+            def send(bucket: Bucket) -> None:
+                if not self._memory.idle:
+                    self._memory.send(bucket, near)
+                if far.present:
+                    self._group.send(bucket, far)
+
             under_way = None
-            for bucket in buckets(tensors, int(self._config.weights.bucket_mb * 2**20)):
+            for bucket in buckets(tensors, self._bucket_bytes):
                 if under_way is not None:
                     under_way.result()
-                under_way = sender.submit(self._transport.send, bucket, receivers)
+                under_way = sender.submit(send, bucket)
                 sent += sum(t.nbytes for _, t in bucket)
             if under_way is not None:
                 under_way.result()
@@ -108,14 +139,34 @@ class DiskFolders:
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Neighbouring tensors of one dtype, together at most `max_bytes`; a larger tensor has a bucket for itself."""
+    """Neighbouring tensors of one dtype, together at most `max_bytes`; what is larger has a bucket for itself."""
     bucket: Bucket = []
     size = 0
-    for name, tensor in tensors:
-        if bucket and (size + tensor.nbytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
+    for unit in _units(tensors):
+        more = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and (size + more > max_bytes or unit[0][1].dtype != bucket[0][1].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor.detach()))
-        size += tensor.nbytes
+        bucket += unit
+        size += more
     if bucket:
         yield bucket
+
+
+_FIRST, _SECOND = ".q_a_proj.", ".kv_a_proj_with_mqa."
+
+
+def _units(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """What an engine must get in one call. SGLang joins latent attention's two first projections as it loads them,
+    and forgets one whose partner is not in the same call, without a word. The first of them waits for the other.
+    """
+    waiting: Bucket = []
+    for name, tensor in tensors:
+        if _FIRST in name:
+            waiting.append((name, tensor.detach()))
+        elif waiting and name == waiting[0][0].replace(_FIRST, _SECOND):
+            yield [waiting.pop(0), (name, tensor.detach())]
+        else:
+            yield [(name, tensor.detach())]
+    for left in waiting:
+        yield [left]

@@ -1,7 +1,8 @@
-"""How one bucket of weights reaches the engines of a push. Rank 0 of the trainer only.
+"""How one bucket of weights reaches the engines of a push. Who takes part, and how, rlsys.weights.plan says.
 
-tensor     shared memory (CUDA IPC on a GPU), SGLang's `update_weights_from_tensor`: engines on the trainer's host
-broadcast  a process group of trainer rank 0 and every rank of every engine (NCCL, gloo), SGLang's
+memory     handles of memory (CUDA IPC on a GPU, shared memory without one), SGLang's `update_weights_from_tensor`:
+           each engine rank opens memory of the trainer rank that the plan names
+group      a process group of one trainer rank and every rank of these engines (NCCL, gloo), SGLang's
            `update_weights_from_distributed`: engines anywhere
 """
 
@@ -14,9 +15,9 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from rlsys.errors import RunError
 from rlsys.types import EngineAddress
-from rlsys.weights.receivers import Gone, Receivers, post
+from rlsys.weights.peers import Peers
+from rlsys.weights.plan import PushPlan
+from rlsys.weights.receivers import Gone, Receivers
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -33,38 +36,95 @@ _GROUP_TIMEOUT = 120.0
 _LOOK_SECONDS = 0.002
 
 
-class Transport(Protocol):
-    """Sends the buckets of a push, one after the other, to the engines that are still present."""
+class MemoryTransport:
+    """The trainer ranks that serve an engine make a handle for each of its ranks, of their own copy of the bucket.
+    The one that serves the engine's first rank posts them all, and tells the others how it went. Until then each
+    keeps its copy. One handle for each engine rank: opening uses it up.
+    """
 
-    def begin(self, receivers: Receivers) -> None: ...
+    def __init__(self, plan: PushPlan, rank: int) -> None:
+        """Collective, where several ranks serve one engine."""
+        self._plan = plan
+        self._rank = rank
+        self._peers = Peers() if plan.shared else None
+        self._served: list[tuple[EngineAddress, tuple[int, ...]]] = []
 
-    def send(self, bucket: Bucket, receivers: Receivers) -> None: ...
+    def begin(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
+        """Of these, the engines that this rank posts to."""
+        owners = [(engine, self._plan.owners(engine.index, engine.tp)) for engine in engines]
+        self._served = [(engine, ranks) for engine, ranks in owners if ranks and self._rank in ranks]
+        return [engine for engine, ranks in self._served if ranks[0] == self._rank]
 
-
-class TensorTransport:
-    """One handle of the shared memory for each of an engine's ranks: opening uses it up."""
-
-    def begin(self, receivers: Receivers) -> None:
-        pass
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is left that this rank serves."""
+        return not self._served
 
     def send(self, bucket: Bucket, receivers: Receivers) -> None:
         serialize, flat = _serializer(), _flatten(bucket)
         tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        bodies = [
-            {
-                "serialized_named_tensors": [
-                    base64.b64encode(serialize(tensors)).decode() for _ in range(engine.tp)
-                ],
-                "load_format": "flattened_bucket",
-                "flush_cache": False,  # once, after the last bucket, by the router
-            }
-            for engine in receivers.present
-        ]
+        made = {
+            (engine.url, part): serialize(tensors)
+            for engine, ranks in self._served
+            for part, owner in enumerate(ranks)
+            if owner == self._rank
+        }
+        self._hand_in(made)
+        bodies = [self._body(engine, made) for engine in receivers.present]
         receivers.settle(receivers.ask("/update_weights_from_tensor", bodies))
+        self._hear({engine.url for engine in receivers.present})
+
+    def _hand_in(self, made: dict[tuple[str, int], bytes]) -> None:
+        """Send my handles to who posts them; `made` gets those that I post."""
+        for engine, ranks in self._served:
+            for part, owner in enumerate(ranks):
+                if owner != ranks[0] and owner == self._rank:
+                    self._others.send(made[engine.url, part], ranks[0], _tag(engine))
+        for engine, ranks in self._served:
+            for part, owner in enumerate(ranks):
+                if ranks[0] == self._rank != owner:
+                    made[engine.url, part] = self._others.receive(owner, _tag(engine))
+        if self._peers is not None:
+            self._peers.settle()
+
+    def _hear(self, present: set[str]) -> None:
+        """Whether each engine still takes part: said by who posted, to all who serve it."""
+        left = []
+        for engine, ranks in self._served:
+            if ranks[0] == self._rank:
+                here = engine.url in present
+                for owner in dict.fromkeys(ranks[1:]):
+                    if owner != self._rank:
+                        self._others.send(bytes([here]), owner, _tag(engine))
+            else:
+                here = bool(self._others.receive(ranks[0], _tag(engine))[0])
+            if here:
+                left.append((engine, ranks))
+        if self._peers is not None:
+            self._peers.settle()
+        self._served = left
+
+    @property
+    def _others(self) -> Peers:
+        assert self._peers is not None, "the plan has one rank for each engine"
+        return self._peers
+
+    def _body(self, engine: EngineAddress, made: dict[tuple[str, int], bytes]) -> dict[str, Any]:
+        return {
+            "serialized_named_tensors": [
+                base64.b64encode(made[engine.url, part]).decode() for part in range(engine.tp)
+            ],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once, after the last bucket, by the router
+        }
 
 
-class BroadcastTransport:
-    """Owns the process group, which lasts as long as the same engines take part. Rank 0 is this process."""
+def _tag(engine: EngineAddress) -> int:
+    return engine.index or 0
+
+
+class GroupTransport:
+    """Owns the process group, which lasts as long as the same engines take part. Its rank 0 is this process."""
 
     _numbers = itertools.count()
 
@@ -99,19 +159,22 @@ class BroadcastTransport:
         """Leave the group, here and at the engines that still answer."""
         if self._group is None:
             return
-        dist.destroy_process_group(self._group)
-        self._group = None
-        for engine in self._members:
-            with contextlib.suppress(Gone, RunError):  # it has gone, or has never joined
-                post(engine, "/destroy_weights_update_group", {"group_name": self._name})
-        self._members = []
+        with Receivers(self._members) as members:
+            # Both sides at once: NCCL's end waits for the other's.
+            body = {"group_name": self._name}
+            answers = members.ask("/destroy_weights_update_group", [body] * len(self._members))
+            dist.destroy_process_group(self._group)
+            for answer in answers.values():
+                with contextlib.suppress(Gone, RunError):  # it has gone, or has never joined
+                    answer.result()
+        self._group, self._members = None, []
 
     def _give_up(self, receivers: Receivers, answers: dict[str, Future[None]]) -> None:
         """Who waits in the broken broadcast is freed by our leaving. Raises RunError when nobody has gone: then an
         engine refused the tensors.
         """
         assert self._group is not None
-        dist.destroy_process_group(self._group)
+        _abort(self._group)
         self._group, refusal, before = None, None, len(receivers.present)
         for engine in list(receivers.present):
             try:
@@ -200,6 +263,16 @@ def _join(backend: str, host: str, port: int, world: int, name: str) -> dist.Pro
     return group
 
 
+def _abort(group: dist.ProcessGroup) -> None:
+    """Leave a group in which a broadcast hangs. NCCL's is not destroyed but aborted: its end would first wait for the
+    hung kernel, until the watchdog ends this process.
+    """
+    if dist.get_backend(group) == "nccl":
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
 def _flatten(bucket: Bucket) -> Any:
     _prepare_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -224,3 +297,8 @@ def _prepare_sglang() -> None:
         declare_torchvision_ops()
         # The default strategy passes file descriptors over a socket with a secret that another server lacks.
         torch.multiprocessing.set_sharing_strategy("file_system")
+    else:
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        # A handle names its GPU by UUID: processes that see other lists of GPUs number them otherwise.
+        monkey_patch_torch_reductions()

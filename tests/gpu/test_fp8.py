@@ -61,7 +61,7 @@ def test_a_push_in_fp8_is_attested_and_its_mismatch_bounded(fp8: str, tmp_path: 
             ticket = PushTicket(1, await router.begin_push(1), sequences)
             checksums = EngineChecksums(trainer.hf, 1)
             tensors = checksums.watch(for_engines(config, trainer.named_hf_tensors()))
-            WeightSync(config, is_main=True).push(tensors, ticket)
+            WeightSync(config).push(tensors, ticket)
             metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
             router.resume()
             sample = Sample(1, 1, 0, PROMPT, seed=7)

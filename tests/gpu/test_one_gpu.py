@@ -77,7 +77,7 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
             engines = await router.begin_push(1)
             ticket = PushTicket(1, engines, sequences)
             checksums = EngineChecksums(trainer.hf, 1)
-            WeightSync(config, is_main=True).push(checksums.watch(trainer.named_hf_tensors()), ticket)
+            WeightSync(config).push(checksums.watch(trainer.named_hf_tensors()), ticket)
             metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
             print({name: value for name, value in metrics.items() if "tensors" in name})
             assert metrics["push_tensors_equal"] > 0  # at least the norms, whatever kernels do with the rest

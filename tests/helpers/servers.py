@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from launch.plan import THREADS
+from launch.environment import CPU_HOST
 from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.cpu_platform import declare_torchvision_ops
@@ -60,7 +60,7 @@ def running_engine(config: Config, folder: Path) -> Iterator[str]:
         subprocess.Popen(
             keeper,
             cwd=ROOT,
-            env={**os.environ, **THREADS, **env},
+            env={**os.environ, **CPU_HOST, **env},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Trains, saves, loads and converts tiny models: once with plain torch, once with tests/te_stub for Transformer Engine.
+"""Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
 
 Run as a script `te_cases.py stub|plain WORKPLACE`: what it saw goes to WORKPLACE/stub.json or plain.json.
 """
@@ -16,9 +16,8 @@ FAMILIES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
 
 def see(which: str, workplace: Path) -> dict[str, Any]:
     """Of each family: two steps, the checkpoint of the other kind loaded (if it is there) and a third step."""
-    from tests.integration import trainer_cases as cases
-
     from rlsys.trainer.trainer import Trainer
+    from tests.integration import trainer_cases as cases
 
     other = "stub" if which == "plain" else "plain"
     seen: dict[str, Any] = {}

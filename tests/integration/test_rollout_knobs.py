@@ -107,7 +107,7 @@ class Run:
         scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
         planning = Planning(config, source, None)
         self.manager = RolloutManager(config, self.buffer, self.router, source, scorer, planning)
-        self._sync = WeightSync(config, is_main=True)
+        self._sync = WeightSync(config)
         self._step = 0
 
     async def push(self, seed: int = 0) -> None:

@@ -96,3 +96,18 @@ def test_a_tensor_that_did_not_come_whole_is_not_told() -> None:
     for _ in checksums.watch(t.items()):
         pass
     assert LAYER + "self_attn.qkv_proj.weight" not in checksums.digests()[0]
+
+
+def test_latent_attentions_two_first_projections_share_a_bucket() -> None:
+    names = [
+        f"model.layers.{i}.self_attn.{x}"
+        for i in range(2)
+        for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+    ]
+    tensors = [(f"{n}.weight", torch.zeros(10)) for n in names]
+    scales = [(f"{n}.weight_scale_inv", torch.zeros(2)) for n in names]
+    made = [[name for name, _ in b] for b in buckets([*tensors, *scales], 40)]
+    assert sorted(name for b in made for name in b) == sorted(name for name, _ in tensors + scales)
+    for name in (n for b in made for n in b if ".q_a_proj." in n):
+        (bucket,) = (b for b in made if name in b)
+        assert name.replace("q_a_proj", "kv_a_proj_with_mqa") in bucket, f"{name} is alone in {bucket}"

@@ -49,6 +49,8 @@ class DotProductAttention(nn.Module):
         for q, k, v in zip(*(t.split(sizes) for t in (query_layer, key_layer, value_layer)), strict=True):
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [heads, tokens, head size]
             shared = q.shape[0] != k.shape[0]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=shared)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self._scale, enable_gqa=shared
+            )
             outputs.append(out.transpose(0, 1).flatten(1))
         return torch.cat(outputs)

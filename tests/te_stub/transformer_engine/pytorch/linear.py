@@ -14,7 +14,7 @@ Init = Callable[[Tensor], Any] | None
 
 
 class _Layer(nn.Module):
-    """What all of TE's layers have: an extra state in their state_dict, FP8 settings, refusal of CPU tensors aside."""
+    """What all of TE's layers have: an extra state in their state_dict, and FP8 settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +27,13 @@ class _Layer(nn.Module):
     def set_extra_state(self, state: Tensor | None) -> None:
         """The real one takes None, too."""
 
-    def _weight(self, out: int, into: int, dtype: torch.dtype, device: object, init: Init, cut: int) -> Parameter:
+    def _weight(
+        self, out: int, into: int, dtype: torch.dtype, device: object, init: Init, cut: int
+    ) -> Parameter:
         if str(device) == "meta":
-            raise NotImplementedError("Transformer Engine's layers cannot be initialised on the meta device here")
+            raise NotImplementedError(
+                "Transformer Engine's layers cannot be initialised on the meta device here"
+            )
         weight = Parameter(torch.empty(out, into, dtype=dtype, device=device))  # type: ignore[call-overload]
         if torch.get_default_device().type == "meta":
             raise NotImplementedError("a meta tensor in Transformer Engine's layer")
@@ -65,7 +69,11 @@ class Linear(_Layer):
         self.bias = Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         if self._return_bias:
             return F.linear(inp, self.weight), self.bias
@@ -96,7 +104,11 @@ class LayerNormLinear(_Layer):
         self.bias = Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         normed = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
         if self._return_bias:
@@ -124,9 +136,13 @@ class GroupedLinear(_Layer):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
 
     def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-        assert isinstance(m_splits, list) and all(isinstance(n, int) for n in m_splits), "a list, not a tensor"
+        assert isinstance(m_splits, list) and all(isinstance(n, int) for n in m_splits), (
+            "a list, not a tensor"
+        )
         assert len(m_splits) == self.num_gemms and sum(m_splits) == len(inp)
-        parts = zip(inp.split(m_splits), (getattr(self, f"weight{i}") for i in range(self.num_gemms)), strict=True)
+        parts = zip(
+            inp.split(m_splits), (getattr(self, f"weight{i}") for i in range(self.num_gemms)), strict=True
+        )
         return torch.cat([F.linear(part, weight) for part, weight in parts])
 
 

@@ -1,0 +1,111 @@
+"""One of four trainer ranks that push to two engines on their host: `push_cases.py MODEL FOLDER URL URL`, by torchrun.
+
+Each rank writes FOLDER/rank-N.json: bytes that it sent over TCP while it pushed, and bytes of weights that it gave to
+engines through memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch.layout import lay_out, push_plan
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import PushTicket
+from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.sync import WeightSync
+
+CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
+PARALLEL = {"tp": 2, "ep": 2, "etp": 1, "dp": 2}
+
+
+def config_of(model: Path, folder: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": model}, "run": {"dir": folder}, "parallel": PARALLEL,
+            "engine": {"count": 2, "tp": 2, "max_total_tokens": 4096, "max_running_requests": 8,
+                       "extra_args": ["--skip-tokenizer-init"]},
+            "weights": {"bucket_mb": 0.05}, "rollout": {"max_response_tokens": 64},
+        }
+    )  # fmt: skip
+
+
+class Sent:
+    """Bytes that this process sends over TCP: what the kernel counts for open sockets, and what HTTP requests hold,
+    whose sockets are closed by the time anybody looks."""
+
+    def __init__(self) -> None:
+        self.http = 0
+        real = http.client.HTTPConnection.send
+        count = self
+
+        def send(connection: http.client.HTTPConnection, data: Any) -> None:
+            count.http += len(data)
+            real(connection, data)
+
+        http.client.HTTPConnection.send = send  # type: ignore[method-assign,assignment]
+
+    def now(self) -> int:
+        total = self.http
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(fd))) as s:
+                    if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
+                        info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+            except OSError:
+                continue  # no socket, one that only listens, or gone meanwhile
+        return total
+
+
+def main(model: Path, folder: Path, urls: list[str]) -> None:
+    config = config_of(model, folder)
+    trainer, sent = Trainer(config), Sent()
+    sync = WeightSync(config, trainer.rank, push_plan(config, lay_out(config)))
+    loop = asyncio.new_event_loop()
+    router: list[Router] = []
+
+    async def begin() -> PushTicket:
+        session = make_session()
+        engines = [EngineClient(url, session, tp=2, index=i) for i, url in enumerate(urls)]
+        router.append(
+            Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=Bounds.of(config))
+        )
+        return PushTicket(1, await router[0].begin_push(1), CANARIES)
+
+    ticket = trainer.on_main(lambda: loop.run_until_complete(begin()))
+    checksums, before = EngineChecksums(trainer.hf, 2), sent.now()
+    given = 0
+
+    def counted(tensors: Any) -> Any:
+        nonlocal given
+        for name, tensor in tensors:
+            given += tensor.nbytes
+            yield name, tensor
+
+    tensors = trainer.named_hf_tensors()
+    handed = sync.push(counted(checksums.watch(tensors) if trainer.is_main else tensors), ticket)
+    trainer.control.wait_for_all()
+    seen: dict[str, Any] = {"tcp": sent.now() - before, "memory": handed, "model": given}
+    canaries = trainer.canaries(CANARIES)
+    end = trainer.on_main(
+        lambda: loop.run_until_complete(router[0].end_push(1, canaries, checksums.digests()))
+    )
+    seen |= {"metrics": end, "expected": [len(rank) for rank in checksums.digests()]}
+    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(seen))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,39 @@
+"""A colocated push: four trainer ranks (gloo), two engines of two ranks on the same host, shared memory for CUDA IPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.push_cases import config_of
+from tests.integration.servers import ROOT, running_engine, write_tiny_moe
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None:
+    model = write_tiny_moe(tmp_path / "model", seed=0)
+    config = config_of(model, tmp_path)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with running_engine(config, tmp_path / "one") as one, running_engine(config, tmp_path / "two") as two:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        command += ["-m", "tests.integration.push_cases", str(model), str(tmp_path), one, two]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(4)]
+    print([{k: rank[k] for k in ("tcp", "memory", "model")} for rank in ranks], ranks[0]["metrics"])
+    metrics = ranks[0]["metrics"]
+    assert metrics["push_tensors_equal"] == sum(ranks[0]["expected"]) > 0
+    assert metrics["push_tensors_unknown"] == 0
+    assert metrics["push_canary_mean"] <= 1e-6
+    for way in ("tcp", "memory"):
+        total = sum(rank[way] for rank in ranks)
+        assert max(rank[way] for rank in ranks) <= 2 * total / 4, f"{way}: {[rank[way] for rank in ranks]}"
+    assert all(rank["memory"] == rank["model"] for rank in ranks)
