@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """`memory`: engine -> for each of its ranks, the trainer rank whose memory it opens. All other engines, also those
+    """`memory`: engine -> for each of its ranks, the trainer rank whose memory it opens. All others, also those
     that join later, are reached by a process group whose rank 0 is trainer rank `sender` where `group` says so,
     else by the memory of trainer rank 0.
     """

@@ -1,4 +1,4 @@
-"""One of four trainer ranks that push to two engines on their host: `push_cases.py MODEL FOLDER URL URL`, by torchrun.
+"""A trainer rank of four that push to two engines of their host: `push_cases.py MODEL FOLDER URL URL`, by torchrun.
 
 Each rank writes FOLDER/rank-N.json: bytes that it sent over TCP while it pushed, and bytes of weights that it gave to
 engines through memory.

@@ -1,12 +1,13 @@
 """Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
 
-Run as a script `te_cases.py stub|plain WORKPLACE`: what it saw goes to WORKPLACE/stub.json or plain.json.
+Run as a script `te_cases.py stub|plain WORKPLACE [FAMILY...]`: what it saw goes to WORKPLACE/stub.json or plain.json.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM")
 
 
-def see(which: str, workplace: Path) -> dict[str, Any]:
+def see(which: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
     """Of each family: two steps, the checkpoint of the other kind loaded (if it is there) and a third step."""
     from rlsys.trainer.trainer import Trainer
     from tests.integration import trainer_cases as cases
 
     other = "stub" if which == "plain" else "plain"
     seen: dict[str, Any] = {}
-    for family in FAMILIES:
+    for family in families:
         model = workplace / family
         if not model.exists():
             cases.write_model(model, family)
@@ -40,14 +41,14 @@ def see(which: str, workplace: Path) -> dict[str, Any]:
     return seen
 
 
-def converted(workplace: Path) -> dict[str, bool]:
+def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
     """Of each family: whether a folder converted there and back has the same bytes."""
     from safetensors.torch import load_file
 
     from rlsys.trainer import conversion
 
     same = {}
-    for family in FAMILIES:
+    for family in families:
         there, back = workplace / f"{family}-there", workplace / f"{family}-back"
         conversion.hf_to_megatron(workplace / family, there, {}, lambda *_: None)
         conversion.megatron_to_hf(there, back, lambda *_: None)
@@ -59,7 +60,7 @@ def converted(workplace: Path) -> dict[str, bool]:
     return same
 
 
-def main(which: str, workplace: Path) -> None:
+def main(which: str, workplace: Path, families: Sequence[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import megatron_patches
 
@@ -67,11 +68,11 @@ def main(which: str, workplace: Path) -> None:
         sys.path.insert(0, str(ROOT / "tests/te_stub"))
         megatron_patches.have_transformer_engine = lambda: True
     megatron_patches.apply()
-    seen = see(which, workplace)
+    seen = see(which, workplace, families)
     if which == "stub":
-        seen["converted"] = converted(workplace)
+        seen["converted"] = converted(workplace, families)
     (workplace / f"{which}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or FAMILIES)

@@ -1,4 +1,4 @@
-"""A colocated push: four trainer ranks (gloo), two engines of two ranks on the same host, shared memory for CUDA IPC."""
+"""A colocated push: four trainer ranks, two engines of two ranks on the same host, shared memory for CUDA IPC."""
 
 from __future__ import annotations
 

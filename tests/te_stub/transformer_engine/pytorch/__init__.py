@@ -1,6 +1,6 @@
 """The classes that megatron-core's layers inherit from."""
 
-from . import distributed, fp8, optimizers
+from . import distributed, fp8, ops, optimizers
 from .attention import DotProductAttention
 from .linear import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
@@ -12,6 +12,7 @@ __all__ = [
     "RMSNorm",
     "distributed",
     "fp8",
+    "ops",
     "optimizers",
 ]
 
