@@ -13,8 +13,8 @@ from rlsys.config import Config
 DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
 """Those of FP8 are a guess: no engine has been compared yet."""
 WARNING = 5.0
-"""An engine whose tensors agree is quarantined for its canaries only beyond so many times the bounds; below, a warning
-tells. In half precision, experts that score nearly the same are chosen otherwise here and there, and what follows
+"""An engine whose tensors agree is quarantined for its canaries only beyond so many times the bounds; below, it is
+warned of. In half precision, experts that score nearly the same are chosen otherwise here and there, and what follows
 differs (docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). Other weights show as 0.2 and more."""
 
 

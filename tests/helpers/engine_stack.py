@@ -89,7 +89,7 @@ class Stack:
             routes=config.engine.return_routes,
             interruption=interruption,
         )
-        self.sync = WeightSync(config, is_main=True)
+        self.sync = WeightSync(config)
         self._hf = HFConfig.read(config.model.path)
 
     async def push(

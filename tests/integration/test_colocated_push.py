@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.push_cases import config_of
-from tests.integration.servers import ROOT, running_engine, write_tiny_moe
+from tests.helpers.push_cases import config_of
+from tests.helpers.servers import ROOT, running_engine, write_tiny_moe
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None
     (tmp_path / "two").mkdir()
     with running_engine(config, tmp_path / "one") as one, running_engine(config, tmp_path / "two") as two:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        command += ["-m", "tests.integration.push_cases", str(model), str(tmp_path), one, two]
+        command += ["-m", "tests.helpers.push_cases", str(model), str(tmp_path), one, two]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tests.integration.servers import ROOT
+from tests.helpers.servers import ROOT
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-class FusedAdam(torch.optim.AdamW):
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019). Counts steps by group, as the real one does, not by parameter as torch."""
+
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction: bool = True, adam_w_mode: bool = True,
@@ -18,7 +20,23 @@ class FusedAdam(torch.optim.AdamW):
         use_decoupled_grad: bool = False, store_param_remainders: bool = False, set_grad_none: bool | None = None,
     ) -> None:  # fmt: skip
         assert bias_correction and adam_w_mode and not master_weights and not amsgrad
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None, grad_scaler: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.lerp_(p.grad, 1 - first)
+                square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+                p.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
 
 
 class FusedSGD(torch.optim.SGD): ...

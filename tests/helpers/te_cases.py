@@ -1,6 +1,7 @@
 """Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
 
-Run as a script `te_cases.py stub|plain WORKPLACE [FAMILY...]`: what it saw goes to WORKPLACE/stub.json or plain.json.
+Run as a script `te_cases.py plain|stub|back WORKPLACE [FAMILY...]`: what it saw goes to WORKPLACE/plain.json and so on.
+`plain` and `stub` train; `stub` loads what `plain` saved and converts; `back` loads what `stub` saved without it.
 """
 
 from __future__ import annotations
@@ -15,29 +16,38 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM")
 
 
-def see(which: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
-    """Of each family: two steps, the checkpoint of the other kind loaded (if it is there) and a third step."""
+def trained(which: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
+    """Of each family: two steps, a checkpoint, and a third step."""
     from rlsys.trainer.trainer import Trainer
-    from tests.integration import trainer_cases as cases
+    from tests.helpers import trainer_cases as cases
 
-    other = "stub" if which == "plain" else "plain"
     seen: dict[str, Any] = {}
     for family in families:
         model = workplace / family
         if not model.exists():
             cases.write_model(model, family)
         trainer = Trainer(cases.config_of(model, workplace / which / family))
-        found: dict[str, Any] = {"names": [n for n, _ in trainer.named_parameters()]}
-        found |= {"before": cases.canary_logps(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
+        before = cases.canary_logps(trainer)
+        steps = cases.steps(trainer, 2, cases.LR)
         cases.save(trainer, 2)
-        found |= {"third": cases.steps(trainer, 1, cases.LR), "after": cases.canary_logps(trainer)}
+        third = cases.steps(trainer, 1, cases.LR)
+        seen[family] = {"before": before, "steps": [*steps, *third], "after": cases.canary_logps(trainer)}
         trainer.close()
-        if (workplace / other / family).exists():
-            trainer = Trainer(cases.config_of(model, workplace / other / family))
-            found |= {"loaded": trainer.load_checkpoint(), "loaded third": cases.steps(trainer, 1, cases.LR)}
-            found["loaded after"] = cases.canary_logps(trainer)
-            trainer.close()
-        seen[family] = found
+    return seen
+
+
+def loaded(whose: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
+    """Of each family: the third step and what follows, from the checkpoint that the other kind saved."""
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    seen: dict[str, Any] = {}
+    for family in families:
+        trainer = Trainer(cases.config_of(workplace / family, workplace / whose / family))
+        assert trainer.load_checkpoint() == 2
+        third = cases.steps(trainer, 1, cases.LR)
+        seen[family] = {"third": third, "after": cases.canary_logps(trainer)}
+        trainer.close()
     return seen
 
 
@@ -68,7 +78,11 @@ def main(which: str, workplace: Path, families: Sequence[str]) -> None:
         sys.path.insert(0, str(ROOT / "tests/te_stub"))
         megatron_patches.have_transformer_engine = lambda: True
     megatron_patches.apply()
-    seen = see(which, workplace, families)
+    seen: dict[str, Any] = {}
+    if which != "back":
+        seen["trained"] = trained(which, workplace, families)
+    if which != "plain":
+        seen["loaded"] = loaded("plain" if which == "stub" else "stub", workplace, families)
     if which == "stub":
         seen["converted"] = converted(workplace, families)
     (workplace / f"{which}.json").write_text(json.dumps(seen))

@@ -1,0 +1,65 @@
+"""Megatron-Core's Transformer Engine path, on a stub in plain torch that has the real one's signatures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.servers import ROOT
+from tests.helpers.te_cases import FAMILIES
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By kind of process: a process has one idea of whether Transformer Engine is there."""
+    folder = tmp_path_factory.mktemp("te")
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT),
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }  # fmt: skip
+    found = {}
+    for which in ("plain", "stub", "back"):
+        command = [sys.executable, "tests/helpers/te_cases.py", which, str(folder)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[which] = json.loads((folder / f"{which}.json").read_text())
+    return found
+
+
+def close(a: Any, b: Any) -> bool:
+    return bool(a == pytest.approx(b, rel=1e-6, abs=1e-5))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
+    plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
+    for mine, theirs in zip(stub["steps"], plain["steps"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    for name in ("before", "after"):
+        assert close(stub[name], plain[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reader", ["stub", "back"])
+def test_a_checkpoint_crosses_transformer_engine_and_plain_torch(
+    seen: dict[str, Any], reader: str, family: str
+) -> None:
+    """With the optimizer: the next step is that of the run which saved it."""
+    whole, loaded = seen["plain"]["trained"][family], seen[reader]["loaded"][family]
+    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=1e-6)
+    assert close(loaded["after"], whole["after"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_converted_where_transformer_engine_is_installed(
+    seen: dict[str, Any], family: str
+) -> None:
+    assert seen["stub"]["converted"][family]
