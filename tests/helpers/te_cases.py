@@ -1,6 +1,6 @@
 """Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
 
-Run as a script `te_cases.py plain|stub|back WORKPLACE [FAMILY...]`: what it saw goes to WORKPLACE/plain.json and so on.
+Run as a script `te_cases.py plain|stub|back WORKPLACE [FAMILY...]`: what it saw is in WORKPLACE/plain.json and so on.
 `plain` and `stub` train; `stub` loads what `plain` saved and converts; `back` loads what `stub` saved without it.
 """
 
