@@ -211,6 +211,27 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
     return tokens * (scale * kept + max(scale * working, logits))
 
 
+_SAVED_BYTES = 2 * 12
+"""Of a parameter, while a checkpoint is written: float32 weight and two moments, once gathered on the first
+data-parallel rank (megatron's fully_reshardable, mem_efficient), once copied for the thread that writes."""
+
+
+def checkpoint_host(config: Config, size: ModelSize) -> float:
+    """Bytes of host memory that a checkpoint takes on the node that takes most. Megatron numbers ranks by stage;
+    of a stage the first tp ranks hold all that is not an expert, the first ep * etp ranks all experts.
+    """
+    p = config.parallel
+    lanes, per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
+    each = _SAVED_BYTES + value_bytes(config)
+    nodes: dict[int, float] = {}
+    for stage in range(p.pp):
+        for owners, parameters in ((p.tp, size.dense), (p.ep * p.expert_tp, size.experts)):
+            for rank in range(stage * lanes, stage * lanes + owners):
+                share = each * parameters / p.pp / owners
+                nodes[rank // per_node] = nodes.get(rank // per_node, 0.0) + share
+    return max(nodes.values())
+
+
 def value_bytes(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
@@ -234,9 +255,16 @@ def describe_memory(config: Config, hf: HFConfig, gpu_gb: float) -> str:
         f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
         f"a weight push        {_short(pushed / GB)} GB to each engine, about {_short(pushed / GB / rate, 2)} s "
         f"at {rate:g} GB/s ({config.weights.method})",
+        f"a checkpoint         about {_short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
+        "it is written" + (_offloaded(config, b) if b.host else ""),
         f"expected staleness   {expected_staleness(config)}",
     ]
     return "\n".join([*facts, *(f"warning              {w}" for w in warnings(config, size, b, gpu_gb))])
+
+
+def _offloaded(config: Config, b: Budget) -> str:
+    ranks = config.launch.gpus_per_node or config.parallel.world_size
+    return f", beside {_short(ranks * b.host / GB)} GB of the optimizer"
 
 
 def expected_staleness(config: Config) -> str:

@@ -107,8 +107,17 @@ def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel
 
 
 def offloads(config: Config) -> bool:
-    """Whether optimizer state leaves the GPU; without one it is in host memory anyway."""
-    return config.trainer.offload_optimizer > 0 and torch.cuda.is_available()
+    """Whether optimizer state leaves the GPU; without one it is in host memory anyway.
+
+    Raises UserError where megatron's settings for it need Transformer Engine.
+    """
+    offload = config.trainer.offload_optimizer > 0 and torch.cuda.is_available()
+    if offload and not have_transformer_engine():
+        raise UserError(
+            f"trainer.offload_optimizer = {config.trainer.offload_optimizer:g} needs Transformer Engine, which is "
+            "not installed: without it, megatron-core 0.16.1 offloads no state that a resume can load"
+        )
+    return offload
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -9,7 +9,15 @@ import pytest
 from safetensors import safe_open
 
 from launch.layout import lay_out
-from launch.memory import budget, describe_memory, expected_staleness, model_size, stage_budget, warnings
+from launch.memory import (
+    budget,
+    checkpoint_host,
+    describe_memory,
+    expected_staleness,
+    model_size,
+    stage_budget,
+    warnings,
+)
 from launch.preflight import read_model
 from rlsys.algo.preflight import check
 from rlsys.config import Config, load_config
@@ -174,3 +182,14 @@ def test_recompute_and_offload_save_memory() -> None:
     assert lean.activations < full.activations / 4
     assert (lean.optimizer, lean.host) == (full.optimizer / 2, full.optimizer / 2)
     assert lean.weights == full.weights
+
+
+def test_the_host_memory_of_a_checkpoint_is_told() -> None:
+    """Twice float32 weight and moments of what the node's first ranks own, and the weights themselves."""
+    made = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
+    size = model_size(published("Qwen3-30B-A3B"))
+    assert checkpoint_host(made, size) == pytest.approx((24 + 2) * size.total)
+    text = describe_memory(made, published("Qwen3-30B-A3B"), 80.0)
+    assert "a checkpoint         about 794 GB of a node's host memory while it is written, beside 366 GB" in text
+    spread = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_16gpu_colocated.yaml")
+    assert checkpoint_host(spread, size) == pytest.approx((24 + 2) * size.total / 2), "a stage on each node"
