@@ -2,6 +2,9 @@
 
     python3 launch/bootstrap.py [--dev] [--parity]
 
+RLSYS_DEVICE=cpu or cuda says for which kind of host; without it, an NVIDIA driver that answers decides. A login node
+has none: there, say RLSYS_DEVICE=cuda.
+
 Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
 nothing while pyproject.toml, this file and the Python are the same; an interrupted set-up goes on.
 """
@@ -24,6 +27,8 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
+DEVICE = "RLSYS_DEVICE"
+KINDS = {"cpu": "cpu", "cuda": "gpu"}  # its words -> our extras
 DISK_GB = {"cpu": 6, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
@@ -77,7 +82,13 @@ def real_python(command: str) -> str | None:
 
 
 def host_kind() -> str:
-    """`gpu` where an NVIDIA driver answers, else `cpu`."""
+    """`gpu` or `cpu`: what RLSYS_DEVICE says, else by whether an NVIDIA driver answers. Raises SetupError for another
+    word."""
+    told = os.environ.get(DEVICE, "")
+    if told:
+        if told not in KINDS:
+            raise SetupError(f"{DEVICE} = {told}: expected cpu or cuda")
+        return KINDS[told]
     smi = shutil.which("nvidia-smi")
     works = smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
     return "gpu" if works else "cpu"
@@ -101,14 +112,24 @@ def installed_extras(mark: str) -> list[str]:
     return list(stamp["extras"]) if stamp.get("fingerprint") == mark and PYTHON.exists() else []
 
 
+def venv_kind() -> str | None:
+    """The kind of host that .venv was set up for, with whatever packages; None when no set-up came to its end."""
+    try:
+        extras = json.loads(STAMP.read_text())["extras"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return next((kind for kind in KINDS.values() if kind in extras), None)
+
+
 def check_disk(kind: str) -> None:
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < DISK_GB[kind]:
         raise SetupError(f"{free:.1f} GB free on the disk of {ROOT}, {DISK_GB[kind]} GB are needed")
 
 
-def make_venv(python: str) -> None:
-    if PYTHON.exists() and os.path.realpath(PYTHON) == python:
+def make_venv(python: str, kind: str) -> None:
+    """One of another Python, or for the other kind of host (its torch is another build), is made anew."""
+    if PYTHON.exists() and os.path.realpath(PYTHON) == python and venv_kind() in (None, kind):
         return
     if VENV.exists():
         shutil.rmtree(VENV)
@@ -154,7 +175,7 @@ def set_up(dev: bool) -> None:
     python = fitting_python()
     kind = host_kind()
     extras = [kind, "dev"] if dev else [kind]
-    mark = fingerprint(python)
+    mark = fingerprint(f"{python} {kind}")
     have = installed_extras(mark)
     if set(extras) <= set(have):
         return
@@ -162,7 +183,7 @@ def set_up(dev: bool) -> None:
     start = time.monotonic()
     if not have:
         check_disk(kind)
-        make_venv(python)
+        make_venv(python, kind)
         if kind == "cpu":
             pip("torch", TORCH)
     target = f".[{','.join(extras)}]"

@@ -37,3 +37,17 @@ def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None
         total = sum(rank[way] for rank in ranks)
         assert max(rank[way] for rank in ranks) <= 2 * total / 4, f"{way}: {[rank[way] for rank in ranks]}"
     assert all(rank["memory"] == rank["model"] for rank in ranks)
+
+
+def test_two_ranks_serve_one_engine_until_it_dies(tmp_path: Path) -> None:
+    """Each engine rank opens the memory of its own trainer rank. When the engine dies, both ranks leave it out and
+    gather to the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.helpers.memory_push", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
+    assert first["seen"] == [[0.0] * 3, [1.0] * 3]
+    assert first["sent"] == second["sent"] == 4 * 12
+    assert "gone in the middle of a push" in done.stderr

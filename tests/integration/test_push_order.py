@@ -48,6 +48,7 @@ def test_the_trainers_cache_is_empty_before_an_engine_wakes(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty_cache"))
     model = cases.write_model(tmp_path / "model")
     config = cases.config_of(model, tmp_path / "run", launch={"release_memory": release})
+    config.run.dir.mkdir()
     train(config, Rollout(events), claim(config.run.dir))  # type: ignore[arg-type]
     pushed = ["begin_push: engines wake their weights", "end_push: engines wake their caches"]
     assert events == (["empty_cache", pushed[0], "empty_cache", pushed[1]] if release else pushed)

@@ -418,3 +418,17 @@ def test_set_up_is_done_again_when_something_changed(tmp_path: Path, monkeypatch
     assert bootstrap.installed_extras("mark") == ["cpu"]
     assert bootstrap.installed_extras("other") == []
     assert bootstrap.fingerprint("/usr/bin/python3.11") != bootstrap.fingerprint("/usr/bin/python3.12")
+
+
+def test_set_up_is_told_the_kind_of_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
+    for told, kind in (("", "cpu"), ("cpu", "cpu"), ("cuda", "gpu")):
+        monkeypatch.setenv("RLSYS_DEVICE", told)
+        assert bootstrap.host_kind() == kind, "on a login node, too"
+    monkeypatch.setenv("RLSYS_DEVICE", "gpu")
+    with pytest.raises(bootstrap.SetupError, match=r"RLSYS_DEVICE = gpu: expected cpu or cuda"):
+        bootstrap.host_kind()
+    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
+    assert bootstrap.venv_kind() is None
+    (tmp_path / "stamp.json").write_text('{"fingerprint": "x", "extras": ["dev", "gpu"]}')
+    assert bootstrap.venv_kind() == "gpu", "a set-up for cpu makes .venv anew"
