@@ -39,6 +39,7 @@ def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None
     assert all(rank["memory"] == rank["model"] for rank in ranks)
 
 
+@pytest.mark.gate
 def test_two_ranks_serve_one_engine_until_it_dies(tmp_path: Path) -> None:
     """Each engine rank opens the memory of its own trainer rank. When the engine dies, both ranks leave it out and
     gather to the end."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.helpers.servers import ROOT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 LIMIT = 2.0
 """Seconds that the data group waits: stands for the ten minutes of NCCL."""

@@ -11,7 +11,7 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.trainer import setup
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])

@@ -10,10 +10,11 @@ import torch
 
 from rlsys.owner import claim
 from rlsys.train import train
+from rlsys.trainer import setup
 from rlsys.types import PushTicket
 from tests.helpers import trainer_cases as cases
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
 class Rollout:
@@ -50,5 +51,6 @@ def test_the_trainers_cache_is_empty_before_an_engine_wakes(
     config = cases.config_of(model, tmp_path / "run", launch={"release_memory": release})
     config.run.dir.mkdir()
     train(config, Rollout(events), claim(config.run.dir))  # type: ignore[arg-type]
+    setup.leave_layout()
     pushed = ["begin_push: engines wake their weights", "end_push: engines wake their caches"]
     assert events == (["empty_cache", pushed[0], "empty_cache", pushed[1]] if release else pushed)

