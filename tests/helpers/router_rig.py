@@ -36,6 +36,7 @@ class Rig:
         patience: float = 60.0,
         context: int = 200,
         interruption: Interruption = "abort",
+        bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
     ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]
         network: Any = Network(*self.engines)
@@ -44,7 +45,7 @@ class Rig:
             vocab_size=128,
             context_length=context,
             stop_ids={EOS},
-            bounds=Bounds(1e-6, 1e-4),
+            bounds=bounds,
             routes=True,
             patience=patience,
             interruption=interruption,
@@ -56,15 +57,20 @@ class Rig:
         return self.engines[0]
 
     async def push(
-        self, *, only_stale: bool = False, wrong: tuple[str, ...] = (), sums: dict[str, str] | None = None
+        self,
+        *,
+        only_stale: bool = False,
+        wrong: tuple[str, ...] = (),
+        sums: dict[str, str] | None = None,
+        off: float = 0.0,
     ) -> dict[str, float]:
-        """`sums`: the checksums that the trainer expects of every engine."""
+        """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs."""
         self.version += not only_stale
         for address in await self.router.begin_push(self.version, only_stale=only_stale):
             next(e for e in self.engines if e.url == address.url).load(
                 self.version + (50 if address.url in wrong else 0)
             )
-        canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, self.version))
+        canary = Canary(CANARY_IDS, [lp + off for lp in canary_logprobs(CANARY_IDS, self.version)])
         metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [])
         self.router.resume()
         return metrics

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rlsys.errors import RunError, UserError
+from rlsys.router.attest import Bounds
 from tests.helpers.router_rig import (
     A,
     B,
@@ -102,6 +103,24 @@ async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
             match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
         ):
             await rig.push(wrong=(A,))
+
+
+HALF = Bounds(0.02, 0.5, exact=False)
+
+
+async def test_rounding_is_warned_of_where_tensors_agree() -> None:
+    """Half precision: up to five times the bounds. Bounds that somebody set are kept to, and so is what no checksum
+    speaks for."""
+    async with routing(bounds=HALF) as rig:
+        metrics = await rig.push(sums=checksums(1), off=0.05)
+        assert metrics["push_canary_warnings"] == 1 and metrics["push_canary_mean"] > HALF.mean
+        assert rig.router.engine_states() == {A: "version 1"}
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await rig.push(sums=checksums(2), off=0.8)
+    for bounds, sums in ((HALF, None), (Bounds(0.02, 0.5), checksums(1))):
+        async with routing(bounds=bounds) as rig:
+            with pytest.raises(RunError, match=r"canary log-probs differ"):
+                await rig.push(sums=sums, off=0.05)
 
 
 async def test_a_restart_ends_a_quarantine() -> None:
