@@ -1,0 +1,42 @@
+"""What SGLang makes of the command line of every shipped experiment, on faked H100: no process of it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rlsys.config import load_config
+from tests.helpers.servers import ROOT
+
+pytestmark = pytest.mark.integration
+
+CONFIGS = sorted(
+    [p for p in (ROOT / "configs/experiments").glob("*.yaml") if p.stem != "base"]
+    + [ROOT / "configs/quickstart.yaml", ROOT / "configs/quickstart_cuda.yaml"]
+)
+
+
+@pytest.fixture(scope="module")
+def resolved() -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.helpers.faked_h100", *map(str, CONFIGS)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_PLATFORM": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(CONFIGS), done.stderr[-3000:]
+    return {answer["config"]: answer for answer in answers}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_sglang_takes_the_command_line(path: Any, resolved: dict[str, dict[str, Any]]) -> None:
+    config, seen = load_config(path), resolved[path.stem]
+    assert "error" not in seen
+    assert seen["tp_size"] == config.engine.tp
+    assert seen["max_total_tokens"] == config.engine.max_total_tokens
+    assert seen["enable_memory_saver"] == config.launch.release_memory
+    if config.model.dtype == "float32":
+        assert seen["attention_backend"] == "triton", "FlashAttention 3 refuses float32"
