@@ -18,7 +18,7 @@ from tests.helpers import critic_cases as cases
 pytestmark = pytest.mark.integration
 
 TWO = ("dp=2", "cp=2", "tp=2", "pp=2")
-ALSO_TWO = ("ep=2", "pp=2,vpp=2", "dp=2,overlap=true")
+ALSO_TWO = ("ep=2", "dp=2,overlap=true")
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
