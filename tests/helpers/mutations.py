@@ -96,9 +96,8 @@ def near(random: Random, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return random.choice(
-            [value * 2, value + 1, value - 1, value * 1000, value // 2, value / 2, -value, 10**6 + 1]
-        )
+        found = [value * 2, value + 1, value - 1, value * 1000, value // 2, -value, 10**6 + 1]
+        return random.choice([*found, value / 2] if abs(value) < 2**63 else found)
     if isinstance(value, str):
         return random.choice([value[:-1], value.upper(), value + " ", value * 2])
     return random.choice(VALUES)
