@@ -33,6 +33,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
+LATER = 2e-5
+"""Adam's first steps have the size of the learning rate whatever the gradient's is: they amplify rounding."""
+
+
 def close(a: Any, b: Any) -> bool:
     return bool(a == pytest.approx(b, rel=1e-6, abs=1e-5))
 
@@ -40,8 +44,9 @@ def close(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
     plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
-    for mine, theirs in zip(stub["steps"], plain["steps"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=1e-6)
+    for mine, theirs in zip(stub["steps"][1:], plain["steps"][1:], strict=True):
+        assert mine == pytest.approx(theirs, rel=LATER)
     for name in ("before", "after"):
         assert close(stub[name], plain[name])
 
@@ -53,7 +58,7 @@ def test_a_checkpoint_crosses_transformer_engine_and_plain_torch(
 ) -> None:
     """With the optimizer: the next step is that of the run which saved it."""
     whole, loaded = seen["plain"]["trained"][family], seen[reader]["loaded"][family]
-    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=1e-6)
+    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=LATER)
     assert close(loaded["after"], whole["after"])
 
 
