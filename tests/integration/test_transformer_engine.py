@@ -33,18 +33,19 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-LATER = 2e-5
-"""Adam's first steps have the size of the learning rate whatever the gradient's is: they amplify rounding."""
+FIRST, LATER = 2e-6, 2e-5
+"""Of a step's figures, relative. Adam's first steps have the size of the learning rate whatever the gradient's is:
+they amplify rounding."""
 
 
 def close(a: Any, b: Any) -> bool:
-    return bool(a == pytest.approx(b, rel=1e-6, abs=1e-5))
+    return bool(a == pytest.approx(b, rel=1e-6, abs=5e-5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
     plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
-    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=1e-6)
+    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=FIRST)
     for mine, theirs in zip(stub["steps"][1:], plain["steps"][1:], strict=True):
         assert mine == pytest.approx(theirs, rel=LATER)
     for name in ("before", "after"):
