@@ -11,7 +11,7 @@ import resource
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import megatron_patches
 from rlsys.config import Config, load_config
@@ -66,7 +66,7 @@ def figures(
         world=p.world_size,
         stage=stage_of(config, request.rank),
         stages=p.pp,
-        layers=sum(len(module.decoder.layers) for module in trainer.modules),
+        layers=sum(len(cast("Any", module.decoder).layers) for module in trainer.modules),
         parameters=sum(parameter.numel() for _, parameter in trainer.named_parameters()),
         micro_batches=len(rehearsal.batch),
         tokens=math.prod(meter.from_neighbour[:1]) * p.cp * p.tp,

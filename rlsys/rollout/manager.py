@@ -340,13 +340,14 @@ class RolloutManager:
         without a token or a score. While no engine serves, the time that one may take to start comes on top."""
         task = asyncio.ensure_future(work)
         loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
+        start_seconds = self._config.start_seconds
         seen, since = self._figures.progress(), loop.time()
         try:
             while not task.done():
                 self._runner.raise_failure()
                 await asyncio.wait({task}, timeout=min(LOOK_SECONDS, stall / 4))
                 away = not self._router.stats()["engines_serving"]
-                limit = stall + (self._config.engine.start_timeout if away else 0.0)
+                limit = stall + (start_seconds if away else 0.0)
                 if (now := self._figures.progress()) != seen:
                     seen, since = now, loop.time()
                 elif not task.done() and loop.time() - since > limit:
