@@ -237,7 +237,7 @@ def test_figures_survive_json() -> None:
         (["--gpu-memory", "0"], "--gpu-memory 0.0: expected more than 0 GB, and finite"),
         (["--skew", "0.5"], "--skew 0.5: expected 1 or more, and finite"),
         (["--rank", "7"], "--rank 7: expected 0 to 0, the ranks of parallel"),
-        (["parallel.pp=5"], "parallel.pp = 5 does not divide layers = 3"),
+        (["parallel.pp=5"], "parallel.pp = 5: expected at most the 3 layers of"),
     ],
 )
 def test_bad_requests_are_one_line(
