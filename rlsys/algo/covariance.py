@@ -14,6 +14,10 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_g
 from rlsys.algo.reduction import Reduce, threshold
 
 Share = Annotated[float, Field(gt=0, le=1)]
+ROUNDING = 1e-3
+"""What two layouts or kernels may differ by in a log-ratio, and more: no sign is taken of less."""
+GRID = 2.0**-13
+"""Covariances, squeezed, are told apart to this: tokens of equal responses in a group stay or go together."""
 
 
 class Means(NamedTuple):
@@ -132,10 +136,12 @@ class KlCov(Loss):
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         of, cut = prepared
         held = view.keep & (_squeezed(covariance(view.batch, of)) > cut)
-        penalty = self.coefficient * view.log_ratio.abs() * held
+        gap = view.log_ratio
+        slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, but for what may be rounding
+        penalty = self.coefficient * gap * slope * held
         return penalty - view.ratio * view.advantages, {"held_share": held.to(penalty)}
 
 
 def _squeezed(values: Tensor) -> Tensor:
-    """x / (1 + |x|): the same order within (-1, 1), which a threshold can be searched in."""
-    return values / (1 + values.abs())
+    """x / (1 + |x|) on a grid: the same order within (-1, 1), which a threshold can be searched in."""
+    return (values / (1 + values.abs()) / GRID).round() * GRID

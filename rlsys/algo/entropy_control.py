@@ -15,6 +15,8 @@ from rlsys.algo.losses import Figures, Loss, View
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.selectors import Selector
 
+GRID = 2.0**-10
+"""Entropies are told apart to this, in nats: tokens of equal responses in a group stay or go together."""
 MOST_NATS = 32.0
 """More than the entropy over any vocabulary."""
 
@@ -121,7 +123,7 @@ class TopEntropy(Selector):
         return frozenset({"entropy"})
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
-        entropies = [part.masked(part.signal("entropy").detach()) for part in parts]
+        entropies = [(part.masked(part.signal("entropy").detach()) / GRID).round() * GRID for part in parts]
         trained = [e[p.keep & (p.signal("weight") != 0)] for e, p in zip(entropies, parts, strict=True)]
         count = torch.tensor(
             float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device

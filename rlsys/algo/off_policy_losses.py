@@ -16,6 +16,8 @@ from rlsys.algo.losses import Figures, Loss, View
 
 TINY = 1e-8
 """Keeps the logarithm of the other tokens' probability finite (verl's value)."""
+ROUNDING = 1e-3
+"""A ratio above 1 by less may be rounding: it is not counted as capped."""
 
 
 def binary_kl(anchor: Tensor, logp: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class Topr(Loss):
         ratio = at_level(view.log_ratio.detach(), view.batch, self.level)
         bad = view.advantages <= 0
         weight = torch.where(bad, ratio.clamp(max=1.0), torch.ones_like(ratio))
-        figures = {"capped_share": (bad & (ratio > 1)).to(ratio)}
+        figures = {"capped_share": (bad & (ratio > 1 + ROUNDING)).to(ratio)}
         return -weight * view.advantages * view.logp, figures
 
 

@@ -73,6 +73,25 @@ def test_kl_cov_holds_the_share_that_covaries_most() -> None:
         assert figures["held_share"].tolist() == held
 
 
+def test_rounding_at_the_anchor_gives_no_token_a_direction() -> None:
+    """A token that has not moved but for 1e-7 of rounding has no penalty to speak of, whichever sign that has."""
+    for noise in (1e-7, -1e-7):
+        batch = batch_of()
+        batch.mu = batch.mu + noise
+        grad, _ = gradient("kl_cov", batch, share=1.0, coefficient=1.0)
+        close(grad, -vector(*ADVANTAGES), atol=2e-4, rtol=0)
+
+
+def test_tokens_that_are_alike_but_for_rounding_are_chosen_together() -> None:
+    """The same response three times in a group: no layout's rounding picks one of the three."""
+    for noise in ([0, 1e-7, -1e-7], [1e-7, -1e-7, 0]):
+        entropy = [1.7 + n for n in noise]
+        assert entropy_weights(0.4, [packed([4], entropy=[*entropy, 0.3])]) == [[1, 1, 1, 0]]
+        now = [-0.5 + n for n in noise]
+        batch = packed([4], mu=[0.0] * 4, advantages=[1, 1, 1, -1], now=[*now, -0.1])
+        assert len(set(gradient("kl_cov", batch, share=0.25)[1]["held_share"].tolist()[:3])) == 1
+
+
 def test_masked_tokens_are_in_no_mean() -> None:
     batch = packed(
         [3, 2], mu=[*NOW[:2], torch.nan, *NOW[2:]], advantages=[*ADVANTAGES[:2], torch.nan, *ADVANTAGES[2:]],

@@ -80,6 +80,11 @@ def test_topr_by_hand() -> None:
     close(losses("topr", packed([2], advantages=[-1, -1]), vector(-LOG2, -LOG2))[1], vector(0.25, 0.25))
 
 
+def test_topr_counts_no_rounding_as_capped() -> None:
+    for noise in (1e-6, -1e-6):
+        assert losses("topr", packed([1], advantages=[-1]), vector(noise))[2] == {"capped_share": 0}
+
+
 def test_dro_and_kimi_by_hand() -> None:
     """-A logp + 0.2 / 2 d^2 with d = 2: gradient -A + 0.4."""
     batch = packed([2], mu=[-3.0, -1.0], advantages=[1.0, 0.0])
