@@ -276,6 +276,8 @@ that earlier is better:
 - At N'/N = 2, cispo, sapo, tis, m2po and decoupled_ppo are ahead by some 0.03, more than the seeds differ; bapo, gspo
   and dapo are not told apart from grpo. Recipes differ in more than their name: grpo and gspo take the mean over
   sequences, the others over tokens, and which of the two matters was not separated.
+- Since then sapo and vcpo take the mean over sequences (here: over tokens), VCPO's effective sample size counts all
+  samples, and m2po's bounds do not hang on rounding: these three rows are to be measured again.
 - One small model, one task, one learning rate for all: nothing here says what a method does at another scale.
 """
 
