@@ -24,7 +24,8 @@ class Control:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Collective. `group`: one that is there already."""
-        self._group = dist.new_group(backend="gloo", timeout=UNLIMITED) if group is None else group
+        made = dist.new_group(backend="gloo", timeout=UNLIMITED) if group is None else group
+        self._group: dist.ProcessGroup | None = made
 
     def from_main(self, value: T) -> T:
         """Rank 0's, on every rank."""
@@ -45,5 +46,7 @@ class Control:
         self.gather(None)
 
     def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)
+        """Leave the group, once; nothing is told afterwards."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)

@@ -88,6 +88,7 @@ def test_a_checkpoint_of_another_model_is_refused(trainer: Trainer, tmp_path: Pa
     other = Trainer(cases.config_of(wider, tmp_path / "run"))
     with pytest.raises(RunError, match=r"step-000001: the checkpoint cannot be loaded"):
         other.load_checkpoint()
+    other.close()
 
 
 def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
