@@ -21,7 +21,7 @@ from rlsys.config import Config
 from tests.helpers.runs import ROOT
 from tests.helpers.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.gate]
 NODES = 2
 GRACE = 20
 

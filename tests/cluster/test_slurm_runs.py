@@ -49,7 +49,6 @@ def resumed_at(run: Path, time: int) -> int:
     return [int(r["step"]) for r in read_metrics(run).runs if r["event"] == "resume"][time]
 
 
-@pytest.mark.gate
 def test_colocated_on_two_nodes_learns_what_one_machine_learns(
     slurm: SlurmCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
