@@ -12,13 +12,18 @@ UNIT   := $(PYTEST) -q -n logical --maxprocesses 4 --dist worksteal tests/unit
 REAL   := $(PYTEST) tests/integration tests/gpu tests/cluster
 QUICK  := -m "not full and not slow"
 
-.PHONY: help setup setup-dev setup-test quickstart check statics test test-all durations
+# Versions only: no index, no hashes of files that whoever ran it did not see.
+LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --quiet --upgrade \
+          --custom-compile-command "make locks"
+
+.PHONY: help setup setup-dev setup-test quickstart check statics test test-all durations locks
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (about 10 minutes)"
 	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
 	@echo "make test         the same and a slice of the rest on the real stack: up to 15 minutes on two cores"
 	@echo "make test-all     every test there is: hours"
+	@echo "make locks        requirements/*.lock from pyproject.toml and what the registry has today (needs uv)"
 	@echo "make durations    write down what the tests took that ran here (tests/durations.json)"
 	@echo "Each sets up .venv first; that takes minutes once, and nothing when nothing changed."
 
@@ -52,3 +57,7 @@ test-all: setup-test statics
 
 durations:
 	$(PYTEST) --collect-only -q --store-durations
+
+locks:
+	$(LOCK) --extra cpu --extra dev -o requirements/cpu.lock
+	$(LOCK) --extra gpu -o requirements/cuda.lock

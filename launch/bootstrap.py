@@ -3,7 +3,8 @@
     python3 launch/bootstrap.py [--dev] [--parity]
 
 RLSYS_DEVICE=cpu or cuda says for which kind of host; without it, an NVIDIA driver that answers decides. A login node
-has none: there, say RLSYS_DEVICE=cuda.
+has none: there, say RLSYS_DEVICE=cuda. With RLSYS_LOCKED=1 every package has the version that requirements/*.lock
+names; without it, the newest that pyproject.toml allows.
 
 Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
 nothing while pyproject.toml, this file and the Python are the same; an interrupted set-up goes on.
@@ -29,6 +30,8 @@ LOG = VENV / "rlsys-setup.log"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
 KINDS = {"cpu": "cpu", "cuda": "gpu"}  # its words -> our extras
+LOCKED = "RLSYS_LOCKED"
+LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}  # by extra
 DISK_GB = {"cpu": 6, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
@@ -92,6 +95,14 @@ def host_kind() -> str:
     smi = shutil.which("nvidia-smi")
     works = smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
     return "gpu" if works else "cpu"
+
+
+def lock(kind: str) -> Path | None:
+    """The file of versions to keep to, if RLSYS_LOCKED asks for it. Raises SetupError for another word than 1."""
+    told = os.environ.get(LOCKED, "")
+    if told not in ("", "1"):
+        raise SetupError(f"{LOCKED} = {told}: expected 1, or nothing")
+    return LOCKS[kind] if told else None
 
 
 def fingerprint(python: str) -> str:
@@ -175,7 +186,8 @@ def set_up(dev: bool) -> None:
     python = fitting_python()
     kind = host_kind()
     extras = [kind, "dev"] if dev else [kind]
-    mark = fingerprint(f"{python} {kind}")
+    kept_to = lock(kind)
+    mark = fingerprint(f"{python} {kind} {kept_to.read_text() if kept_to else ''}")
     have = installed_extras(mark)
     if set(extras) <= set(have):
         return
@@ -187,7 +199,7 @@ def set_up(dev: bool) -> None:
         if kind == "cpu":
             pip("torch", TORCH)
     target = f".[{','.join(extras)}]"
-    pip(f"packages of {target}", "-e", target)
+    pip(f"packages of {target}", "-e", target, *(("-c", str(kept_to)) if kept_to else ()))
     if kind == "cpu" and not have:
         pip("sglang", "--no-deps", *SGLANG)
     STAMP.write_text(json.dumps({"fingerprint": mark, "extras": sorted({*have, *extras})}))

@@ -1,0 +1,93 @@
+"""The lock files hold every requirement of pyproject.toml within its range; set-up keeps to them when asked."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from launch import bootstrap
+
+PROJECT = tomllib.loads((bootstrap.ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"cpu": ("cpu", "dev"), "gpu": ("gpu",)}
+PYTHONS = [f"{major}.{minor}" for major, minor in bootstrap.PYTHONS]
+
+
+def locked(kind: str, python: str) -> dict[str, str]:
+    """Package -> version, on Linux with that Python."""
+    host = {
+        "python_version": python,
+        "python_full_version": f"{python}.7",
+        "sys_platform": "linux",
+        "os_name": "posix",
+    }
+    host |= {
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found: dict[str, str] = {}
+    for line in bootstrap.LOCKS[kind].read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        wanted = Requirement(line)
+        if wanted.marker is None or wanted.marker.evaluate(host):
+            (pin,) = wanted.specifier
+            name = canonicalize_name(wanted.name)
+            assert (pin.operator, name in found, wanted.url) == ("==", False, None), line
+            found[name] = pin.version
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_every_requirement_is_locked_within_its_range(kind: str, python: str) -> None:
+    asked = [
+        *PROJECT["dependencies"],
+        *(line for e in EXTRAS[kind] for line in PROJECT["optional-dependencies"][e]),
+    ]
+    versions = locked(kind, python)
+    for requirement in map(Requirement, asked):
+        version = versions.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not locked: make locks"
+        assert requirement.specifier.contains(version), f"{requirement.name} {version}: make locks"
+
+
+def test_the_locks_agree_with_what_is_installed_without_them() -> None:
+    pinned = dict(package.split("==") for package in (bootstrap.TORCH, *bootstrap.SGLANG))
+    assert locked("cpu", "3.11")["torch"] == pinned["torch"]
+    assert locked("gpu", "3.11")["sglang"] == pinned["sglang"]
+    assert locked("gpu", "3.12")["torch"] == "2.14.1", "SGLang's own pin; docs/gpu.md names it"
+    assert locked("gpu", "3.12")["megatron-core"] == locked("cpu", "3.11")["megatron-core"]
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_a_lock_names_no_index_and_no_file(kind: str) -> None:
+    text = bootstrap.LOCKS[kind].read_text()
+    assert not [word for word in ("://", "--", "@", "sha256") if word in text]
+
+
+def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "pip", lambda label, *args: asked.append(args))
+    monkeypatch.setattr(bootstrap, "make_venv", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
+    monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
+    monkeypatch.setenv(bootstrap.DEVICE, "cuda")
+    monkeypatch.delenv(bootstrap.LOCKED, raising=False)
+    bootstrap.set_up(dev=False)
+    monkeypatch.setenv(bootstrap.LOCKED, "1")
+    bootstrap.set_up(dev=False)
+    bootstrap.set_up(dev=False)  # nothing has changed: nothing is done
+    monkeypatch.setenv(bootstrap.DEVICE, "cpu")
+    bootstrap.set_up(dev=False)
+    target = ("-e", ".[gpu]")
+    assert asked[:2] == [target, (*target, "-c", str(bootstrap.LOCKS["gpu"]))]
+    assert asked[3] == ("-e", ".[cpu]", "-c", str(bootstrap.LOCKS["cpu"]))
+    monkeypatch.setenv(bootstrap.LOCKED, "yes")
+    with pytest.raises(bootstrap.SetupError, match=r"RLSYS_LOCKED = yes: expected 1, or nothing"):
+        bootstrap.set_up(dev=False)
