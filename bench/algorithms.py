@@ -11,9 +11,9 @@ done again, so an interrupted bench goes on. `--plot` draws the curves of that f
 Parts:
     recipes   each file of configs/algorithms for 3 steps: reward, loss and what the recipe's own metrics say
     curves    N'/N = 2 with 2 seeds, held-out accuracy every third step; methods for stale data also with staleness
-              forced towards 4 and 8 versions (N'/N = 5 and 9; `staleness_mean` says what came out). A fourth of the
-              quickstart's batch and learning rate: else every method is above 0.95 after five steps, which compares
-              nothing
+              forced towards 4 and 8 versions (N'/N = 5 and 9; `staleness_mean` says what came out); exact_old
+              with router replay. A fourth of the quickstart's batch and learning rate: else every method is above
+              0.95 after five steps, which compares nothing
     cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; without the forward
               passes that it asks for, which are counted apart). Where a recipe takes `old` from the training pass:
               the seconds of a step with and without a scoring pass, and what it saves
@@ -46,8 +46,10 @@ from rlsys.owner import Owner, claim
 FOLDER = ROOT / "configs" / "algorithms"
 RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))
 CURVES = ("grpo", "dapo", "gspo", "cispo", "sapo", "tis", "decoupled_ppo", "m2po", "bapo")
-STALE = ("grpo", "decoupled_ppo", "m2po", "vcpo")
-"""Methods made for stale data, and GRPO beside them."""
+STALE = ("grpo", "decoupled_ppo", "m2po", "vcpo", "sapo", "dppo", "exact_old")
+"""Methods for stale data, and GRPO beside them."""
+REPLAYED = ("exact_old",)
+"""Their curves are made with the engine's experts in the trainer: then they correct a token's age and nothing else."""
 WAVE_1 = (
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "dapo", "gspo", "cispo", "sapo",
     "dual_clip", "kl", "kl_reward", "entropy", "tis", "icepop", "icepop_geometric", "opsm", "decoupled_ppo",
@@ -146,6 +148,8 @@ def curves(names: list[str], engine: str, work: Path, results: Results, steps: i
             "rollout.groups_per_step=4", "trainer.lr=2.5e-5", "eval.prompts=64", "eval.every=3",
             "trainer.checkpoint_every=1000",
         ]  # fmt: skip
+        if name in REPLAYED:
+            overrides += ["trainer.replay=engine", "engine.return_routes=true"]
         if staleness:  # by Little's law a group waits N'/N - 1 steps; the bound is far enough to drop few
             overrides += [f"rollout.over_provision={staleness + 1}", f"rollout.max_staleness={2 * staleness}"]
         results.put(key, run(load_config(FOLDER / f"{name}.yaml", overrides), engine))
@@ -251,7 +255,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         if args.part != "cost":
-            with running_engine(load_config(ROOT / "configs" / "quickstart.yaml"), work) as engine:
+            # one engine for all: it gives a token's experts to a run that asks for them
+            shared = load_config(ROOT / "configs" / "quickstart.yaml", ["engine.return_routes=true"])
+            with running_engine(shared, work) as engine:
                 if args.part in ("recipes", "all"):
                     recipes(names, engine, work, results)
                 if args.part in ("curves", "all"):
