@@ -49,7 +49,7 @@ CURVES = ("grpo", "dapo", "gspo", "cispo", "sapo", "tis", "decoupled_ppo", "m2po
 STALE = ("grpo", "decoupled_ppo", "m2po", "vcpo", "sapo", "dppo", "exact_old")
 """Methods for stale data, and GRPO beside them."""
 REPLAYED = ("exact_old",)
-"""Their curves are made with the engine's experts in the trainer: then they correct a token's age and nothing else."""
+"""Their curves are made with the engine's experts in the trainer: they correct a token's age and nothing else."""
 WAVE_1 = (
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "dapo", "gspo", "cispo", "sapo",
     "dual_clip", "kl", "kl_reward", "entropy", "tis", "icepop", "icepop_geometric", "opsm", "decoupled_ppo",
