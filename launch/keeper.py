@@ -13,14 +13,13 @@ Ending: SIGTERM to the command alone, because servers end their own helpers in o
 sudden death for a crash; when it has ended, SIGTERM to what it left behind; `grace` seconds after the first,
 SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
-adopts orphans (Linux: PR_SET_CHILD_SUBREAPER).
+adopts orphans. A keeper can be killed too: launch/guard.py then ends what it kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -31,16 +30,16 @@ from collections.abc import Callable
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from launch.guard import adopt_orphans, end_with, guarded
 
 
 class Keeper:
     """Owns one command and its descendants from start to end."""
 
     def __init__(
-        self, command: list[str], grace: float, *, shielded: bool = False, gpus: str | None = None
+        self, command: list[str], grace: float, guard: int, *, shielded: bool = False, gpus: str | None = None
     ) -> None:
+        """`guard`: process id of the parent, whose end ends the command at once."""
         self._grace = grace
         self._shielded = shielded
         self._exit_code: int | None = None
@@ -48,13 +47,12 @@ class Keeper:
         self._end_now = False
         self._selector = selectors.DefaultSelector()
         self._wake = self._listen()
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        if libc is not None:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
+        self._end_now = not end_with(guard, signal.SIGQUIT)
+        keeper = os.getpid()
 
         def die_with_keeper() -> None:
-            if libc is not None:
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with(keeper, signal.SIGKILL)
 
         self._pid = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
@@ -158,8 +156,13 @@ def main() -> int:
     parser.add_argument("--gpus", help="which of the node's GPUs the command sees, as 0,1")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
+    return guarded(lambda guard: keep(args, guard))
+
+
+def keep(args: argparse.Namespace, guard: int) -> int:
+    """The keeper's process; its exit code."""
     try:
-        return Keeper(args.command, args.grace, shielded=args.shielded, gpus=args.gpus).run()
+        return Keeper(args.command, args.grace, guard, shielded=args.shielded, gpus=args.gpus).run()
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
         return 2
