@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -99,15 +100,47 @@ def _place(upstream: Any, setting: Setting) -> Any:
 
 def _entries(upstream: Any, setting: Setting) -> Any:
     def entries(hf: HFConfig) -> Iterator[Entry]:
-        alike = hf.experts // parallel_state.get_expert_model_parallel_world_size()
+        owners = parallel_state.get_expert_model_parallel_world_size()
+        mine, alike = parallel_state.get_expert_model_parallel_rank(), hf.experts // owners
+        first = {
+            (mine + 1) % owners * alike: alike * (owners - 1),
+            mine * alike: alike,
+        }  # alone, it is one expert
         for entry in upstream(hf):
             if entry.expert is None or setting.meter.phase != "gather":
                 yield entry
-            elif entry.expert % alike == 0:
-                with setting.meter.standing_for(alike):
+            elif times := first.get(entry.expert):
+                with setting.meter.standing_for(times):
                     yield entry
 
     return entries
+
+
+class _Reordered(torch.autograd.Function):
+    """Makes one tensor of the same shape, in either direction, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty_like(grads[0])
+
+
+def _sort_chunks(upstream: Any, setting: Setting) -> Any:
+    def sort_chunks(
+        input: Tensor,
+        split_sizes: Tensor,
+        sorted_idxs: Tensor,
+        probs: Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if int(split_sizes.sum()) != len(input):
+            raise ValueError(f"chunks of {int(split_sizes.sum())} tokens, {len(input)} have come")
+        return _Reordered.apply(input), None if probs is None else _Reordered.apply(probs)
+
+    return sort_chunks
 
 
 def _last_stage(upstream: Any, setting: Setting) -> Any:
@@ -157,8 +190,15 @@ STAND_INS: tuple[StandIn, ...] = (
         LocalWeights, "place", ("self._stages",), _place,
     ),
     StandIn(
-        "entries", "fake", "ours", "of the experts that a rank gathers from another one, the first stands for all",
+        "entries", "fake", "ours", "the first expert of this rank and of the next stand for all",
         weights, "entries", ("for expert in range(config.experts)",), _entries,
+    ),
+    StandIn(
+        "sort_chunks", "fake", "megatron-core 0.16.1 - 0.19.2",
+        "rows without values have no order; hundreds of views of them took most of the time",
+        token_dispatcher, "sort_chunks_by_idxs",
+        ("torch.split(input, split_sizes.tolist(), dim=0)", "torch.cat([input[i] for i in sorted_idxs.tolist()]"),
+        _sort_chunks,
     ),
     StandIn(
         "last_stage", "fake", "ours", "no last stage is there to tell its scores and sums",

@@ -16,6 +16,15 @@ from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
+def run(command: list[str], log: Path) -> tuple[int, str]:
+    """Its exit code and what it said. Into a file: torch's shared-memory servers outlive the ranks that began them,
+    as long as an engine has their memory open, and would keep a pipe from its end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as said:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    return done.returncode, log.read_text(errors="replace")
+
+
 def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None:
     model = tmp_path / "model"
     # SGLang on a CPU pads each rank's part of an expert to 32 units, which no checksum could foretell.
@@ -26,9 +35,8 @@ def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None
     with running_engine(config, tmp_path / "one") as one, running_engine(config, tmp_path / "two") as two:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         command += ["-m", "tests.helpers.push_cases", str(model), str(tmp_path), one, two]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+        code, said = run(command, tmp_path / "ranks.log")
+    assert code == 0, said[-4000:]
     ranks = [json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(4)]
     print([{k: rank[k] for k in ("tcp", "memory", "model")} for rank in ranks], ranks[0]["metrics"])
     metrics = ranks[0]["metrics"]
@@ -47,10 +55,9 @@ def test_two_ranks_serve_one_engine_until_it_dies(tmp_path: Path) -> None:
     gather to the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.helpers.memory_push", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    code, said = run(command, tmp_path / "ranks.log")
+    assert code == 0, said[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
     assert first["seen"] == [[0.0] * 3, [1.0] * 3]
     assert first["sent"] == second["sent"] == 4 * 12
-    assert "gone in the middle of a push" in done.stderr
+    assert "gone in the middle of a push" in said
