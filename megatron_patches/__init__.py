@@ -30,6 +30,7 @@ from megatron_patches import (
     moe_gemm,
     moe_splits,
     norm_sequence_parallel,
+    offload_resume,
     param_sync_once,
 )
 from megatron_patches.registry import Patch, PatchError
@@ -48,6 +49,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_rng.PATCH,
     param_sync_once.PATCH,
     dispatcher_forgets.PATCH,
+    offload_resume.PATCH,
 )
 
 

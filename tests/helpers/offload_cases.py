@@ -1,4 +1,4 @@
-"""Megatron's own optimizer offload without a GPU: `offload_cases.py MODEL FOLDER FRACTION` prints JSON of what it saw.
+"""Megatron's own optimizer offload without a GPU: `offload_cases.py MODEL FOLDER FRACTION` prints what it saw (JSON).
 
 Transformer Engine's stub is its GPU's half, torch's AdamW its host's half. Only where a tensor lives is stood in for,
 and only while Megatron shares out the parameters: there each tensor seems to be on a GPU until `.cpu()` is called.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,7 +68,11 @@ def main(model: Path, folder: Path, fraction: float) -> None:
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
+    settings = setup.optimizer_config
     setup.offloads = lambda config: config.trainer.offload_optimizer > 0
+    setup.optimizer_config = lambda config: replace(
+        settings(config), pin_cpu_grads=False, pin_cpu_params=False
+    )
     name = "_get_sub_optimizer_param_groups"
     setattr(HybridDeviceOptimizer, name, on_a_gpu(getattr(HybridDeviceOptimizer, name)))
     sections = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": fraction}}

@@ -1,7 +1,11 @@
-"""Optimizer state in host memory: Megatron's own checks of the settings, as on a GPU."""
+"""Optimizer state in host memory: Megatron's own checks of the settings, as on a GPU, and its own resume."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.trainer import setup
+from tests.helpers import trainer_cases as cases
+from tests.helpers.servers import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
@@ -32,3 +38,21 @@ def test_offloaded_state_can_be_loaded_again_or_is_refused(
     made = setup.optimizer_config(config)
     assert (made.optimizer_cpu_offload, made.optimizer_offload_fraction) == (True, 0.5)
     assert made.use_precision_aware_optimizer, "a resume would end in a KeyError"
+
+
+def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """Half of the parameters are stepped in host memory by torch's AdamW, half on the "GPU" by Transformer Engine's
+    stub; moments, float32 weights and both counts of steps come back from the checkpoint. Upstream, no such checkpoint
+    can be loaded, and the GPU's half counts its steps wrong behind it: the second step shows that."""
+    model = cases.write_model(tmp_path / "model")
+    command = [sys.executable, "tests/helpers/offload_cases.py", str(model), str(tmp_path / "run"), "0.5"]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert min(seen["halves"]["host"], seen["halves"]["gpu"]) > 1e5
+    assert seen["halves"]["dtypes"] == ["torch.float32"], "what is stepped; the model is in bfloat16"
+    assert seen["loaded"] == 2
+    assert seen["resumed"] == seen["unbroken"]

@@ -1,0 +1,54 @@
+"""A run whose optimizer state is offloaded goes on from its checkpoint.
+
+Symptoms: 1. No such checkpoint can be loaded: UnpicklingError, "Unsupported global: torch.optim.adamw.AdamW".
+HybridDeviceOptimizer has the classes of its two halves among its defaults, so they are in each of its parameter groups,
+and groups are in the part of a checkpoint that torch loads with weights_only.
+2. After a load the half on the GPU takes every further step as the first one after the checkpoint, and its bias
+correction is silently wrong: FusedAdam counts steps in its groups, which get the loaded number again at each step.
+Upstream: 0.16.1.
+Why numbers stay equal: whoever loads has its own classes and asks its defaults for them, never its groups; a count
+of steps is the optimizer's own from the load on (tests/integration/test_offload.py).
+Delete when: upstream keeps the classes out of the groups, and the number of steps out of what it copies.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from megatron_patches.registry import Patch, target
+
+_NAME = "offload_resume"
+_CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")
+
+
+def _edit(module: ModuleType) -> None:
+    cls = target(_NAME, module, "HybridDeviceOptimizer", *(f'"{name}": {name},' for name in _CLASSES))
+    state_dict = target(_NAME, cls, "state_dict")
+    sync = target(
+        _NAME, cls, "_sync_hdo_param_groups_to_sub_optimizers", "new_group.update(update_group_attrs)"
+    )
+
+    def state_without_classes(self: Any) -> dict[str, Any]:
+        state: dict[str, Any] = state_dict(self)
+        for group in state["param_groups"]:
+            for name in _CLASSES:
+                group.pop(name, None)  # a group that was loaded has none
+        return state
+
+    def sync_all_but_steps(self: Any) -> None:
+        counted = [[group.get("step") for group in half.param_groups] for half in self.sub_optimizers]
+        sync(self)
+        for half, steps in zip(self.sub_optimizers, counted, strict=True):
+            for group, step in zip(half.param_groups, steps, strict=True):
+                if step is not None:
+                    group["step"] = step
+
+    cls.state_dict = state_without_classes
+    cls._sync_hdo_param_groups_to_sub_optimizers = sync_all_but_steps
+
+
+PATCH = Patch(
+    _NAME, "megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "always", "0.16.1",
+    "a checkpoint with offloaded optimizer state cannot be loaded, or Adam's steps are counted wrong after it", _edit,
+)  # fmt: skip
