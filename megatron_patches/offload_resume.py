@@ -1,8 +1,8 @@
 """A run whose optimizer state is offloaded goes on from its checkpoint.
 
 Symptoms: 1. No such checkpoint can be loaded: UnpicklingError, "Unsupported global: torch.optim.adamw.AdamW".
-HybridDeviceOptimizer has the classes of its two halves among its defaults, so they are in each of its parameter groups,
-and groups are in the part of a checkpoint that torch loads with weights_only.
+HybridDeviceOptimizer has the classes of its two halves among its defaults, so they are in each of its parameter
+groups, and groups are in the part of a checkpoint that torch loads with weights_only.
 2. After a load the half on the GPU takes every further step as the first one after the checkpoint, and its bias
 correction is silently wrong: FusedAdam counts steps in its groups, which get the loaded number again at each step.
 Upstream: 0.16.1.

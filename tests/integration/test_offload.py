@@ -42,8 +42,8 @@ def test_offloaded_state_can_be_loaded_again_or_is_refused(
 
 def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     """Half of the parameters are stepped in host memory by torch's AdamW, half on the "GPU" by Transformer Engine's
-    stub; moments, float32 weights and both counts of steps come back from the checkpoint. Upstream, no such checkpoint
-    can be loaded, and the GPU's half counts its steps wrong behind it: the second step shows that."""
+    stub; moments, float32 weights and both counts of steps come back from the checkpoint. Upstream, no such
+    checkpoint can be loaded, and the GPU's half counts its steps wrong behind it: the second step shows that."""
     model = cases.write_model(tmp_path / "model")
     command = [sys.executable, "tests/helpers/offload_cases.py", str(model), str(tmp_path / "run"), "0.5"]
     environment = {
