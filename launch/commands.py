@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,14 +21,17 @@ from launch.status import role_logs, show_logs, status_lines
 from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
 from rlsys.errors import UserError
+from rlsys.obs.coordinator import Silent
 from rlsys.obs.doctor import examine
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 Check = Callable[[Config], None]
 """Raises UserError for a config that cannot run."""
+LiveStatus = Callable[[Path], dict[str, Any] | None]
+"""What the coordinator of a run says of itself; None when there is none. Raises Silent when it does not answer."""
 
 
-def add_commands(add: Add, check_plugins: Check) -> None:
+def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus) -> None:
     sub = add(
         "submit",
         partial(submit_run, check_plugins),
@@ -44,7 +48,7 @@ def add_commands(add: Add, check_plugins: Check) -> None:
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch"
     )
     sub.add_argument("--dry-run", action="store_true", help="print the script, send nothing")
-    sub = add("status", show_status, "show what a run is doing")
+    sub = add("status", partial(show_status, live_status), "show what a run is doing")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub = add("doctor", consult, "show what this machine has and lacks, or who waits for whom in a run")
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
@@ -75,9 +79,13 @@ def must_reach(config: Config) -> None:
     build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # their commands do not matter
 
 
-def show_status(args: argparse.Namespace) -> int:
+def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
     must_hold_run(args.run)
-    print("\n".join(status_lines(args.run, time.time())))
+    try:
+        live = live_status(args.run)
+    except Silent as e:
+        live = {"coordinator": str(e)}
+    print("\n".join(status_lines(args.run, time.time(), live)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`rlsys status` and `rlsys logs`: what a run is doing, read from its folder alone, from any machine that sees it."""
+"""`rlsys status` and `rlsys logs`: what a run is doing, from its folder and its coordinator."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlsys.obs.metrics import FILE_NAME, MetricsTail, read_metrics
 FOLLOW_SECONDS = 0.5
 
 
-def status_lines(run: Path, now: float) -> list[str]:
-    """One fact a line. `now`: seconds since the epoch."""
+def status_lines(run: Path, now: float, live: dict[str, Any] | None = None) -> list[str]:
+    """One fact a line. `now`: seconds since the epoch. `live`: what the coordinator says, of a run that has one."""
     facts = [("processes", "running" if is_locked(run) else "none")]
     if (run / JOB).is_file():
         facts.append(("slurm job", job_state((run / JOB).read_text().strip())))
@@ -34,8 +34,21 @@ def status_lines(run: Path, now: float) -> list[str]:
         lost = lost_seconds(MetricsTail(run).read())
         facts.append(("lost to stops", f"{lost:.0f} s, {lost * gpus_of(run):.0f} GPU-seconds"))
         facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))
+    if live is not None:
+        facts += live_facts(live)
     events = last_lines(run / "logs" / "supervisor.log", 3)
     return [f"{name:13} {value}" for name, value in facts] + [f"{'':13} {line}" for line in events]
+
+
+def live_facts(live: dict[str, Any]) -> list[tuple[str, str]]:
+    """What only the coordinator knows: what is in memory, and the engines."""
+    shown = [
+        ("coordinator", "coordinator"),
+        ("weight version", "weight_version"),
+        ("waiting for", "waiting_for"),
+    ]
+    facts = [(name, str(live[key])) for name, key in shown if live.get(key) is not None]
+    return facts + [("engine", f"{url} {state}") for url, state in live.get("engines", {}).items()]
 
 
 def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:

@@ -12,35 +12,32 @@ neither torchrun nor an engine nor a scheduler's actor restarts anything.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any, Protocol
 
 from launch import diagnosis
 from launch.backends import Backend
 from launch.plan import Plan, Role
+from launch.probe import NOT_YET, OK, SECONDS, probe
 from launch.process import RoleFailed, RoleProcess
 from launch.rundir import RunDir, write_whole
 from launch.status import last_lines
+from launch.stops import NodeLost, Stopped, StopSignals
 from rlsys.config import Config
-from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.errors import RunError, UserError
+from rlsys.obs import coordinator
 from rlsys.obs.metrics import MetricsTail
-from rlsys.owner import KEY_HEADER
 
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 1.0
-_PROBE_TIMEOUT = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
 _STACKS_SECONDS = 1.0
+_OPENING_SECONDS = 5.0
+"""Between two lines about a ledger that is being opened."""
 _ENDING_SHARE = 1 / 3
 """Of the time that a preemption leaves, kept for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
@@ -53,45 +50,6 @@ class Display(Protocol):
     def phase(self, text: str) -> None: ...
     def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
     def status(self, status: dict[str, Any]) -> None: ...
-
-
-class Stopped(RlsysError):
-    """Stopped from outside, cleanly; the same command goes on."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on with this run")
-        self.number = number
-        self.exit_code = 128 + number
-
-
-class NodeLost(RunError):
-    """A machine of the run is gone, and everything on it; the run can go on with another one."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"node {name} is gone; the same command goes on when there are enough nodes")
-        self.name = name
-
-
-class StopSignals:
-    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.number = 0
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[StopSignals]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        before = {n: signal.signal(n, self._hear) for n in numbers}
-        try:
-            yield self
-        finally:
-            for n, handler in before.items():
-                signal.signal(n, handler)
-
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self.count += 1
-        self.number = number
 
 
 class Supervisor:
@@ -122,6 +80,7 @@ class Supervisor:
         self._next_status = 0.0
         self._tail = MetricsTail(run_dir.path)
         self._status: dict[str, Any] | None = None
+        self._opening, self._last_told = "", 0.0
         self._last_news = time.monotonic()
         """When a figure of the run changed last."""
 
@@ -253,9 +212,13 @@ class Supervisor:
         role = process.role
         if role.ready_url is None:
             process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
-        elif self._get(role.ready_url) is not None:
+            return
+        code, body = probe(role.ready_url, self._run_dir.owner.key)
+        if code == OK:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
+        elif code == NOT_YET and role.kind == "rollout":
+            self._tell_opening(body.decode(errors="replace"))
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             if not self._restarts[role.unit]:
                 raise process.failure(
@@ -268,8 +231,17 @@ class Supervisor:
                 process.late = True
                 process.end(now=True)  # counts as a death: launch.max_restarts decides
 
-    def _get(self, url: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
-        return get(url, self._run_dir.owner.key, data, timeout)
+    def _tell_opening(self, words: str) -> None:
+        """A large ledger takes minutes; they are neither a hang nor to be passed over in silence."""
+        if words != self._opening and time.monotonic() - self._last_told > _OPENING_SECONDS:
+            self._last_told, self._last_news = time.monotonic(), time.monotonic()
+            self._opening = words
+            self._display.phase(words)
+
+    def _get(self, url: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
+        """Body of a 200 answer; None for any other, or none."""
+        code, body = probe(url, self._run_dir.owner.key, data, timeout)
+        return body if code == OK else None
 
     def _observe(self) -> None:
         for entry in self._tail.read():
@@ -284,6 +256,16 @@ class Supervisor:
         if self._status != before:
             self._last_news = time.monotonic()
         self._look_after_hangs()
+        self._answer_readers()
+
+    def _answer_readers(self) -> None:
+        """On other machines, which the rollout process's loopback port does not reach."""
+        rollout = self._processes.get("rollout")
+        for question in coordinator.asked(self._run_dir.path):
+            if rollout and rollout.role.ready_url:
+                url = rollout.role.ready_url.replace("/status", f"/{question}")
+                if (body := self._get(url, timeout=coordinator.ANSWER_SECONDS / 2)) is not None:
+                    coordinator.tell(self._run_dir.path, question, body)
 
     def _ask_status(self) -> dict[str, Any] | None:
         """The rollout process's counts; None when it does not answer."""
@@ -365,16 +347,3 @@ class Supervisor:
             time.sleep(POLL_SECONDS / 4)
         for process in processes:
             process.release()
-
-
-def get(url: str, key: str, data: bytes | None = None, timeout: float = _PROBE_TIMEOUT) -> bytes | None:
-    """Body of a 200 answer; None for any other answer, or none: the caller asks again. With `data`: a POST.
-
-    `key`: of the launch, which the rollout process asks for.
-    """
-    try:
-        request = urllib.request.Request(url, data, {KEY_HEADER: key})
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return bytes(answer.read())
-    except (urllib.error.URLError, OSError, http.client.HTTPException):
-        return None

@@ -28,7 +28,8 @@ from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
 from launch.rundir import open_run_dir
-from launch.supervisor import NodeLost, Stopped, StopSignals, Supervisor
+from launch.stops import NodeLost, Stopped, StopSignals
+from launch.supervisor import Supervisor
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
@@ -190,16 +191,24 @@ def report(args: argparse.Namespace) -> int:
 
 def ledger(args: argparse.Namespace) -> int:
     """Print a run's ledger and check it: RunError (exit code 1) when it does not add up."""
-    from rlsys.rollout.ledger import check, read_ledger
+    from rlsys.rollout.ledger import check
+    from rlsys.rollout.reader import RunReader
 
     must_be_run(args.run)
-    found = read_ledger(args.run)
+    found = RunReader(args.run).ledger()
     if args.json:
         print(json.dumps(found.figures(), indent=2))
     else:
         Console().print(ledger_table(found.figures()))
     check(found)
     return 0
+
+
+def live_status(run: Path) -> dict[str, Any] | None:
+    """What a run's coordinator says of itself; None when there is none."""
+    from rlsys.rollout.reader import RunReader
+
+    return RunReader(run).status()
 
 
 def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
@@ -293,7 +302,7 @@ def make_parser() -> Parser:
     which = sub.add_subparsers(required=True, metavar="list|show")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
-    add_commands(add, check_plugins)
+    add_commands(add, check_plugins, live_status)
     add_rehearse(add)
     add_router(add)
     add_model_commands(add)

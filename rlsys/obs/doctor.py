@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -19,8 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from rlsys.obs import filesystem
+from rlsys.obs.lock_probe import examine_locks
+
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
-SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "glusterfs", "9p")
 PROBE_MIB = 32
 PORTS_TRIED = 20
 
@@ -83,23 +84,24 @@ def _shared_memory() -> Finding:
 
 def _folder(folder: Path) -> Finding:
     """A run's folder must be seen by all of its machines, know locks, and take checkpoints in reasonable time."""
-    held = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
-    kind = max(held, key=lambda p: len(p.mountpoint)).fstype if held else "unknown"
+    kind = filesystem.kind_of(folder)
     note = (
-        "every node sees it" if kind in SHARED else "other machines may not see it; one machine needs no more"
+        "other machines do not see it; one machine needs no more"
+        if kind in filesystem.LOCAL
+        else "other machines may see it: the ledger is locked for one process, without WAL"
     )
     data = os.urandom(2**20) * PROBE_MIB
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             start = time.monotonic()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             rate = PROBE_MIB / (time.monotonic() - start)
+        locks, work = examine_locks(folder)
     except OSError as e:
         return Finding("this folder", f"{kind}: {e.strerror}", "runs write and lock files", ok=False)
-    return Finding("this folder", f"{kind}, writes {rate:,.0f} MiB/s, locks work", note)
+    return Finding("this folder", f"{kind}, writes {rate:,.0f} MiB/s; {locks}", note, ok=work)
 
 
 def _communication(gpus: bool) -> Finding:

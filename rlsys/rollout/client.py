@@ -12,7 +12,14 @@ import msgspec
 
 from rlsys.errors import RunError
 from rlsys.owner import KEY_HEADER, START_HEADER
-from rlsys.rollout.protocol import EndPushRequest, ScoresRequest, StepRequest, decode_error, encode
+from rlsys.rollout.protocol import (
+    OPENING_STATUS,
+    EndPushRequest,
+    ScoresRequest,
+    StepRequest,
+    decode_error,
+    encode,
+)
 from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
@@ -35,15 +42,21 @@ class RolloutClient:
         self._url, self._host, self._port = url, parts.hostname or "", parts.port
 
     def wait_ready(self, timeout: float) -> None:
-        """Until the rollout process answers and all its engines do. RunError after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        """Until the rollout process answers and its engines do. RunError after `timeout` seconds, which begin anew
+        whenever the opening of its ledger has gone on: that may take as long as it takes."""
+        deadline, opened = time.monotonic() + timeout, ""
         missing = "it does not answer"
         while time.monotonic() < deadline:
             try:
-                status = self.status()
-                if status["engines_ready"]:
+                code, body = self._http("GET", "/status", None, PROBE_TIMEOUT)
+                if code == OPENING_STATUS:
+                    missing = body.decode(errors="replace")
+                    if missing != opened:
+                        deadline, opened = time.monotonic() + timeout, missing
+                elif (status := self._status(code, body))["engines_ready"]:
                     return
-                missing = f"its engines are {status['engines']}"
+                else:
+                    missing = f"its engines are {status['engines']}"
             except RunError:
                 missing = "it does not answer"
             time.sleep(POLL_SECONDS)
@@ -102,7 +115,9 @@ class RolloutClient:
 
     def status(self) -> dict[str, Any]:
         """Counts, versions and engines, as the live display shows them."""
-        code, body = self._http("GET", "/status", None, PROBE_TIMEOUT)
+        return self._status(*self._http("GET", "/status", None, PROBE_TIMEOUT))
+
+    def _status(self, code: int, body: bytes) -> dict[str, Any]:
         if code != 200:
             raise RunError(f"rollout process at {self._url}: status {code}")
         status: dict[str, Any] = json.loads(body)

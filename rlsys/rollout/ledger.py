@@ -1,7 +1,7 @@
 """The ledger: how many groups, samples and tokens are in each state, and whether they add up (invariant 3).
 
 Counted from the rows, and held against what is kept apart from them: the counter of issued groups, each group's
-size, the journal of takes. `rlsys ledger RUN` reads the file of a running or ended run.
+size, the journal of takes. `rlsys ledger RUN` reads it through RunReader.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import json
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rlsys.errors import RunError, UserError
-from rlsys.rollout.store import FILE_NAME, open_readonly
+from rlsys.errors import RunError
 from rlsys.types import GroupState, Status
 
 _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
@@ -107,20 +105,3 @@ def check(ledger: Ledger) -> None:
     check_conservation(ledger)
     if ledger.lost:
         raise RunError(f"ledger: {ledger.lost} tokens that engines generated never reached a sample")
-
-
-def read_ledger(run_dir: Path) -> Ledger:
-    """The ledger of a run folder. Raises UserError when it has none, or its file is damaged."""
-    db = open_readonly(run_dir / FILE_NAME)
-    try:
-        return count(db)
-    except (
-        sqlite3.Error,
-        KeyError,
-        ValueError,
-        TypeError,
-    ) as e:  # a page, a counter or a row that is not ours
-        path = run_dir / FILE_NAME
-        raise UserError(f"{path}: not a usable rollout file: {type(e).__name__}: {e}") from None
-    finally:
-        db.close()

@@ -22,7 +22,7 @@ from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.evaluation import judge, probes
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
-from rlsys.rollout.ledger import check_conservation
+from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
@@ -268,6 +268,10 @@ class RolloutManager:
             self._runner.flush()
 
     # Figures
+
+    def ledger(self) -> Ledger:
+        """For readers, who may not look into the file while it is open here."""
+        return self._buffer.ledger()
 
     def status(self) -> dict[str, object]:
         """For the live display."""

@@ -1,7 +1,8 @@
 """What trainer rank 0 and the rollout process say to each other: msgpack of dataclasses over loopback HTTP.
 
 A command is `POST /<name>` with its request as body; the answer is 200 with the result, or an error status with
-an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor.
+an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor, `GET /ledger` a Ledger for readers.
+Until the ledger is open every answer is a 503 whose text says how far that is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
+OPENING_STATUS = 503
 
 Result = Taken | PushTicket | EvalResult | list[Unscored] | dict[str, float] | None
 

@@ -14,7 +14,6 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from rlsys.config import Config, identity
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.store import FILE_NAME, open_readonly
+from rlsys.rollout.reader import RunReader
 from rlsys.router.router import Router
 from rlsys.types import Sample, SampleGroup, Status
 
@@ -40,8 +39,7 @@ class Record:
     """Of the run in `folder`. Raises UserError: there is none, of another config, or not repeatable."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        path = folder / FILE_NAME
-        with closing(open_readonly(path)) as db:
+        with RunReader(folder).database() as db:
             meta = dict(db.execute("SELECT key, value FROM meta"))
             if meta["identity"] != identity(config):
                 raise UserError(f"rollout.repeat = {folder}: a run of another config")

@@ -23,6 +23,7 @@ from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import run_role
 from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
@@ -33,6 +34,7 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
 from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRequest, encode, encode_error
@@ -59,6 +61,10 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         access.check_key(request)
         return web.json_response({**manager.status(), "engines_ready": ready()})
 
+    async def ledger(request: web.Request) -> web.Response:
+        access.check_key(request)
+        return web.Response(body=encode(manager.ledger()))
+
     async def leave(request: web.Request) -> web.Response:
         access.check_key(request)
         await manager.leave(float(request.query["seconds"]))
@@ -73,6 +79,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
     app.add_routes(
         [
             web.get("/status", status),
+            web.get("/ledger", ledger),
             web.post("/leave", leave),  # the supervisor's only command
             web.post("/restore", command(StepRequest, lambda r: manager.restore(r.train_step))),
             web.post("/early", command(StepRequest, lambda r: manager.early(r.train_step))),
@@ -183,7 +190,20 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
 
     judge = build_judge(config, ask, lambda: router.open)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
-    buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest, owner)
+    path = config.run.dir / FILE_NAME
+
+    def open_buffer() -> RolloutBuffer:
+        return RolloutBuffer(path, identity(config), planning.largest, owner)
+
+    async def listen(runner: web.AppRunner) -> None:
+        await _listen(runner, port)
+        publish(owner, port)
+
+    try:
+        buffer = await open_while_telling(path, open_buffer, listen)
+    except RlsysError:
+        withdraw(owner)
+        raise
     try:
         async with make_session() as session:
             tp = config.engine.tp
@@ -209,6 +229,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
             except TimeoutError:
                 log.warning("an engine does not answer; what it streamed so far is kept")
     finally:
+        withdraw(owner)  # first: who asks from now on looks into the file
         buffer.close()
         await rewards.close()
     if (
@@ -225,12 +246,7 @@ async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, wat
     await runner.setup()
     tasks = [asyncio.ensure_future(watch), asyncio.ensure_future(stop.wait())]
     try:
-        try:
-            await web.TCPSite(runner, HOST, port).start()
-        except OSError as e:
-            if e.errno == errno.EADDRINUSE:
-                raise UserError(f"--port {port}: in use on {HOST}") from None
-            raise
+        await _listen(runner, port)
         log.info("listening on %s:%d", HOST, port)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -239,6 +255,15 @@ async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, wat
         for task in tasks:
             task.cancel()
         await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, port: int) -> None:
+    try:
+        await web.TCPSite(runner, HOST, port).start()
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise UserError(f"--port {port}: in use on {HOST}") from None
+        raise
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -14,8 +14,11 @@
     admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
              was interrupted, each under which weight version
 
-WAL with synchronous=FULL: what is committed survives kill -9 and a power cut, and a reader (`rlsys ledger`)
-never waits for the writer. A lock beside the file keeps a second writer out.
+synchronous=FULL: what is committed survives kill -9 and a power cut. On a local disk the journal is a WAL: readers
+of this machine never wait for the writer. On a shared file system, or one that cannot be told, a WAL would be wrong,
+because its index is shared memory of one machine: there the writer locks the file for itself from its opening to its
+close, with a rollback journal, and others ask the coordinator (reader.py). A lock beside the file keeps a second
+writer out.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import msgspec
 import numpy as np
 
 from rlsys.errors import RunError, UserError
+from rlsys.obs.filesystem import is_local
 from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
@@ -79,6 +83,8 @@ CREATE TABLE interrupts (
 """
 
 
+READER_SECONDS = 1.0
+"""How long a reader waits for a file that its writer may hold for days."""
 FOREIGN_LOCK_SECONDS = 60.0
 """How long a write waits while somebody else's tool (a sqlite3 shell, a VACUUM) holds the file."""
 
@@ -117,18 +123,32 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
     schema, or of another run (`identity`).
     """
     try:
-        db = sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS)
+        # Opened in a thread, because a large one takes minutes; used in another one afterwards, never in two at once.
+        db = sqlite3.connect(
+            path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False
+        )
     except sqlite3.Error as e:
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
-        if _is_new(db, path):
+        shared = not is_local(path)
+        if (
+            shared
+        ):  # before the first look at the file: a WAL that was left there is then read without shared memory
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        new = _is_new(db, path)
+        if not new:
+            _check_format(db, path)
+        _set_journal(db, path, "truncate" if shared else "wal")
+        if new:
             _create(db, identity, largest_group)
         else:
-            _check(db, path)
+            _check_pages(db, path)
             _claim(db, path, identity, largest_group)
         db.execute("PRAGMA synchronous=FULL")
     except sqlite3.Error as e:
         db.close()
+        if getattr(e, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise UserError(f"{path}: in use by another process for {FOREIGN_LOCK_SECONDS:g} s") from None
         raise UserError(f"{path}: not a usable rollout file: {e}; move it away or restore it") from None
     except UserError:
         db.close()
@@ -136,11 +156,24 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
     return db
 
 
+def _set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
+    """Also of a file that was on another file system before."""
+    got = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
+    if got != mode:
+        raise UserError(f"{path}: its file system allows no journal of the mode {mode}, only {got}")
+    if mode != "wal":
+        db.execute(
+            "BEGIN EXCLUSIVE"
+        )  # the lock, which stays; others learn it now and not in the middle of a run
+        db.execute("COMMIT")
+
+
 def open_readonly(path: Path) -> sqlite3.Connection:
     """For those who only count. Raises UserError when there is no such file or it is not ours."""
     if not path.is_file():
         raise UserError(f"{path}: no such file: not a run, or one that has not begun")
-    db = sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, isolation_level=None)
+    uri = path.absolute().as_uri() + "?mode=ro"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=READER_SECONDS)
     try:
         _check_format(db, path)
     except sqlite3.Error as e:
@@ -161,7 +194,6 @@ def _is_new(db: sqlite3.Connection, path: Path) -> bool:
 
 
 def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
-    db.execute("PRAGMA journal_mode=WAL")
     db.execute("BEGIN IMMEDIATE")
     db.execute(f"PRAGMA application_id={_APPLICATION_ID}")
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
@@ -173,8 +205,7 @@ def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
     db.execute("COMMIT")
 
 
-def _check(db: sqlite3.Connection, path: Path) -> None:
-    _check_format(db, path)
+def _check_pages(db: sqlite3.Connection, path: Path) -> None:
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")

@@ -12,7 +12,8 @@ from typing import Any
 from launch.backends.local import LocalBackend
 from launch.plan import Plan, Role
 from launch.rundir import open_run_dir
-from launch.supervisor import StopSignals, Supervisor
+from launch.stops import StopSignals
+from launch.supervisor import Supervisor
 from rlsys.config import Config
 
 PRELUDE = """

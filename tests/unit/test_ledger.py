@@ -10,7 +10,8 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check, read_ledger
+from rlsys.rollout.ledger import check
+from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status, VersionSpan
 
@@ -42,7 +43,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_figures_hand_counted(run_dir: Path) -> None:
-    ledger = read_ledger(run_dir)
+    ledger = RunReader(run_dir).ledger()
     check(ledger)
     figures = ledger.figures()
     states = {"trained": 4, "filtered": 1, "expired": 1, "censored": 1, "ready": 1, "active": 2}
@@ -74,7 +75,7 @@ def test_what_does_not_add_up_is_named(run_dir: Path, damage: str, message: str)
         db.execute(damage)
     db.close()
     with pytest.raises(RunError, match=message):
-        check(read_ledger(run_dir))
+        check(RunReader(run_dir).ledger())
 
 
 @pytest.mark.parametrize(
@@ -91,15 +92,15 @@ def test_a_file_with_a_piece_missing_is_told_in_one_line(run_dir: Path, damage: 
         db.execute(damage)
     db.close()
     with pytest.raises(UserError, match="not a usable rollout file"):
-        check(read_ledger(run_dir))
+        check(RunReader(run_dir).ledger())
 
 
 def test_a_folder_without_rollouts_has_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file: not a run"):
-        read_ledger(tmp_path)
+        RunReader(tmp_path).ledger()
 
 
 def test_reading_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"something else" * 100)
     with pytest.raises(UserError, match="not a usable rollout file"):
-        read_ledger(tmp_path)
+        RunReader(tmp_path).ledger()

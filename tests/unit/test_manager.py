@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.admission import admission_capacity, sample_seed
-from rlsys.rollout.ledger import check, read_ledger
+from rlsys.rollout.ledger import check
+from rlsys.rollout.reader import RunReader
 from rlsys.rollout.step_metrics import quantile
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 from tests.helpers.rollout_rig import (
@@ -517,7 +518,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
     assert sessions > 5
     trained = [g for groups in told.values() for g in groups]
     assert len(trained) == len(set(trained)) == 80
-    check(read_ledger(tmp_path))
+    check(RunReader(tmp_path).ledger())
 
 
 async def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ import pytest
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check, read_ledger
+from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.reader import RunReader
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
@@ -212,7 +213,7 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     run_virtual(world.run())
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
-    ledger = read_ledger(folder)
+    ledger = RunReader(folder).ledger()
     check(ledger)
     assert ledger.groups["trained"] == len(trained)
     assert ledger.groups["censored"] > 0

@@ -15,7 +15,7 @@ import pytest
 
 from launch import supervisor
 from launch.process import RoleFailed
-from launch.supervisor import Stopped
+from launch.stops import Stopped
 from rlsys.errors import UserError
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 

@@ -1,0 +1,49 @@
+"""What ends a run from outside: signals, and machines that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from rlsys.errors import RlsysError, RunError
+
+
+class Stopped(RlsysError):
+    """Stopped from outside, cleanly; the same command goes on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on with this run")
+        self.number = number
+        self.exit_code = 128 + number
+
+
+class NodeLost(RunError):
+    """A machine of the run is gone, and everything on it; the run can go on with another one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"node {name} is gone; the same command goes on when there are enough nodes")
+        self.name = name
+
+
+class StopSignals:
+    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.number = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopSignals]:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        before = {n: signal.signal(n, self._hear) for n in numbers}
+        try:
+            yield self
+        finally:
+            for n, handler in before.items():
+                signal.signal(n, handler)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.number = number

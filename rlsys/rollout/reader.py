@@ -1,0 +1,93 @@
+"""RunReader: what a run folder says of its tokens, to those who change nothing. It alone knows where they lie.
+
+While a run lives its coordinator is asked, because nobody else may have the file open: on a shared file system the
+coordinator holds it for itself, and SQLite's WAL is for the processes of one machine. Once it has ended, the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlsys.errors import UserError
+from rlsys.obs.coordinator import Silent, ask
+from rlsys.obs.filesystem import is_local
+from rlsys.rollout.ledger import Ledger, count
+from rlsys.rollout.store import FILE_NAME, open_readonly
+
+
+class RunReader:
+    """Of one run folder; holds nothing open between calls."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def status(self) -> dict[str, Any] | None:
+        """What the live coordinator says of itself; None when there is none. Raises Silent: it does not answer."""
+        body = ask(self._run_dir, "status")
+        status: dict[str, Any] | None = json.loads(body) if body else None
+        return status
+
+    def ledger(self) -> Ledger:
+        """Of a live run as its coordinator counts it, else from the file.
+
+        Raises UserError: there is none, or it is damaged; Silent: the coordinator does not answer, and no other
+        process may look into its file.
+        """
+        try:
+            if body := ask(self._run_dir, "ledger"):
+                return msgspec.msgpack.decode(body, type=Ledger)
+        except Silent:
+            if not is_local(self._run_dir):
+                raise
+        with self.database() as db:
+            return count(db)
+
+    @contextlib.contextmanager
+    def database(self) -> Iterator[sqlite3.Connection]:
+        """The file of a run that has ended, or, on a local disk, of one that lives. Raises UserError."""
+        path = self._run_dir / FILE_NAME
+        with contextlib.ExitStack() as stack:
+            if _interrupted(path):
+                path = _copy(path, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            db = stack.enter_context(contextlib.closing(open_readonly(path)))
+            try:
+                yield db
+            except (sqlite3.Error, KeyError, ValueError, TypeError) as e:  # a page, a counter, a row not ours
+                raise UserError(
+                    f"{self._run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
+                ) from None
+
+
+def _interrupted(path: Path) -> bool:
+    """Whether the writer was killed in a transaction whose undoing, which a reader is not allowed, comes first."""
+    journal, wal = (path.with_name(path.name + end) for end in ("-journal", "-wal"))
+    return _filled(journal) or (_filled(wal) and not is_local(path))
+
+
+def _filled(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def _copy(path: Path, folder: Path) -> Path:
+    """With what SQLite keeps beside it, to where it may be recovered."""
+    for end in ("-journal", "-wal", ""):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy(path.with_name(path.name + end), folder)
+    copy = folder / path.name
+    with contextlib.closing(sqlite3.connect(copy)) as db, contextlib.suppress(sqlite3.Error):
+        db.execute(
+            "SELECT count(*) FROM sqlite_master"
+        ).fetchone()  # recovers; what fails is told by who reads
+    return copy

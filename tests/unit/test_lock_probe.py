@@ -1,0 +1,46 @@
+"""`rlsys doctor` holds locks here and lets another process, or another node, try them."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from rlsys.obs.doctor import examine
+from rlsys.obs.lock_probe import examine_locks, holding, taken
+
+
+def test_another_process_is_kept_out(tmp_path: Path) -> None:
+    assert examine_locks(tmp_path, {}) == ("locks work between here and another process here", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks_that_keep_nobody_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: one lock in one process, and "locks work" on Lustre with localflock."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # of this process: it holds nothing
+    found = next(f for f in examine() if f.name == "this folder")
+    assert "locks do NOT work: another process here took flock held here" in found.value
+    assert not found.ok
+
+
+def test_a_second_node_of_the_job_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for name, text in (
+        ("scontrol", "echo node1; echo node2"),
+        ("srun", 'for a in "$@"; do case $a in --nodelist=*) echo "$a" >&2; exit 3;; esac; done'),
+    ):
+        (bin_dir / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_dir / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin_dir), prepend=":")
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURMD_NODENAME": "node1"}
+    words, work = examine_locks(tmp_path, job)
+    assert words == "locks: node node2 could not try: --nodelist=node2"
+    assert not work
+
+
+def test_each_kind_is_tried(tmp_path: Path) -> None:
+    with holding(tmp_path):
+        (tmp_path / "create").unlink()
+        assert "create" in taken(tmp_path)
