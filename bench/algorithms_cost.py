@@ -17,7 +17,7 @@ from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
 from rlsys.algo_section import CriticSection
 from rlsys.config import load_config
-from rlsys.trainer import update as train_step
+from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Taken
@@ -38,13 +38,9 @@ class Clocked(Objective):
 class Scoring(Clocked):
     """Has the scoring pass before every update, as if somebody looked at `old` before the loss."""
 
-    @property
-    def scored(self) -> frozenset[str]:
-        return self.passes
-
-    @property
-    def looks_ahead(self) -> list[str]:
-        return ["the bench"]
+    def __init__(self, section: Any) -> None:
+        super().__init__(section)
+        self.asks = replace(self.asks, scored=self.asks.passes, looks_ahead=("the bench",))
 
 
 def _clocked(name: str) -> Any:
@@ -94,29 +90,29 @@ def measure_cost(
     trainer = Trainer(quick, ("entropy", "values", "ref", "sum_pi_squared"))
     add_critic(trainer, CriticSection())
     passes = [0.0]
-    plain_score = train_step.score
+    plain_score = step.score
 
     def timed_score(*args: Any) -> None:
         start = time.perf_counter()
         plain_score(*args)
         passes[0] += time.perf_counter() - start
 
-    train_step.score = timed_score
+    step.score = timed_score
     shares: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
     for _ in range(repeats):
         for name in names:
             section = load_config(ROOT / "configs" / "algorithms" / f"{name}.yaml").algo
             objective, taken = Clocked(section), full_step(name == "mc_grpo", name == "gdpo")
             start, passes[0] = time.perf_counter(), 0.0
-            train_step.update(trainer, objective, taken)
+            step.train_step(trainer, objective, taken)
             total = time.perf_counter() - start
             shares[name]["algorithm_share"].append(objective.seconds / total)
             shares[name]["passes_share"].append(passes[0] / total)
             shares[name]["seconds"].append(total)
-            if objective.passes & CURRENT and not objective.looks_ahead:
+            if objective.asks.passes & CURRENT and not objective.asks.looks_ahead:
                 start = time.perf_counter()
-                train_step.update(trainer, Scoring(section), taken)
+                step.train_step(trainer, Scoring(section), taken)
                 shares[name]["seconds_scored"].append(time.perf_counter() - start)
-    train_step.score = plain_score
+    step.score = plain_score
     trainer.close()
     yield from shares.items()

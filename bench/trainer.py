@@ -35,9 +35,8 @@ from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
-from rlsys.trainer.signals import pack_rows, sample_table, score
+from rlsys.trainer.step import micro_loss, pack_rows, sample_table, score
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import micro_loss
 from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
@@ -72,11 +71,11 @@ class Bench:
         self.trainer = Trainer(config)
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
-        plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.needs))
+        plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.asks.needs))
         self.batch = pack_rows(taken, plan.rows, self.trainer)
         score([self.batch], self.objective, self.trainer)
-        self.objective.finish(plan, self.batch, self.trainer.sum_over_dp)
-        self.objective.prepare(self.batch, self.trainer.sum_over_dp)
+        self.objective.finish(plan, self.batch, self.trainer.passes.sum_over_dp)
+        self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
 
     @property
@@ -84,10 +83,10 @@ class Bench:
         return sum(len(m.tokens) for m in self.batch)
 
     def step(self) -> None:
-        self.trainer.train_step(self.batch, partial(micro_loss, self.objective), LR, self.denominator)
+        self.trainer.update(self.batch, partial(micro_loss, self.objective), LR, self.denominator)
 
     def logprobs(self) -> None:
-        self.trainer.score(self.batch)
+        self.trainer.passes.score(self.batch)
 
     def bare(self) -> None:
         """What a pre-training loop does: nothing of ours but the split of a micro-batch into this rank's share."""

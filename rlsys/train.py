@@ -1,9 +1,9 @@
 """THE LOOP. Runs on every trainer rank: `torchrun ... -m rlsys.train --config RUN/config.yaml --rollout URL`.
 
-    take      the first groups_per_step groups that finished; what is still in flight is interrupted and parked
-              (with trainer.early_backward, groups that are done go backward while the others are made)
-    train     plan -> packed micro-batches -> log-prob passes -> advantages -> loss -> optimizer (megatron-core)
-    push      the new weights to every engine, attested; generation goes on, interrupted samples first
+    take     the first groups_per_step groups that finished; what is still in flight is interrupted and parked
+             (with trainer.early_backward, groups that are done go backward while the others are made)
+    train    plan -> pack -> score -> advantages -> loss -> update (rlsys.trainer.step)
+    push     the new weights to every engine, attested; generation goes on, interrupted samples first
 
 Rank 0 talks to the rollout process; what it hears is broadcast, so that all ranks do the same thing.
 """
@@ -22,128 +22,149 @@ from rlsys.obs.role import run_role
 from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.critic import add_critic
-from rlsys.trainer.signals import score_parked
+from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Taken
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync
 
 
-def train(config: Config, rollout: RolloutClient, owner: Owner) -> None:
-    objective = Objective(config.algo)
-    trainer = Trainer(config, objective.passes, owner)
-    if objective.critic is not None:
-        add_critic(trainer, objective.critic)
-    sync = WeightSync(config, trainer.rank, push_plan(config, lay_out(config)))
-    step, on_main = trainer.load_checkpoint(objective), trainer.on_main
-    metrics = MetricsWriter(config.run.dir, resume_step=step) if trainer.is_main else None
+class Loop:
+    """Owns a rank's trainer, and how far the run has got: `step` train steps are done, `begun` of them are in a
+    checkpoint that is on its way or on the disk."""
 
-    def make_room() -> None:
-        if config.launch.release_memory:
-            trainer.empty_cache()
+    def __init__(self, config: Config, rollout: RolloutClient, owner: Owner) -> None:
+        self.config, self.rollout = config, rollout
+        self.objective = Objective(config.algo)
+        self.trainer = Trainer(config, self.objective.asks.passes, owner)
+        if self.objective.critic is not None:
+            add_critic(self.trainer, self.objective.critic)
+        self.sync = WeightSync(config, self.trainer.rank, push_plan(config, lay_out(config)))
+        self.on_main = self.trainer.on_main
+        self.step = self.begun = self.trainer.load_checkpoint(self.objective)
+        self.metrics = MetricsWriter(config.run.dir, resume_step=self.step) if self.trainer.is_main else None
 
-    def push() -> dict[str, float]:
+    def run(self) -> None:
+        """From the newest checkpoint to the last step, or until the run has to leave its machines."""
+        self.on_main(lambda: self.rollout.wait_ready(self.config.start_seconds))
+        self.on_main(lambda: self.rollout.restore(self.step))
+        self._write("run", event="resume" if self.step else "start")
+        self.push()
+        if self.step == 0:
+            self.evaluate()
+        while self.step < self.config.trainer.steps:
+            start = time.monotonic()
+            early = Early() if self.config.trainer.early_backward else None
+            if (taken := self.take(early)) is None:
+                self.leave()
+                return
+            self.train(taken, early, start)
+            self.keep()
+        self.settle(wait=True)
+        self._write("run", event="end")
+
+    def take(self, early: Early | None) -> Taken | None:
+        """The groups of the next step; an engine that came back without weights gets them first. None: leave."""
+        rollout, step = self.rollout, self.step + 1
+        while True:
+            while early is not None and (part := self.on_main(lambda: rollout.early(step))) is not None:
+                go_backward(self.trainer, self.objective, part, early)
+            if (taken := self.on_main(lambda: rollout.take(step))) is not None:
+                return taken
+            if self.on_main(rollout.leaving) is not None:
+                return None
+            self.push()
+
+    def train(self, taken: Taken, early: Early | None, start: float) -> None:
+        """One train step on these groups, and the push of what came of it. `start`: when the step began."""
+        taken_at = time.monotonic()
+        stats: dict[str, object] = {}
+        if "behaviour" in self.objective.asks.needs:
+            stats["time_score"] = self.score_interrupted(taken.train_step)
+        stats |= train_step(self.trainer, self.objective, taken, early)
+        trained_at = time.monotonic()
+        stats |= self.push()
+        end = time.monotonic()
+        self.step = taken.train_step
+        self._write(
+            "step", **taken.metrics, **stats, weight_version=taken.weight_version, time_rollout=taken_at - start,
+            time_train=trained_at - taken_at, time_step=end - start,
+            tokens_per_s=taken.metrics["tokens"] / (end - start),
+        )  # fmt: skip
+
+    def score_interrupted(self, step: int) -> float:
+        """Score what the weights sampled that are about to change, for the step that trains it. Seconds."""
+        start = time.monotonic()
+        scores = score_parked(self.on_main(lambda: self.rollout.unscored(step)), self.trainer)
+        self.on_main(lambda: self.rollout.store_scores(scores))
+        return time.monotonic() - start
+
+    def push(self) -> dict[str, float]:
         """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics."""
-        start, checksums = time.monotonic(), EngineChecksums(trainer.hf, config.engine.tp)
-        make_room()  # engines that rest take back their weights' memory next
-        ticket = on_main(rollout.begin_push)
+        trainer, start = self.trainer, time.monotonic()
+        checksums = EngineChecksums(trainer.hf, self.config.engine.tp)
+        self._make_room()  # engines that rest take back their weights' memory next
+        ticket = self.on_main(self.rollout.begin_push)
         tensors = trainer.named_hf_tensors()
-        if sync.sends(ticket) or trainer.is_main:
-            tensors = for_engines(config, tensors)
-        sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
+        if self.sync.sends(ticket) or trainer.is_main:
+            tensors = for_engines(self.config, tensors)
+        self.sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
-        make_room()  # and their caches'
-        attested = on_main(lambda: rollout.end_push(ticket, canaries, checksums.digests()))
+        self._make_room()  # and their caches'
+        attested = self.on_main(lambda: self.rollout.end_push(ticket, canaries, checksums.digests()))
         attested["time_checksums"] += checksums.seconds
         return {"time_sync": time.monotonic() - start, **attested}
 
-    def take(early: Early | None) -> Taken | None:
-        """The groups of this step; an engine that came back without weights gets them first. None: leave."""
-        while True:
-            while early is not None and (part := on_main(lambda: rollout.early(step))) is not None:
-                go_backward(trainer, objective, part, early)
-            if (taken := on_main(lambda: rollout.take(step))) is not None:
-                return taken
-            if on_main(rollout.leaving) is not None:
-                return None
-            push()
+    def keep(self) -> None:
+        """After a step: evaluate, export and begin a checkpoint when they are due."""
+        step, t, accuracy = self.step, self.config.trainer, None
+        last = step == t.steps
+        if last or step % self.config.eval.every == 0:
+            accuracy = self.evaluate()
+        if t.export_every and step % t.export_every == 0:
+            self.trainer.export_hf(self.config.run.dir / "exports" / f"step-{step:06d}")
+        due = last or step % t.checkpoint_every == 0
+        self.settle(wait=due)
+        if due:
+            self.trainer.save_checkpoint(step, self.objective, accuracy)
+            self.begun = step
 
-    def score_interrupted() -> float:
-        """What the weights sampled that are about to change, kept for the step that trains it. Seconds."""
-        start = time.monotonic()
-        scores = score_parked(on_main(lambda: rollout.unscored(step)), trainer)
-        on_main(lambda: rollout.store_scores(scores))
-        return time.monotonic() - start
-
-    def write(kind: str, **values: object) -> None:
-        if metrics is not None:
-            metrics.write(kind, step, **values)
-
-    def evaluate() -> float:
-        result = on_main(rollout.evaluate)
-        write(
-            "eval",
-            accuracy=result.accuracy,
-            mean_length=result.mean_length,
-            prompts=result.prompts,
-            truncated=result.truncated,
-        )
-        return result.accuracy
-
-    def settle(wait: bool) -> None:
-        """A checkpoint that has been written since counts from now on."""
-        if (saved := trainer.finish_checkpoint(wait)) is not None:
-            on_main(lambda: rollout.commit(saved))
-
-    on_main(lambda: rollout.wait_ready(config.start_seconds))
-    on_main(lambda: rollout.restore(step))
-    write("run", event="resume" if step else "start")
-    push()
-    if step == 0:
-        evaluate()
-    saved = step
-    while step < config.trainer.steps:
-        step += 1
-        start, early = time.monotonic(), Early() if config.trainer.early_backward else None
-        if (taken := take(early)) is None:
-            step -= 1
-            settle(wait=True)
-            if step > saved and (on_main(rollout.leaving) or 0.0) > trainer.save_seconds:
-                trainer.save_checkpoint(step, objective)
-                settle(wait=True)
-            write("run", event="leave")
-            return
-        rollout_done = time.monotonic()
-        extra = {"time_score": score_interrupted()} if "behaviour" in objective.needs else {}
-        stats = update(trainer, objective, taken, early)
-        train_done = time.monotonic()
-        pushed = push()
-        end = time.monotonic()
-        write(
-            "step", **taken.metrics, **stats, **extra, weight_version=taken.weight_version,
-            time_rollout=rollout_done - start, time_train=train_done - rollout_done, **pushed,
-            time_step=end - start, tokens_per_s=taken.metrics["tokens"] / (end - start),
+    def evaluate(self) -> float:
+        """Held-out accuracy of the weights that the engines have."""
+        found = self.on_main(self.rollout.evaluate)
+        self._write(
+            "eval", accuracy=found.accuracy, mean_length=found.mean_length, prompts=found.prompts,
+            truncated=found.truncated,
         )  # fmt: skip
-        last, accuracy = step == config.trainer.steps, None
-        if last or step % config.eval.every == 0:
-            accuracy = evaluate()
-        if config.trainer.export_every and step % config.trainer.export_every == 0:
-            trainer.export_hf(config.run.dir / "exports" / f"step-{step:06d}")
-        save = last or step % config.trainer.checkpoint_every == 0
-        settle(wait=save)
-        if save:
-            trainer.save_checkpoint(step, objective, accuracy)
-            saved = step
-    settle(wait=True)
-    write("run", event="end")
+        return found.accuracy
+
+    def settle(self, wait: bool) -> None:
+        """A checkpoint that has been written since counts from now on: what it trained is never trained again."""
+        if (saved := self.trainer.finish_checkpoint(wait)) is not None:
+            self.on_main(lambda: self.rollout.commit(saved))
+
+    def leave(self) -> None:
+        """Save what no checkpoint has yet, if there is time for it."""
+        self.settle(wait=True)
+        if self.step > self.begun and (self.on_main(self.rollout.leaving) or 0.0) > self.trainer.save_seconds:
+            self.trainer.save_checkpoint(self.step, self.objective)
+            self.settle(wait=True)
+        self._write("run", event="leave")
+
+    def _make_room(self) -> None:
+        if self.config.launch.release_memory:
+            self.trainer.empty_cache()
+
+    def _write(self, kind: str, **values: object) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, self.step, **values)
 
 
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, start = of_process(config.run.dir)
-    train(config, RolloutClient(args.rollout, owner.key, start), owner)
+    Loop(config, RolloutClient(args.rollout, owner.key, start), owner).run()
 
 
 def main() -> None:

@@ -226,7 +226,7 @@ a greedy sample among a group's others would need a temperature of its own in ev
 With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward as
 soon as they fill a micro-batch of every rank, while the rest of the step is being made: weights stay, gradients add
 up, and one update divides them by the whole step's denominator, so that a step is the same but for the order of its
-sums. It needs disaggregated engines and an algorithm that looks at no whole step (`Objective.needs_whole_step`): no
+sums. It needs disaggregated engines and an algorithm that looks at no whole step (`Asks.needs_whole_step`): no
 selector, no hook, no bound over the mini-batch, advantages of a group by itself. `early_share` and `time_early` say
 how much was hidden behind the tail; a repeated step gets the same portions again.
 """

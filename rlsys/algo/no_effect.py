@@ -53,26 +53,26 @@ def describe_passes(config: Config) -> str:
     objective, count = Objective(config.algo), config.algo.minibatches
     updates = count * config.algo.epochs
     found = []
-    if "behaviour" in objective.passes:
+    if "behaviour" in objective.asks.passes:
         found.append("what was interrupted, before the weights change that sampled it")
     if config.trainer.replay == "trainer":
         found.append("the whole step, since trainer.replay = trainer replays its experts")
-    elif objective.scored & objective.current and (why := objective.looks_ahead):
+    elif objective.asks.scored & objective.asks.current and (why := objective.asks.looks_ahead):
         found.append(f"the whole step, since {'; '.join(why)}")
-    elif objective.scored & objective.current and config.algo.epochs > 1:
+    elif objective.asks.scored & objective.asks.current and config.algo.epochs > 1:
         found.append(f"the whole step, since its samples come again in each of {config.algo.epochs} epochs")
-    elif objective.scored & objective.current and count > 1:
+    elif objective.asks.scored & objective.asks.current and count > 1:
         found.append(
             f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
         )
-    elif objective.scored & objective.current:
+    elif objective.asks.scored & objective.asks.current:
         found.append("none for `old`: it is the training pass's own")
-    if "now" in objective.passes and updates > 1:
+    if "now" in objective.asks.passes and updates > 1:
         found.append(f"each of {updates - 1} mini-batches once more, just before its update")
     found += [
         f"the whole step with {weights}"
         for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))
-        if name in objective.passes
+        if name in objective.asks.passes
     ]
     return "\n".join(
         f"{'' if i else 'log-prob passes':20} {line}" for i, line in enumerate(found or ["none"])

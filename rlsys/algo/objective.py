@@ -1,11 +1,11 @@
 """The algorithm of a run: its plug-ins, in the one order in which they act.
 
     plan      shaping -> `before` selectors -> advantages -> selectors -> what each token counts     (sample table)
-    (pack the planned rows; run the log-prob passes that `passes` names, over the whole step)
+    (pack the planned rows; run the log-prob passes that `asks.passes` names, over the whole step)
     finish    table columns from the passes -> late advantages -> advantages and weights of tokens   (all parts)
     prepare   bounds and normalisers from all tokens of one optimizer update                         (its parts)
     __call__  corrections x loss terms of one packed micro-batch -> loss sum, sums for metrics
-    (train_step divides by `plan.denominator / minibatches`; `lr_factor` scales its learning rate)
+    (the update divides by `plan.denominator / minibatches`; `lr_factor` scales its learning rate)
 
 Sequences stay whole; how they are cut into micro-batches and spread over ranks does not change the result.
 """
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
-from rlsys.algo.anchors import ANCHOR_NEEDS, CURRENT, MOVING, PASSES, AnyAnchor, anchor_at
+from rlsys.algo.anchors import AnyAnchor, anchor_at
+from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
 from rlsys.algo.hooks import Hook
@@ -68,91 +69,21 @@ class Objective:
         with_ratio = any(term.ratio for term in self.losses)
         self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
         self.critic: CriticSection | None = section.critic
+        self.asks = Asks.of(
+            self.anchor, self.shaping, self.advantage, self.selectors, self.corrections, self.losses, self.reducer,
+            self.hooks, own_critic=section.critic is not None,
+        )  # fmt: skip
+        self.plugins: list[Plugin] = [
+            *self.shaping, self.advantage, *self.selectors,
+            *self.corrections, *self.losses, self.reducer, *self.hooks,
+        ]  # fmt: skip
+        self._preparing: list[Preparing] = [p for p in (*self.losses, *self.corrections) if p.prepares]
+        self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
         self._prepared: dict[int, Any] = {}
 
         putting_off = [s for s in self.selectors if s.defers]
         self._replay: Replay[Later] | None = putting_off[0].store() if putting_off else None
-
-    # -- what it asks for ---------------------------------------------------------------------------------------
-
-    @property
-    def plugins(self) -> list[Plugin]:
-        before = [*self.shaping, self.advantage, *self.selectors]
-        return [*before, *self.corrections, *self.losses, self.reducer, *self.hooks]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self._anchor_needs.union(*(p.needs() for p in self.plugins))
-
-    @property
-    def _anchor_needs(self) -> frozenset[str]:
-        moving = self.anchor in MOVING and any(p.prepares for p in self._preparing)
-        return ANCHOR_NEEDS[self.anchor] | ({"now"} if moving else frozenset())
-
-    @property
-    def passes(self) -> frozenset[str]:
-        """What the trainer's forward passes have to give."""
-        return self.needs & PASSES
-
-    @property
-    def scored(self) -> frozenset[str]:
-        """Of the passes, fields of Batch that must be filled before `finish` ("now": before `prepare`)."""
-        return self.passes & self._anchor_needs.union(*(p.needs_before() for p in self.plugins))
-
-    @property
-    def current(self) -> frozenset[str]:
-        """What one forward pass of the policy gives: no values, where the critic is a model of its own."""
-        return CURRENT if self.critic is None else CURRENT - {"values"}
-
-    @property
-    def looks_ahead(self) -> list[str]:
-        """Who wants the current log-probs before the loss is called, a phrase each.
-
-        If nobody does, the first update of a step needs no pass of its own for `old`: it is what the training pass
-        gives, detached (`Batch.old_is_current`).
-        """
-        of_anchor = self._anchor_needs & self.current
-        found = []
-        for plugin in self.plugins:
-            if asked := sorted(plugin.needs_before() & self.current):
-                found.append(f"{type(plugin).__name__} needs {' and '.join(asked)} before the loss")
-            elif of_anchor and isinstance(plugin, Preparing) and plugin.prepares:
-                found.append(f"{type(plugin).__name__} looks at a whole update before its backward pass")
-        return found
-
-    @property
-    def late(self) -> bool:
-        """Advantages wait for a log-prob pass."""
-        return any(p.needs() & PASSES for p in (*self.shaping, self.advantage))
-
-    @property
-    def skips_zero(self) -> bool:
-        """Samples of advantage 0 have no gradient, so they need not be packed."""
-        return (
-            not self.late
-            and not self.advantage.changes_tokens()
-            and all(term.policy for term in self.losses)
-            and not any(plugin.every_sample for plugin in self.plugins)
-        )
-
-    @property
-    def needs_whole_step(self) -> list[str]:
-        """Class names of the plug-ins that look at all samples of a step before one goes backward. If there is none,
-        finished groups may go backward early: only the denominator needs the rest, and it divides at the end."""
-        preparing = [p for p in self._preparing if p.prepares]
-        waiting = [p for p in self.shaping if p.needs() & PASSES]
-        found: list[Plugin] = [*waiting, *self.selectors, *preparing, *self.hooks]
-        a = self.advantage
-        if not a.group_local or a.changes_tokens() or a.needs() & PASSES:
-            found.insert(0, a)
-        if not self.reducer.sample_local:
-            found.append(self.reducer)
-        return [type(p).__name__ for p in found]
-
-    @property
-    def _preparing(self) -> list[Preparing]:
-        return [*self.losses, *self.corrections]
 
     # -- one train step -----------------------------------------------------------------------------------------
 
@@ -162,10 +93,10 @@ class Objective:
         for selector in (s for s in self.selectors if s.before):
             counted &= selector(samples, None) > 0
         plan = Plan(replace(samples, counted=counted), counted.float(), [], [])
-        if not self.late:
+        if not self.asks.late:
             self._score(plan)
         trained = plan.weight != 0
-        if plan.advantages is not None and self.skips_zero:
+        if plan.advantages is not None and self.asks.skips_zero:
             trained = trained & (plan.advantages != 0)
         plan.rows = trained.nonzero().flatten().tolist()
         plan.updates = max(1, min(self._minibatches, len(plan.rows)))
@@ -245,7 +176,7 @@ class Objective:
             sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
             return table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
 
-        wanted: frozenset[str] = frozenset().union(*(p.needs() for p in self.plugins))
+        wanted = self._columns
         if "old" in wanted:
             columns["log_weight"] = column(part.signal("old") - part.mu for part in parts)
         if "sum_pi_squared" in wanted:
@@ -260,11 +191,10 @@ class Objective:
 
     def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """Before each optimizer update, with all its parts."""
-        preparing = [p for p in self._preparing if p.prepares]
-        if not preparing:
+        if not self._preparing:
             return
         anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
-        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in preparing}
+        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
 
     def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
@@ -356,7 +286,7 @@ class Objective:
         out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
         out["weight_mean"] = float(sums["weight"]) / tokens
         out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
-        if "entropy" in self.needs:
+        if "entropy" in self.asks.needs:
             out["entropy"] = float(sums["entropy"]) / tokens
         moved = out.get("drift_k3_age1", out.get("drift_k3_age0"))
         return out if moved is None else out | {"policy_kl": moved}

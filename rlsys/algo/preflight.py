@@ -72,7 +72,7 @@ def _weak_evidence(made: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def _why_not_early(config: Config) -> str:
     """What keeps finished groups from going backward early; empty when nothing does."""
-    whole = Objective(config.algo).needs_whole_step
+    whole = Objective(config.algo).asks.needs_whole_step
     reasons = {
         "launch.placement = colocated: engines rest while the trainer works; use disaggregated": (
             config.launch.placement == "colocated"

@@ -2,7 +2,7 @@
 
 Four groups: one with wins and losses, one all won, one all lost, one mixed again. Their tokens are of four weight
 versions, the last response was cut off, one was drawn from another prompt. What forward passes would give is drawn
-from a fixed seed. The step goes as in rlsys.trainer.update: plan, finish, prepare, loss, backward, hooks, and what
+from a fixed seed. The step goes as in rlsys.trainer.step: plan, finish, prepare, loss, backward, hooks, and what
 was put off; then the state goes through JSON into a second objective.
 """
 
@@ -101,7 +101,7 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
 
 
 def _step(config: Config, objective: Objective, groups: Sequence[SampleGroup]) -> None:
-    """What rlsys.trainer.update does, on one rank."""
+    """What rlsys.trainer.step does, on one rank."""
     g, weights = torch.Generator().manual_seed(0), [("weight", torch.ones(2, 2))]
     objective.start(weights)
     plan = objective.plan(_table(groups))
@@ -125,10 +125,12 @@ def _optimise(
     g: torch.Generator,
 ) -> None:
     samples = [s for group in groups for s in group.samples]
-    later = objective.current - {"behaviour"}
-    early = objective.passes if objective.looks_ahead else objective.passes - later
-    batches = [_parts(samples, rows, objective.passes if i else early, g) for i, rows in enumerate(updates)]
-    for part in () if objective.looks_ahead else batches[0]:
+    later = objective.asks.current - {"behaviour"}
+    early = objective.asks.passes if objective.asks.looks_ahead else objective.asks.passes - later
+    batches = [
+        _parts(samples, rows, objective.asks.passes if i else early, g) for i, rows in enumerate(updates)
+    ]
+    for part in () if objective.asks.looks_ahead else batches[0]:
         part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):

@@ -88,7 +88,7 @@ class Rehearsal:
 
     def build(self) -> None:
         """The trainer, and the optimizer's state as it is after the first update."""
-        signals = Objective(self.config.algo).passes
+        signals = Objective(self.config.algo).asks.passes
         kind = Trainer if self.meter.fake is None else _Weightless
         with self.meter:
             self.trainer = kind(self.config, signals)
@@ -100,13 +100,13 @@ class Rehearsal:
     def step(self, micro_batches: int) -> None:
         """Score, update, gather. Afterwards the meter has their phases."""
         t = self.trainer
-        self.batch = t.pack(samples_for(self.config, micro_batches, t.dp_size))
+        self.batch = t.passes.pack(samples_for(self.config, micro_batches, t.dp_size))
         self.meter.from_neighbour = stage_shape(self.config, t.hf, self.batch[0])
         with self.meter, _phases(self.meter, t, self._say):
             self._begin("score")
-            t.score(self.batch)
+            t.passes.score(self.batch)
             self._begin("passes")
-            t.train_step(self.batch, stand_in_loss, self.config.trainer.lr)
+            t.update(self.batch, stand_in_loss, self.config.trainer.lr)
             self._begin("gather")
             for _ in t.named_hf_tensors():
                 pass
@@ -155,7 +155,7 @@ def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def _phases(meter: Meter, trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
-    """Meanwhile an update's own phases begin where train_step reduces gradients, and where the optimizer steps."""
+    """Meanwhile an update's own phases begin where it reduces gradients, and where the optimizer steps."""
     finalize: Any = target("phases", trainer_module, "finalize_model_grads", of="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 

@@ -54,7 +54,7 @@ class Critic(Trainer):
     def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
         """Fill `values` `[T]` of every micro-batch."""
         for batch in batches:
-            for micro, found in zip(batch, self.score(batch), strict=True):
+            for micro, found in zip(batch, self.passes.score(batch), strict=True):
                 micro.values = found.values
 
     def improve(
@@ -67,7 +67,7 @@ class Critic(Trainer):
             return objective.critic_loss(scores.values, micro)
 
         rate = policy_lr * self._lr_factor
-        result = self.train_step(batch, loss, rate, denominator=denominator)
+        result = self.update(batch, loss, rate, denominator=denominator)
         return {
             "critic_loss": result.loss,
             "critic_grad_norm": result.grad_norm,
@@ -80,11 +80,3 @@ class Critic(Trainer):
 def add_critic(policy: Trainer, section: CriticSection) -> None:
     """Give the policy's trainer a critic, from the weights of `model.path`. Collective."""
     policy.critic = Critic(policy, section)
-
-
-def critic_of(policy: Trainer, objective: Objective) -> Critic | None:
-    """The critic that this objective asks for; None when it asks for none, or for the head on the policy's trunk."""
-    if objective.critic is None:
-        return None
-    assert isinstance(policy.critic, Critic), "add_critic comes before the first step"
-    return policy.critic

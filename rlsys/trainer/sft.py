@@ -39,9 +39,9 @@ def sft(config: Config) -> None:
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
         rows = [as_sample(trace) for trace in traces]
-        batch = trainer.pack(rows)
+        batch = trainer.passes.pack(rows)
         lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
-        result = trainer.train_step(batch, cross_entropy, lr)
+        result = trainer.update(batch, cross_entropy, lr)
         seconds, tokens = time.monotonic() - start, sum(len(r.response_ids) for r in rows)
         write(
             "step", step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=tokens,

@@ -1,6 +1,7 @@
 """The trainer: one object per rank, built from the config, that owns model, optimizer and checkpoints.
 
-Shapes: T packed tokens of a micro-batch, V vocabulary. All ranks call every method together (collectives).
+Shapes: P padded tokens of a micro-batch, c context-parallel ranks, V vocabulary. All ranks call every method together
+(collectives).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
@@ -28,21 +29,37 @@ from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
 from rlsys.owner import Owner
-from rlsys.precision import token_multiple
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
-from rlsys.trainer.pending import LossFn, Pending, StepResult
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.passes import LossFn, Passes
 from rlsys.trainer.routing import Routing
-from rlsys.trainer.share import Share, padded_lengths
+from rlsys.trainer.share import Share
 from rlsys.trainer.weights import gather_hf
 from rlsys.types import Canary
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
+
+    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `padding_share`:
+    of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the weights are as
+    they were.
+    """
+
+    loss: float
+    grad_norm: float
+    sums: dict[str, Tensor]
+    routing: dict[str, float]
+    padding_share: float
+    skipped: bool = False
 
 
 class Trainer:
@@ -83,9 +100,10 @@ class Trainer:
             config.run.dir / "checkpoints", config.trainer.keep_checkpoints, self.control, owner
         )
         self._skipped_in_a_row = 0
-        self._pending = Pending()
-        self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
-        self._crossover = crossover_length(self.hf)
+        self.passes = Passes(
+            config, self._models, self._routing, self._scores, self._clear_gradients, crossover_length(self.hf),
+            self._device,
+        )  # fmt: skip
 
     def _joined(self) -> torch.device:
         """The layout made; this rank's device."""
@@ -119,56 +137,11 @@ class Trainer:
         self.control.close()
         setup.leave_layout()
 
-    # -- numbers --------------------------------------------------------------------------------------------
+    # -- the optimizer --------------------------------------------------------------------------------------
 
-    def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
-        """Log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a sequence's first token.
-
-        At the rollout's temperature when none is given: what the engine calls mu.
-        """
-        return [scores.logp for scores in self.score(batch, temperature)]
-
-    def score(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Scores]:
-        """What a forward pass says about each micro-batch, on its own device, without gradient."""
-        t = self.config.rollout.temperature if temperature is None else temperature
-
-        def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
-            return self._scores(output, share, t)
-
-        for model in self._models:
-            model.eval()
-        # An interleaved pipeline takes rounds of micro-batches; what fills the last one is not looked at.
-        filled = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
-        with torch.no_grad():
-            stored = self._schedule(score_micro, filled, forward_only=True)[: len(batch)]
-        for model in self._models:
-            model.train()
-        out = self._from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
-        return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
-
-    def accumulate(self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0) -> None:
-        """Forward and backward passes of this rank's micro-batches; their number must be the same on all ranks.
-
-        The gradient of `weight` * loss is added to what the next train_step applies. Weights stay as they are.
-        """
-        if not self._pending.computed_tokens:  # the first since the last update
-            for model in self._models:
-                model.zero_grad_buffer()
-            self._optimizer.zero_grad()
-
-        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, sums = loss_fn(self._scores(output, share, self.config.rollout.temperature), micro)
-            unused = torch.zeros((), dtype=torch.int, device=self._device)
-            weighed = total * weight if weight != 1.0 else total
-            return weighed, unused, {**sums, "loss_sum": total.detach()}
-
-        self._pending.sums += self._schedule(loss, batch, forward_only=False)
-        self._pending.real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
-        self._pending.computed_tokens += self._computed_tokens(batch)
-
-    def train_step(
+    def update(
         self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
-    ) -> StepResult:
+    ) -> Updated:
         """One optimizer update on this rank's micro-batches and those accumulated before.
 
         The loss is the sum over all ranks divided by `denominator`, alike on every rank; when none is given, by
@@ -176,14 +149,18 @@ class Trainer:
         finite is skipped; raises RunError when that happens more than trainer.nonfinite_limit times in a row.
         `batch` may be empty when something was accumulated.
         """
+        sum_over_dp = self.passes.sum_over_dp
         if denominator is None:
-            denominator = float(self.sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
+            denominator = float(sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # Megatron weighs a balance loss by tokens and expects a division by their number.
-        divisor = self._tokens(batch) if self.config.trainer.balance_loss else denominator
+        divisor = denominator
+        if (
+            self.config.trainer.balance_loss
+        ):  # megatron weighs it by tokens and expects a division by their number
+            divisor = float(sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
         if batch:
-            self.accumulate(batch, loss_fn, divisor / denominator)
+            self.passes.accumulate(batch, loss_fn, divisor / denominator)
         biases = {name: bias.clone() for name, bias in self._chunks.named_expert_biases()}
         # Not by the schedule: its own division knows token counts only, and portions are reduced together.
         finalize_model_grads(self._models, None)
@@ -199,11 +176,16 @@ class Trainer:
                 bias.copy_(biases[name])  # megatron moves it while it reduces gradients
         else:
             self._optimizer.step()
-        sums, padding_share = self._reduce(self._pending.sums), self._padding_share()
-        self._pending = Pending()
-        mean = float(sums.pop("loss_sum")) / denominator
-        routing = self._routing.metrics(self._device)
-        return StepResult(mean, grad_norm, sums, routing, padding_share, skipped)
+        done = self.passes.take_accumulated()
+        mean = float(done.sums.pop("loss_sum")) / denominator
+        return Updated(
+            mean, grad_norm, done.sums, self._routing.metrics(self._device), done.padding_share, skipped
+        )
+
+    def _clear_gradients(self) -> None:
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -213,106 +195,12 @@ class Trainer:
                 f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
             )
 
-    def _tokens(self, batch: list[MicroBatch]) -> float:
-        return float(self.sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
-
-    def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
-        """This rank's micro-batches of `samples`, which every rank gives alike."""
-        budget = self.config.trainer.token_budget
-        return pack(samples, budget, self.dp_rank, self.dp_size, self._round, self._crossover)
-
-    def _computed_tokens(self, batch: list[MicroBatch]) -> int:
-        """Padding included."""
-        multiple, cp = token_multiple(self.config), self.config.parallel.cp
-        length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
-        return sum(sum(padded_lengths(m.sequence_lengths, multiple, cp, length)) for m in batch)
-
-    def _padding_share(self) -> float:
-        counts = torch.tensor([self._pending.real_tokens, self._pending.computed_tokens])
-        real, computed = self.sum_over_dp(counts).tolist()
-        return float(1 - real / computed)
-
-    def _schedule(
-        self,
-        finish: Callable[[Tensor, Share, MicroBatch], Any],
-        batch: list[MicroBatch],
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Megatron's pipeline schedule over the micro-batches.
-
-        What `finish(logits, share, micro)` gave for each of them; empty on all stages but the last.
-        """
-        length = self._common_length(batch) if self.config.trainer.equal_lengths else 0
-        cp_group = parallel_state.get_context_parallel_group()
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(batches).to(self._device)
-            share = Share.of(micro, token_multiple(self.config), cp_group, self._device, length)
-            chunk = self._models.index(model)
-            self._routing.begin(chunk, micro, share)
-            output = model(
-                share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed,
-                padding_mask=self._routing.padding_mask(chunk, share),
-            )  # fmt: skip
-            self._routing.end(chunk, micro)
-            return output, lambda out, non_loss_data=False: finish(out, share, micro)
-
-        iterators = [iter(batch) for _ in self._models]
-        stored: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self._models,
-            num_microbatches=len(batch),
-            seq_length=length or self.config.trainer.token_budget,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return stored
-
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
         """Of logits `[1, P / c, V / tp]`."""
         values = None if self._head is None else self._head.values()
         squares = "sum_pi_squared" in self._signals and not torch.is_grad_enabled()
         asked = {"entropy": "entropy" in self._signals, "squares": squares}
         return token_scores(output[0], share, temperature, **asked, values=values)
-
-    def _common_length(self, batch: list[MicroBatch]) -> int:
-        """The length that the longest of all ranks' micro-batches has once it can be cut."""
-        p = self.config.parallel
-        longest = torch.tensor(
-            max(sum(padded_lengths(m.sequence_lengths, token_multiple(self.config), p.cp)) for m in batch),
-            device=self._device,
-        )
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return int(longest)
-
-    def _from_last_stage(self, value: T) -> T:
-        """`value` of the last pipeline stage, on all of them. Tensors in it must be on the CPU."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-        return box[0]
-
-    def _reduce(self, stored: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Sums over micro-batches and data-parallel ranks, in float64."""
-        return self._from_last_stage(
-            {
-                name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
-                for name in (stored[0] if stored else ())
-            }
-        )
-
-    def sum_over_dp(self, value: Tensor) -> Tensor:
-        """The sum over the ranks that hold other sequences, on the device of `value`."""
-        if self.dp_size == 1:
-            return value
-        total = value.to(self._device, copy=True)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return total.to(value.device)
 
     @property
     def models(self) -> Sequence[DistributedDataParallel]:
@@ -382,7 +270,7 @@ class Trainer:
     def canaries(self, sequences: list[list[int]]) -> list[Canary]:
         """The sequences with this model's log-probs of their tokens 1.. at temperature 1."""
         batch = [MicroBatch.of_tokens(torch.tensor(ids)) for ids in sequences]
-        logps = self.logprobs(batch, temperature=1.0)
+        logps = self.passes.logprobs(batch, temperature=1.0)
         return [Canary(ids, lp[1:].tolist()) for ids, lp in zip(sequences, logps, strict=True)]
 
     # -- checkpoints ----------------------------------------------------------------------------------------

@@ -96,10 +96,10 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
 
 def test_steps_are_taken_and_a_checkpoint_goes_on(trainer: Trainer) -> None:
     """Last: it changes the weights. Kernels may add in any order, so the numbers are close, not equal."""
-    batch = trainer.pack(cases.samples(vocab_size=128))
+    batch = trainer.passes.pack(cases.samples(vocab_size=128))
 
     def step() -> float:
-        return trainer.train_step(batch, cases.policy_loss, 1e-3).loss
+        return trainer.update(batch, cases.policy_loss, 1e-3).loss
 
     losses = [step() for _ in range(3)]
     assert losses[2] < losses[0]

@@ -178,7 +178,7 @@ def run(
 
 @dataclass
 class _Step:
-    """What rlsys.trainer.update does, on a world; adds to `outcome`."""
+    """What rlsys.trainer.step does, on a world; adds to `outcome`."""
 
     world: World
     objective: Objective

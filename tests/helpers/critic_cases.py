@@ -11,8 +11,8 @@ from typing import Any
 
 from rlsys.algo.objective import Objective
 from rlsys.trainer.critic import Critic, add_critic
+from rlsys.trainer.step import train_step
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import update
 from tests.helpers import signal_cases
 
 WARM_UP = 1
@@ -24,7 +24,7 @@ def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
         "gae_critic", run, "trainer.lr=1e-3", "trainer.warmup_steps=0", *overrides
     )
     objective = Objective(config.algo)
-    trainer = Trainer(config, objective.passes)
+    trainer = Trainer(config, objective.asks.passes)
     assert objective.critic is not None
     add_critic(trainer, objective.critic)
     assert isinstance(trainer.critic, Critic)
@@ -34,7 +34,7 @@ def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
 def step(trainer: Trainer, objective: Objective, number: int) -> dict[str, Any]:
     """Metrics of one train step on the recorded batch."""
     taken = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
-    metrics = update(trainer, objective, replace(taken, train_step=number))
+    metrics = train_step(trainer, objective, replace(taken, train_step=number))
     return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "padding_share"}
 
 

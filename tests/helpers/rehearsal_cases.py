@@ -72,10 +72,10 @@ def profiled_peak() -> int:
     """Bytes that a plain step allocates above what is there at its beginning, as torch's profiler saw them."""
     config = load_config(CONFIG, overrides(""))
     trainer = Trainer(config)
-    batch = trainer.pack(samples_for(config, MICRO_BATCHES, 1))
-    trainer.train_step(batch, stand_in_loss, 1e-6)
+    batch = trainer.passes.pack(samples_for(config, MICRO_BATCHES, 1))
+    trainer.update(batch, stand_in_loss, 1e-6)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        trainer.train_step(batch, stand_in_loss, 1e-6)
+        trainer.update(batch, stand_in_loss, 1e-6)
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return max(itertools.accumulate(sizes))

@@ -21,8 +21,8 @@ from rlsys.algo.objective import Objective
 from rlsys.algo_section import CriticSection
 from rlsys.config import Config, load_config
 from rlsys.trainer.critic import add_critic
+from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Sample, SampleGroup, Status, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
         early = Early()
         for groups in (taken.groups[:2], taken.groups[2:3]):
             go_backward(trainer, objective, replace(taken, groups=groups), early)
-    metrics = update(trainer, objective, taken, early)
+    metrics = train_step(trainer, objective, taken, early)
     return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "time_early"}
 
 

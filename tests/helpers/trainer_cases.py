@@ -124,10 +124,10 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
     """[loss, gradient norm, metric, figures of routing] of `n` optimizer steps on the same samples."""
-    batch = trainer.pack(with_routes(samples()))  # looked at where trainer.replay = engine
+    batch = trainer.passes.pack(with_routes(samples()))  # looked at where trainer.replay = engine
     out = []
     for _ in range(n):
-        result = trainer.train_step(batch, policy_loss, lr)
+        result = trainer.update(batch, policy_loss, lr)
         replay = [
             result.routing.get(name, 0.0) for name in ("replay_share", "route_agreement", "expert_load_max")
         ]

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
+from rlsys.algo_section import AlgoSection
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.signals import pack_rows, sample_table, score, score_parked, shuffled
+from rlsys.trainer.step import (
+    micro_loss,
+    pack_rows,
+    ready,
+    sample_table,
+    score,
+    score_parked,
+    shuffled,
+    train_step,
+)  # fmt: skip
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import micro_loss, packed, update
 from rlsys.types import RouteSpan, Taken, Unscored
 from tests.helpers import signal_cases as cases
 
@@ -36,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
             open_ones.pop().close()
         config = cases.config_of(None, tmp_path / "run", *overrides)
         objective = Objective(config.algo)
-        open_ones.append(Trainer(config, objective.passes))
+        open_ones.append(Trainer(config, objective.asks.passes))
         return open_ones[0], objective
 
     yield make
@@ -88,7 +97,7 @@ def in_training(trainer: Trainer, batch: list[MicroBatch]) -> list[Tensor]:
         seen.append(scores.logp.detach())
         return scores.logp.sum() * 0.0, {}
 
-    trainer.train_step(batch, loss, 0.0, denominator=1.0)
+    trainer.update(batch, loss, 0.0, denominator=1.0)
     return seen
 
 
@@ -126,7 +135,7 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
     taken, plain = routed(recorded(), trainer), recorded()
     rows = range(sum(len(g.samples) for g in taken.groups))
     reference = pack_rows(plain, rows, trainer)
-    expected = by_row(reference, trainer.logprobs(reference))
+    expected = by_row(reference, trainer.passes.logprobs(reference))
     with torch.no_grad():
         for parameter in dict(trainer.named_parameters()).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
@@ -134,7 +143,7 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
     score([batch], objective, trainer)
     found = by_row(batch, [micro.signal("ref") for micro in batch])
     assert gap(found, expected) <= 1e-6
-    current = by_row(batch, trainer.logprobs(batch))
+    current = by_row(batch, trainer.passes.logprobs(batch))
     if replay == "trainer":
         assert gap(by_row(batch, [micro.signal("old") for micro in batch]), current) == 0
     assert gap(current, expected) > 1e-2
@@ -143,23 +152,19 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
 class Scored(Objective):
     """Somebody always looks at `old` before the loss."""
 
-    @property
-    def scored(self) -> frozenset[str]:
-        return self.passes
-
-    @property
-    def looks_ahead(self) -> list[str]:
-        return ["the test"]
+    def __init__(self, section: AlgoSection) -> None:
+        super().__init__(section)
+        self.asks = replace(self.asks, scored=self.asks.passes, looks_ahead=("the test",))
 
 
 def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[float, Tensor, int]:
     """Loss and gradient of a step's first update, and how many micro-batches were scored for all updates."""
     scored: list[int] = []
-    plain, trainer.score = trainer.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.needs))
+    plain, trainer.passes.score = trainer.passes.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
     rows = shuffled(plan.rows, objective._minibatches, (0, taken.train_step))
-    first = packed(trainer, objective, plan, taken, rows)[0]
-    objective.prepare(first, trainer.sum_over_dp)
+    first = ready(trainer, objective, plan, taken, rows)[0]
+    objective.prepare(first, trainer.passes.sum_over_dp)
     sums: list[Tensor] = []
 
     def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,10 +172,10 @@ def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[flo
         sums.append(total.detach())
         return total / plan.denominator, {}
 
-    trainer.accumulate(first, loss)
+    trainer.passes.accumulate(first, loss)
     grads = torch.cat([p.main_grad.flatten().clone() for p in dict(trainer.named_parameters()).values()])  # type: ignore[attr-defined]
-    trainer.train_step([], partial(micro_loss, objective), 0.0, denominator=1.0)
-    trainer.score = plain  # type: ignore[method-assign]
+    trainer.update([], partial(micro_loss, objective), 0.0, denominator=1.0)
+    trainer.passes.score = plain  # type: ignore[method-assign]
     return float(sum(sums)) / plan.denominator, grads, sum(scored)
 
 
@@ -226,7 +231,7 @@ def test_averaged_weights_follow_versions(start: Callable[..., Any]) -> None:
         "trainer.lr=1e-2",
     )  # fmt: skip
     before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
-    update(trainer, objective, recorded())
+    train_step(trainer, objective, recorded())
     average = objective.average()
     assert average.keys() == before.keys()
     for name, now in trainer.named_parameters():

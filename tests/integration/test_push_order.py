@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlsys.owner import claim
-from rlsys.train import train
+from rlsys.train import Loop
 from rlsys.trainer import setup
 from rlsys.types import PushTicket
 from tests.helpers import trainer_cases as cases
@@ -50,7 +50,7 @@ def test_the_trainers_cache_is_empty_before_an_engine_wakes(
     model = cases.write_model(tmp_path / "model")
     config = cases.config_of(model, tmp_path / "run", launch={"release_memory": release})
     config.run.dir.mkdir()
-    train(config, Rollout(events), claim(config.run.dir))  # type: ignore[arg-type]
+    Loop(config, Rollout(events), claim(config.run.dir)).run()  # type: ignore[arg-type]
     setup.leave_layout()
     pushed = ["begin_push: engines wake their weights", "end_push: engines wake their caches"]
     assert events == (["empty_cache", pushed[0], "empty_cache", pushed[1]] if release else pushed)

@@ -16,7 +16,7 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.routing import decode
-from rlsys.trainer.signals import score_parked
+from rlsys.trainer.step import score_parked
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import RouteSpan, Sample, Unscored, VersionSpan
 from tests.helpers import trainer_cases as cases
@@ -135,7 +135,7 @@ def chosen_experts(trainer: Trainer) -> list[Tensor]:
 
 def gaps(trainer: Trainer, batch: list[MicroBatch]) -> Tensor:
     """|logp - mu| of every response token."""
-    parts = zip(batch, trainer.logprobs(batch), strict=True)
+    parts = zip(batch, trainer.passes.logprobs(batch), strict=True)
     return torch.cat([(logp - micro.mu).abs()[micro.keep] for micro, logp in parts])
 
 
@@ -146,7 +146,7 @@ def as_map(experts: Tensor) -> Tensor:
 
 def found(trainer: Trainer, samples: list[TrainSample]) -> tuple[float, float, float]:
     """Share of tokens and layers that took the engine's experts; mean and 99.9th percentile of |logp - mu|."""
-    batch = trainer.pack(samples)
+    batch = trainer.passes.pack(samples)
     seen = chosen_experts(trainer)
     gap = gaps(trainer, batch)
     same = torch.cat(
@@ -218,7 +218,7 @@ def test_the_router_learns_under_replay_and_tokens_without_routes_are_counted(
     trainer = start("engine")
     half = [dataclasses.replace(s, routes=()) if i % 2 else s for i, s in enumerate(samples[:FEW])]
     before = {n: t.clone() for n, t in trainer.named_hf_tensors() if "mlp.gate.weight" in n}
-    result = trainer.train_step(trainer.pack(half), cases.policy_loss, 1e-3)
+    result = trainer.update(trainer.passes.pack(half), cases.policy_loss, 1e-3)
     missing = sum(len(s) - 1 for s in half if not s.routes)
     assert result.routing["replay_missing"] == missing
     assert result.routing["replay_share"] == pytest.approx(1 - missing / sum(len(s) - 1 for s in half))
@@ -233,12 +233,12 @@ def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
 ) -> None:
     """R2: after an update the routers would choose otherwise, and do not."""
     trainer = start("trainer")
-    batch = trainer.pack(samples[:FEW])
+    batch = trainer.passes.pack(samples[:FEW])
     seen = chosen_experts(trainer)
-    trainer.score(batch)
+    trainer.passes.score(batch)
     first = list(seen)
     seen.clear()
-    shares = [trainer.train_step(batch, cases.policy_loss, 1e-2).routing for _ in range(3)]
+    shares = [trainer.update(batch, cases.policy_loss, 1e-2).routing for _ in range(3)]
     assert all(torch.equal(a, b) for a, b in zip(seen, first * 3, strict=True))
     assert shares[0]["route_agreement"] == 1
     assert shares[2]["route_agreement"] < 1

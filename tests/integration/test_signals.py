@@ -18,9 +18,8 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.trainer.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.signals import pack_rows, score, score_parked
+from rlsys.trainer.step import Early, go_backward, pack_rows, score, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.update import Early, go_backward, update
 from rlsys.types import Unscored
 from tests.helpers import signal_cases as cases
 
@@ -37,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
             open_ones.pop().close()
         config: Config = cases.config_of(None, tmp_path / "run", *overrides, f"trainer.lr={lr}")
         objective = Objective(config.algo)
-        open_ones.append(Trainer(config, objective.passes))
+        open_ones.append(Trainer(config, objective.asks.passes))
         return open_ones[0], objective
 
     yield make
@@ -82,13 +81,13 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., A
 
 def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[..., Any]) -> None:
     trainer, objective = start("algo.loss=[clip,kl]")
-    first = trainer.logprobs(scored(trainer, objective))
+    first = trainer.passes.logprobs(scored(trainer, objective))
     taken = cases.single_rewards(cases.recorded())
-    assert update(trainer, objective, taken)["kl"] == 0
-    assert update(trainer, objective, taken)["kl"] > 0
+    assert train_step(trainer, objective, taken)["kl"] == 0
+    assert train_step(trainer, objective, taken)["kl"] > 0
     before = weights(trainer)
     batch = scored(trainer, objective)
-    for micro, ref, now in zip(batch, first, trainer.logprobs(batch), strict=True):
+    for micro, ref, now in zip(batch, first, trainer.passes.logprobs(batch), strict=True):
         assert micro.ref is not None and torch.equal(micro.ref, ref)
         assert not torch.equal(now, ref)
     assert all(torch.equal(before[name], p) for name, p in trainer.named_parameters())
@@ -100,7 +99,7 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     taken = cases.recorded()
     stale, recomputed = 0, 0.0
     batch = scored(trainer, objective)
-    for micro, old in zip(batch, trainer.logprobs(batch), strict=True):
+    for micro, old in zip(batch, trainer.passes.logprobs(batch), strict=True):
         anchor = objective.anchor_of(micro, old)
         current = micro.keep & (micro.versions == micro.version)
         older = micro.keep & ~current
@@ -113,7 +112,9 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     sample = taken.groups[0].samples[0]
     parked = Unscored(7, sample.prompt_ids, sample.response_ids, 2)
     (found,) = score_parked([parked], trainer)
-    (whole,) = trainer.logprobs([MicroBatch.of_tokens(torch.tensor(sample.prompt_ids + sample.response_ids))])
+    (whole,) = trainer.passes.logprobs(
+        [MicroBatch.of_tokens(torch.tensor(sample.prompt_ids + sample.response_ids))]
+    )
     assert found.start == 2
     assert torch.allclose(torch.tensor(found.logp), whole[len(sample.prompt_ids) + 2 :], atol=1e-5)
     assert score_parked([], trainer) == []
@@ -147,13 +148,13 @@ def test_an_objectives_state_is_restored_exactly(
     taken = cases.single_rewards(cases.recorded())
     trainer, objective = start(*overrides)
     for _ in range(2):
-        update(trainer, objective, taken)
+        train_step(trainer, objective, taken)
     trainer.save_checkpoint(2, objective)
     trainer.finish_checkpoint(wait=True)
-    expected = update(trainer, objective, taken)
+    expected = train_step(trainer, objective, taken)
     again, fresh = start(*overrides)
     assert again.load_checkpoint(fresh) == 2
-    assert update(again, fresh, taken) == expected
+    assert train_step(again, fresh, taken) == expected
 
 
 EPOCHS = ("algo.epochs=2", "algo.minibatches=2", "algo.anchor=old")
@@ -182,13 +183,13 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
 
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "score", count)
-    twice = update(trainer, objective, taken)
+    twice = train_step(trainer, objective, taken)
     (a, old_a), (b, old_b), (a2, old_a2), (b2, old_b2) = seen
     assert a == a2 and b == b2 and not set(a) & set(b)
     assert torch.equal(old_a, old_a2) and torch.equal(old_b, old_b2)
     assert passes == 2  # one for each mini-batch, before the first update
     trainer, objective = start(*EPOCHS[1:], f"algo.corrections={corrections}")
-    once = update(trainer, objective, taken)
+    once = train_step(trainer, objective, taken)
     assert twice["drift_k3_age0"] > 1.5 * once["drift_k3_age0"] > 0  # further away from where it began
 
 
@@ -204,7 +205,7 @@ def test_what_the_current_log_probs_decide_is_scored_again_before_each_update_of
         return forward(*args)
 
     monkeypatch.setattr(trainer, "score", count)
-    update(trainer, objective, cases.single_rewards(cases.recorded()))
+    train_step(trainer, objective, cases.single_rewards(cases.recorded()))
     assert passes == 2 + 3
 
 
@@ -313,13 +314,13 @@ def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., 
     """All groups early, none left for the take: the update still comes; and the next step begins afresh."""
     taken = cases.single_rewards(cases.recorded())
     trainer, objective = start(lr=1e-3)
-    update(trainer, objective, taken)
-    expected = update(trainer, objective, taken)
+    train_step(trainer, objective, taken)
+    expected = train_step(trainer, objective, taken)
     again, objective = start(lr=1e-3)
     for _ in range(2):
         early = Early()
         go_backward(again, objective, taken, early)
-        found = update(again, objective, taken, early)
+        found = train_step(again, objective, taken, early)
     for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 

@@ -14,7 +14,7 @@ from rlsys.algo import build
 from rlsys.data import Tokenizer
 from rlsys.rollout.store import FILE_NAME, read_groups
 from rlsys.rollout.tools import NO_CALL, tool_penalty
-from rlsys.trainer.signals import sample_table
+from rlsys.trainer.step import sample_table
 from rlsys.types import SampleGroup
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import RLSYS, check_ledger

@@ -106,7 +106,9 @@ def test_packed_logprobs_equal_transformers(
 ) -> None:
     folder = cases.write_model(tmp_path / "model", architecture, **changes)
     trainer = start(folder)
-    for micro, packed in zip(batch := pack(cases.samples(), 512), trainer.logprobs(batch), strict=True):
+    for micro, packed in zip(
+        batch := pack(cases.samples(), 512), trainer.passes.logprobs(batch), strict=True
+    ):
         for tokens, logp in zip(split(micro.tokens, micro), split(packed, micro), strict=True):
             expected = transformers_logprobs(folder, tokens.tolist())
             assert logp[0] == 0
@@ -123,7 +125,7 @@ def test_temperature_scales_logits_and_canaries_stay_at_one(
 ) -> None:
     trainer = start(model, rollout={"temperature": 0.5})
     ids = cases.samples()[0].prompt_ids + cases.samples()[0].response_ids
-    (hot,) = trainer.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
+    (hot,) = trainer.passes.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
     expected = transformers_logprobs(model, ids, 0.5)
     assert torch.allclose(hot[1:], expected, rtol=0, atol=1e-5 / 0.5)  # rounding of the logits is scaled, too
     canary = trainer.canaries([ids])[0]
@@ -139,7 +141,7 @@ def test_packed_equals_one_by_one(model: Path, start: Callable[..., Trainer]) ->
         batch = pack(cases.samples(), budget)
         logps = {
             tuple(tokens.tolist()): logp
-            for micro, packed in zip(batch, trainer.logprobs(batch), strict=True)
+            for micro, packed in zip(batch, trainer.passes.logprobs(batch), strict=True)
             for tokens, logp in zip(split(micro.tokens, micro), split(packed, micro), strict=True)
         }
         seen.append((len(batch), logps, cases.steps(trainer, 2)))
@@ -163,7 +165,7 @@ def test_the_denominator_scales_loss_and_gradient(model: Path, start: Callable[.
         trainer = start(model, trainer={"grad_clip": 1e9})
         batch = pack(cases.samples(), cases.BUDGET)
         tokens = sum(m.response_tokens for m in batch)
-        results.append(trainer.train_step(batch, cases.policy_loss, 1e-3, denominator))
+        results.append(trainer.update(batch, cases.policy_loss, 1e-3, denominator))
     assert results[1].loss == pytest.approx(results[0].loss * tokens / 10)
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm * tokens / 10, rel=1e-5)
 
@@ -175,12 +177,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_stops_the_run_in_the_end(
         return scores.logp.sum() * torch.inf, {}
 
     trainer = start(model, trainer={"nonfinite_limit": 1})
-    before, batch = cases.weight_sums(trainer), trainer.pack(cases.samples())
-    assert trainer.train_step(batch, broken, 1e-2).skipped
-    assert not trainer.train_step(batch, cases.policy_loss, 0.0).skipped  # the row is broken
-    assert trainer.train_step(batch, broken, 1e-2).skipped
+    before, batch = cases.weight_sums(trainer), trainer.passes.pack(cases.samples())
+    assert trainer.update(batch, broken, 1e-2).skipped
+    assert not trainer.update(batch, cases.policy_loss, 0.0).skipped  # the row is broken
+    assert trainer.update(batch, broken, 1e-2).skipped
     with pytest.raises(RunError, match=r"not finite in 2 updates in a row; trainer.nonfinite_limit = 1"):
-        trainer.train_step(batch, broken, 1e-2)
+        trainer.update(batch, broken, 1e-2)
     assert cases.weight_sums(trainer) == before
 
 
@@ -203,7 +205,9 @@ def test_the_balance_loss_has_its_weight_whatever_divides_the_objective(
     norms = []
     for weight, denominator in ((0.1, 7.0), (0.1, 70.0), (0.2, 7.0)):
         trainer = start(model, trainer={"balance_loss": weight})
-        norms.append(trainer.train_step(trainer.pack(cases.samples()), nothing, 0.0, denominator).grad_norm)
+        norms.append(
+            trainer.update(trainer.passes.pack(cases.samples()), nothing, 0.0, denominator).grad_norm
+        )
     assert norms[0] > 0
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     assert norms[2] == pytest.approx(2 * norms[0], rel=1e-5)

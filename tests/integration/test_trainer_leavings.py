@@ -50,10 +50,10 @@ class GatheredBytes(TorchDispatchMode):
 
 def test_an_update_gathers_each_parameter_once(trainer: Trainer) -> None:
     """Dense and expert parameters have an optimizer each; neither gathers what is the other's."""
-    batch = trainer.pack(cases.samples())
-    trainer.accumulate(batch, cases.policy_loss)
+    batch = trainer.passes.pack(cases.samples())
+    trainer.passes.accumulate(batch, cases.policy_loss)
     with GatheredBytes() as gathered:
-        trainer.train_step([], cases.policy_loss, 1e-3, denominator=10.0)
+        trainer.update([], cases.policy_loss, 1e-3, denominator=10.0)
     held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for _, p in trainer.named_parameters()}
     assert gathered.total == sum(held.values())
 
@@ -71,7 +71,7 @@ def layer_inputs(trainer: Trainer, tokens: int) -> list[Tensor]:
 
 def test_no_layers_input_outlives_the_step(trainer: Trainer) -> None:
     """The engines want this memory; each layer's dispatcher held its input and the input's gradient."""
-    batch = trainer.pack(cases.samples())
+    batch = trainer.passes.pack(cases.samples())
     longest = max(len(micro.tokens) for micro in batch)
-    trainer.train_step(batch, cases.policy_loss, 1e-3)
+    trainer.update(batch, cases.policy_loss, 1e-3)
     assert [tuple(t.shape) for t in layer_inputs(trainer, longest)] == []

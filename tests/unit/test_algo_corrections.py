@@ -86,8 +86,8 @@ def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_han
     """Halfway to now - mu = 2 ln 2 on the token of the version before: weights 2 and 1, mean 1.5."""
     algo = section(anchor="interpolated", corrections=[{"name": "tis", "normalise": True}])
     objective = Objective(algo)
-    assert objective.passes == {"now"}
-    assert not Objective(section(anchor="interpolated", corrections=["tis"])).passes
+    assert objective.asks.passes == {"now"}
+    assert not Objective(section(anchor="interpolated", corrections=["tis"])).asks.passes
     batch = packed([2], versions=[0.0, 1.0], now=[2 * LOG2, 2 * LOG2])
     batch.version = 1
     objective.finish(objective.plan(table([1, 0], [0, 0], [2, 2])), [batch])

@@ -123,8 +123,8 @@ def test_draws_are_spread_evenly_and_belong_to_row_place_and_version() -> None:
 def test_samples_of_advantage_zero_are_in_the_means(name: str) -> None:
     objective = Objective(section(loss=[name]))
     assert objective.plan(table([1, 0, 1, 1], [0, 0, 1, 1])).rows == [0, 1, 2, 3]
-    assert objective.needs_whole_step
-    assert "now" in objective.needs
+    assert objective.asks.needs_whole_step
+    assert "now" in objective.asks.needs
 
 
 def test_bounds_of_covariance_that_keep_nothing_are_refused() -> None:

@@ -262,11 +262,11 @@ def test_the_extra_update_trains_what_was_put_off_with_the_advantages_of_its_gro
 
 
 def test_needs_name_exactly_the_passes() -> None:
-    assert Objective(section()).passes == frozenset()
-    assert Objective(section(anchor="old")).passes == {"old"}
-    assert Objective(section(loss=["m2po"])).passes == {"now"}
-    assert Objective(section(loss=["clip", "kl", "entropy"])).passes == {"ref", "entropy"}
-    assert Objective(section(anchor="behaviour")).passes == {"old", "behaviour"}
+    assert Objective(section()).asks.passes == frozenset()
+    assert Objective(section(anchor="old")).asks.passes == {"old"}
+    assert Objective(section(loss=["m2po"])).asks.passes == {"now"}
+    assert Objective(section(loss=["clip", "kl", "entropy"])).asks.passes == {"ref", "entropy"}
+    assert Objective(section(anchor="behaviour")).asks.passes == {"old", "behaviour"}
 
 
 def test_a_missing_signal_is_named() -> None:
@@ -315,10 +315,12 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
     world = World()
     algo = section(advantage="dr_grpo", reducer={"name": "constant", "length": 9})
     objective = Objective(algo)
-    assert not objective.needs_whole_step
-    assert not Objective(section()).needs_whole_step
-    assert Objective(section(loss=["bapo"], hooks=["vcpo"])).needs_whole_step == ["Bapo", "EssScaling"]
-    assert Objective(section(advantage="reinforce_pp_baseline")).needs_whole_step == ["ReinforcePPBaseline"]
+    assert not objective.asks.needs_whole_step
+    assert not Objective(section()).asks.needs_whole_step
+    assert Objective(section(loss=["bapo"], hooks=["vcpo"])).asks.needs_whole_step == ("Bapo", "EssScaling")
+    assert Objective(section(advantage="reinforce_pp_baseline")).asks.needs_whole_step == (
+        "ReinforcePPBaseline",
+    )
     one = run(world, algo, whole)
     total, gradients = 0.0, {}
     for g in range(world.groups):

@@ -1,0 +1,95 @@
+"""How far must a reader jump to follow one train step? Counted on a real one, from `take` to the push.
+
+    python bench/step_path.py                 # this tree
+    python bench/step_path.py --tree ../old   # another tree of rlsys, with its own .venv
+
+The quickstart runs for one small step on the real stack. Rank 0 writes down each function of rlsys when it is called
+for the first time: loops count once, as a reader reads them. `changes` is how often the file changes along this walk,
+`returns` how often it comes back to a file that it had left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WATCH = """
+import sys
+if "rlsys.train" in " ".join(sys.orig_argv) and "--rollout" in sys.orig_argv:
+    import json, os, threading
+    walk, seen, on, main = [], set(), False, threading.get_ident()
+    ROOT = os.environ["STEP_PATH_ROOT"]
+
+    def room(frame):
+        name = frame.f_code.co_filename
+        return name[len(ROOT) + 1 :] if name.startswith(ROOT + "/rlsys/") else None
+
+    def watch(frame, event, arg):
+        global on
+        if event == "return" and frame.f_code.co_name == "take" and arg is not None:
+            on = on or room(frame) == "rlsys/rollout/client.py"
+        if not on or event != "call" or threading.get_ident() != main or (to := room(frame)) is None:
+            return
+        if frame.f_code.co_name == "push":
+            sys.setprofile(None)
+            with open(os.environ["STEP_PATH_OUT"], "w") as out:
+                json.dump(walk, out)
+        elif frame.f_code not in seen and not frame.f_code.co_name.startswith("<"):
+            seen.add(frame.f_code)
+            walk.append((to, frame.f_code.co_qualname))
+
+    sys.setprofile(watch)
+"""
+"""Becomes the trainer's sitecustomize.py: it is there before the first import of rlsys, in whatever tree."""
+
+
+def walk(tree: Path) -> list[tuple[str, str]]:
+    """(file, function) of one step, in the order in which they are entered for the first time."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "sitecustomize.py").write_text(WATCH)
+        found = work / "walk.json"
+        env = os.environ | {
+            "PYTHONPATH": f"{work}{os.pathsep}{tree}",
+            "STEP_PATH_ROOT": str(tree),
+            "STEP_PATH_OUT": str(found),
+        }
+        done = subprocess.run(
+            [
+                str(tree / ".venv" / "bin" / "rlsys"), "train", "configs/quickstart.yaml", f"run.dir={work / 'run'}",
+                "trainer.steps=1", "rollout.groups_per_step=4", "eval.prompts=8",
+            ],
+            cwd=tree, env=env, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode or not found.is_file():
+            sys.exit(f"the run in {tree} did not end well:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        return [(str(room), name) for room, name in json.loads(found.read_text())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to look at (default: this one)")
+    parser.add_argument("--verbose", action="store_true", help="print the walk, a line a stay")
+    args = parser.parse_args()
+    found = walk(args.tree.resolve())
+    stays = [
+        (room, [name for _, name in names]) for room, names in groupby(found, key=lambda entry: entry[0])
+    ]
+    if args.verbose:
+        print("\n".join(f"{room}: {', '.join(names)}" for room, names in stays))
+    rooms = {room for room, _ in stays}
+    counts = {"functions": len(found), "files": len(rooms), "changes": len(stays) - 1}
+    print(json.dumps(counts | {"returns": len(stays) - len(rooms)}))
+
+
+if __name__ == "__main__":
+    main()

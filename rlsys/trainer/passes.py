@@ -1,0 +1,199 @@
+"""Forward and backward passes of one rank's part of a model over packed micro-batches.
+
+Shapes: T tokens of a micro-batch, P of it padded, c context-parallel ranks, V vocabulary. All ranks call every method
+together (collectives), with as many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.precision import token_multiple
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.routing import Routing
+from rlsys.trainer.share import Share, padded_lengths
+
+T = TypeVar("T")
+
+LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(scores with gradient, their micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
+ScoresOf = Callable[[Tensor, Share, float], Scores]
+"""(what the model gives for a share, the share, temperature) -> scores of the micro-batch's tokens."""
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What went backward since the last update. `padding_share`: of the tokens computed, those that are padding.
+
+    `sums`: of the loss function, over micro-batches and data-parallel ranks, alike on every rank; `loss_sum` is the
+    loss itself.
+    """
+
+    sums: dict[str, Tensor]
+    padding_share: float
+
+
+class Passes:
+    """Owns megatron's schedule and what was accumulated since the last update."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Sequence[DistributedDataParallel],
+        routing: Routing,
+        scores_of: ScoresOf,
+        clear_gradients: Callable[[], None],
+        crossover: float,
+        device: torch.device,
+    ) -> None:
+        """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops)."""
+        self._config, self._models, self._routing = config, list(models), routing
+        self._scores_of, self._clear_gradients = scores_of, clear_gradients
+        self._crossover, self._device = crossover, device
+        self._multiple, self._cp = token_multiple(config), config.parallel.cp
+        self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
+        self._dp_rank = parallel_state.get_data_parallel_rank()
+        self._dp_size = parallel_state.get_data_parallel_world_size()
+        self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
+        self._real_tokens = self._computed_tokens = 0
+
+    def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
+        """This rank's micro-batches of `samples`, which every rank gives alike."""
+        budget = self._config.trainer.token_budget
+        return pack(samples, budget, self._dp_rank, self._dp_size, self._round, self._crossover)
+
+    def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
+        """Log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a sequence's first token.
+
+        At the rollout's temperature when none is given: what the engine calls mu.
+        """
+        return [scores.logp for scores in self.score(batch, temperature)]
+
+    def score(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Scores]:
+        """What a forward pass says about each micro-batch, on its own device, without gradient."""
+        t = self._config.rollout.temperature if temperature is None else temperature
+
+        def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
+            return self._scores_of(output, share, t)
+
+        for model in self._models:
+            model.eval()
+        # An interleaved pipeline takes rounds of micro-batches; what fills the last one is not looked at.
+        filled = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
+        with torch.no_grad():
+            stored = self._schedule(score_micro, filled, forward_only=True)[: len(batch)]
+        for model in self._models:
+            model.train()
+        out = from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
+        return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
+
+    def accumulate(self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0) -> None:
+        """Forward and backward passes of this rank's micro-batches; their number must be the same on all ranks.
+
+        The gradient of `weight` * loss is added to what the next update applies. Weights stay as they are.
+        """
+        t = self._config.rollout.temperature
+        if not self._computed_tokens:  # the first since the last update
+            self._clear_gradients()
+
+        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, sums = loss_fn(self._scores_of(output, share, t), micro)
+            unused = torch.zeros((), dtype=torch.int, device=self._device)
+            weighed = total * weight if weight != 1.0 else total
+            return weighed, unused, {**sums, "loss_sum": total.detach()}
+
+        self._sums += self._schedule(loss, batch, forward_only=False)
+        self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
+        length = self._common_length(batch)
+        for micro in batch:
+            self._computed_tokens += sum(
+                padded_lengths(micro.sequence_lengths, self._multiple, self._cp, length)
+            )
+
+    def take_accumulated(self) -> Accumulated:
+        """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
+        stored, counts = self._sums, torch.tensor([self._real_tokens, self._computed_tokens])
+        self._sums, self._real_tokens, self._computed_tokens = [], 0, 0
+        sums = {
+            name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
+            for name in (stored[0] if stored else ())
+        }
+        real, computed = self.sum_over_dp(counts).tolist()
+        return Accumulated(from_last_stage(sums), 1 - real / computed)
+
+    def sum_over_dp(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that hold other sequences, on the device of `value`."""
+        if self._dp_size == 1:
+            return value
+        total = value.to(self._device, copy=True)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.to(value.device)
+
+    def _schedule(
+        self,
+        finish: Callable[[Tensor, Share, MicroBatch], Any],
+        batch: list[MicroBatch],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's pipeline schedule over the micro-batches.
+
+        What `finish(logits, share, micro)` gave for each of them; empty on all stages but the last.
+        """
+        length = self._common_length(batch)
+        cp_group = parallel_state.get_context_parallel_group()
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+            micro = next(batches).to(self._device)
+            share = Share.of(micro, self._multiple, cp_group, self._device, length)
+            chunk = self._models.index(model)
+            self._routing.begin(chunk, micro, share)
+            output = model(
+                share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed,
+                padding_mask=self._routing.padding_mask(chunk, share),
+            )  # fmt: skip
+            self._routing.end(chunk, micro)
+            return output, lambda out, non_loss_data=False: finish(out, share, micro)
+
+        iterators = [iter(batch) for _ in self._models]
+        stored: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._models,
+            num_microbatches=len(batch),
+            seq_length=length or self._config.trainer.token_budget,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return stored
+
+    def _common_length(self, batch: list[MicroBatch]) -> int:
+        """With trainer.equal_lengths, what the longest of all ranks' micro-batches has once it can be cut; else 0."""
+        if not self._config.trainer.equal_lengths:
+            return 0
+        mine = max(sum(padded_lengths(m.sequence_lengths, self._multiple, self._cp)) for m in batch)
+        longest = torch.tensor(mine, device=self._device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return int(longest)
+
+
+def from_last_stage(value: T) -> T:
+    """`value` of the last pipeline stage, on all of them. Tensors in it must be on the CPU."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+    return box[0]

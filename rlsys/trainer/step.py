@@ -1,0 +1,294 @@
+"""One train step, in the order in which it is read:
+
+    plan        a table with a row per sample; which rows are trained, and in which optimizer update
+    pack        this rank's micro-batches of each update
+    score       the log-probs that the objective asks for: old, reference, averages, the critic's values
+    advantages  and the weight of every token
+    loss        of each micro-batch, and its gradient
+    update      the optimizer's, once for each list of micro-batches
+
+`take` comes before it and the push after it, in rlsys.train. What each stage computes is the objective's business
+(rlsys.algo.objective); where it is computed is the trainer's. Every rank calls every function together, with the same
+groups, and gets the same table. Shapes: T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.objective import Objective
+from rlsys.algo.plan import Plan
+from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
+from rlsys.trainer.critic import Critic
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.schedule import learning_rate
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import SampleGroup, Scored, Taken, Unscored
+
+
+def train_step(
+    trainer: Trainer, objective: Objective, taken: Taken, early: Early | None = None
+) -> dict[str, object]:
+    """Train on the groups taken, of which some may have gone backward early. Returns the step's metrics."""
+    step, config = taken.train_step, trainer.config
+    objective.start(trainer.named_parameters())
+    sums: dict[str, Tensor] = {}
+
+    plan = objective.plan(sample_table(taken.groups, step, objective.asks.needs))
+    metrics: dict[str, object] = {
+        "effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})
+    }
+    gone: set[int] = set()
+    if early is not None:
+        gone = early.group_ids
+        metrics |= early.metrics(taken)
+    if plan.rows:  # else every group's rewards are equal: nothing to learn
+        rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
+        updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
+        metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs)
+
+    # What a selector put off in earlier steps and is due now gets an update of its own.
+    if due := objective.put_off(plan, taken.groups, step):
+        again = replace(taken, groups=[group for group, _ in due])
+        table = sample_table(again.groups, step, objective.asks.needs)
+        plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
+        metrics |= {"replayed": len(due), **learn(trainer, objective, plan, again, [plan.rows], sums)}
+
+    of_loss = objective.metrics(sums) if sums else {}
+    objective.after_version(trainer.named_parameters(), of_loss.get("active_share", 1.0))
+    metrics |= of_loss
+    for name in ("mismatch", "mismatch_kept") if sums else ():
+        metrics |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
+    return metrics
+
+
+def learn(
+    trainer: Trainer,
+    objective: Objective,
+    plan: Plan,
+    taken: Taken,
+    updates: Sequence[list[int]],
+    sums: dict[str, Tensor],
+    epochs: int = 1,
+) -> dict[str, object]:
+    """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
+
+    Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
+    passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
+    added. Adds to `sums`; returns the last update's figures.
+    """
+    figures: dict[str, object] = {}
+    batches = ready(trainer, objective, plan, taken, updates)
+
+    t, skipped = trainer.config.trainer, 0
+    critic = trainer.critic if objective.critic is not None else None
+    assert critic is None or isinstance(critic, Critic)
+    rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
+    share = plan.denominator / max(1, len(updates))
+    one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
+    for i, (rows, batch) in enumerate(one_pass * epochs):
+        if i and "now" in objective.asks.passes:  # the weights have moved since the scores were made
+            for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+                micro.now = logp
+        objective.prepare(batch, trainer.passes.sum_over_dp)
+        of_critic: dict[str, object] = {}
+        if critic is not None:
+            of_critic = critic.improve(objective, batch, rate, share)
+            if taken.train_step <= critic.warmup_steps:
+                figures = of_critic
+                continue
+
+        lr = rate * objective.lr_factor(plan, rows)
+        done = trainer.update(batch, partial(micro_loss, objective), lr, denominator=share)
+        objective.after_step(trainer.named_parameters(), objective.metrics(done.sums))
+
+        skipped += done.skipped
+        figures = {
+            **of_critic, "loss": done.loss, "grad_norm": done.grad_norm, "lr": lr, "skipped_updates": skipped,
+            "padding_share": done.padding_share, **done.routing,
+        }  # fmt: skip
+        for name, value in done.sums.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return figures
+
+
+def ready(
+    trainer: Trainer, objective: Objective, plan: Plan, taken: Taken, updates: Sequence[list[int]]
+) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of each update, with the scores, advantages and weights that their loss needs."""
+    batches = [pack_rows(taken, rows, trainer) for rows in updates]
+    if batches:
+        score(batches, objective, trainer)
+        objective.finish(plan, [micro for batch in batches for micro in batch], trainer.passes.sum_over_dp)
+    return batches
+
+
+# -- plan ---------------------------------------------------------------------------------------------------
+
+
+def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
+    """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
+    samples = [s for group in groups for s in group.samples]
+    columns: dict[str, Any] = {}
+    if "answers" in needs:
+        columns["answers"] = torch.tensor([answer_id(s.answer) for s in samples])
+    if "transferred" in needs:
+        columns["transferred"] = torch.tensor([s.trained_prompt is not None for s in samples])
+    if "tool_penalty" in needs:
+        columns["tool_penalty"] = torch.tensor([s.tool_penalty for s in samples])
+    return replace(Samples.of(groups, train_step - 1), **columns)
+
+
+def answer_id(answer: str | None) -> int:
+    """The same number for the same answer in every process, of 24 bits, which float32 holds; -1 for none."""
+    return -1 if answer is None else zlib.crc32(answer.encode()) & 0xFFFFFF
+
+
+def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[list[int]]:
+    """Rows in random order, dealt to at most `parts` lists that are not empty. `seed`: (run.seed, train step)."""
+    generator = torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    return [dealt for k in range(parts) if (dealt := [rows[i] for i in order[k::parts]])]
+
+
+# -- pack ---------------------------------------------------------------------------------------------------
+
+
+def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
+    """This rank's micro-batches of these rows of the sample table."""
+    samples = [s for group in taken.groups for s in group.samples]
+    batch = trainer.passes.pack([TrainSample.of(samples[r], r) for r in rows])
+    for micro in batch:
+        micro.version = taken.weight_version
+    return batch
+
+
+# -- score --------------------------------------------------------------------------------------------------
+
+
+def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
+    """All passes that the objective needs, over the whole step: before the first update, or later ones would
+    score their own past.
+
+    The first update begins with the weights that score, so that its own log-probs are `old`, unless somebody wants
+    them earlier. The experts that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with
+    further epochs these samples come again, when the weights have moved.
+    """
+    passes, own_experts = objective.asks.passes, trainer.config.trainer.replay == "trainer"
+    reuse = not (objective.asks.looks_ahead or own_experts or trainer.config.algo.epochs > 1)
+    for i, batch in enumerate(
+        batches if objective.asks.scored & objective.asks.current or own_experts else ()
+    ):
+        if reuse and i == 0:
+            for micro in batch:
+                micro.old_is_current = True
+                if "behaviour" in passes:
+                    micro.behaviour = stored(micro)
+            continue
+        for micro, found in zip(batch, trainer.passes.score(batch), strict=True):
+            micro.old = micro.now = found.logp
+            micro.entropy, micro.values = found.entropy, found.values
+            micro.sum_pi_squared = found.sum_pi_squared
+            if "behaviour" in passes:
+                micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
+    if "values" in passes and objective.critic is not None:
+        assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
+        trainer.critic.score_values(batches)
+    if "ref" in passes:
+        with trainer.without_replay():
+            _score_with(objective.reference() or trainer.first_weights, "ref", batches, trainer)
+    if "ewma" in passes:
+        _score_with(objective.average(), "ewma", batches, trainer)
+
+
+def stored(micro: MicroBatch) -> Tensor:
+    """What came with the samples of `behaviour`, `[T]`; NaN where nothing did."""
+    return torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
+
+
+def _score_with(
+    weights: Mapping[str, Tensor], name: str, batches: Sequence[list[MicroBatch]], trainer: Trainer
+) -> None:
+    """Log-probs under other weights as the field `name`."""
+    with trainer.with_weights(weights):
+        for batch in batches:
+            for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+                setattr(micro, name, logp)
+
+
+# -- loss ---------------------------------------------------------------------------------------------------
+
+
+def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss sum of one packed micro-batch, and sums for the metrics."""
+    loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
+    gaps = (scores.logp.detach() - micro.mu).abs()
+    for name, tokens in (("mismatch", micro.comparable), ("mismatch_kept", micro.carried_over)):
+        gap = gaps[tokens]
+        sums[name] = gap.sum()
+        sums[f"{name}_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
+    return loss, sums
+
+
+# -- before the step ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Early:
+    """What has gone backward of a step whose groups are not all there yet."""
+
+    group_ids: set[int] = field(default_factory=set)
+    samples: int = 0
+    seconds: float = 0.0
+
+    def metrics(self, taken: Taken) -> dict[str, float]:
+        """early_share: of the step's samples. time_early: seconds, all of them while the rollout went on."""
+        share = self.samples / sum(len(g.samples) for g in taken.groups)
+        return {"early_share": share, "time_early": self.seconds}
+
+
+def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Early) -> None:
+    """Passes of a step's first groups; the weights stay, and the step divides by the whole step's denominator."""
+    start = time.monotonic()
+    plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
+    for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
+        objective.prepare(batch, trainer.passes.sum_over_dp)
+        trainer.passes.accumulate(batch, partial(micro_loss, objective))
+    early.group_ids |= {g.group_id for g in part.groups}
+    early.samples += sum(len(g.samples) for g in part.groups)
+    early.seconds += time.monotonic() - start
+
+
+def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]:
+    """Log-probs of tokens that the resident weights sampled, before these change: exact `old` for later steps.
+
+    With trainer.replay = engine it takes the engine's experts, as the step will that trains these tokens.
+    Costs a forward pass over the whole sequences, since a token's log-prob needs all that is before it.
+    """
+    if not unscored:
+        return []
+    batch = trainer.passes.pack(
+        [
+            TrainSample(u.prompt_ids, u.response_ids, [0.0] * n, [0] * n, row, routes=tuple(u.routes))
+            for row, u in enumerate(unscored)
+            if (n := len(u.response_ids))
+        ]
+    )
+    mine: dict[int, list[float]] = {}
+    for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+        ends = micro.cu_seqlens[1:].tolist()
+        for row, end in zip(micro.rows.tolist(), ends, strict=True):
+            tokens = len(unscored[row].response_ids) - unscored[row].start
+            mine[row] = logp[end - tokens : end].tolist()
+    found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
+    return [Scored(u.sample_id, u.start, found[row]) for row, u in enumerate(unscored)]
