@@ -169,20 +169,20 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
     taken = cases.single_rewards(cases.recorded())
     trainer, objective = start(*EPOCHS, f"algo.corrections={corrections}")
     seen: list[tuple[list[int], Tensor]] = []
-    passes, train_step, forward = 0, trainer.train_step, trainer.score
+    passes, update, forward = 0, trainer.update, trainer.passes.score
 
     def step(batch: list[MicroBatch], *args: Any, **kwargs: Any) -> Any:
         old = torch.cat([m.old for m in batch if m.old is not None])
         seen.append(([int(r) for m in batch for r in m.rows], old.clone()))
-        return train_step(batch, *args, **kwargs)
+        return update(batch, *args, **kwargs)
 
     def count(*args: Any) -> Any:
         nonlocal passes
         passes += 1
         return forward(*args)
 
-    monkeypatch.setattr(trainer, "train_step", step)
-    monkeypatch.setattr(trainer, "score", count)
+    monkeypatch.setattr(trainer, "update", step)
+    monkeypatch.setattr(trainer.passes, "score", count)
     twice = train_step(trainer, objective, taken)
     (a, old_a), (b, old_b), (a2, old_a2), (b2, old_b2) = seen
     assert a == a2 and b == b2 and not set(a) & set(b)
@@ -197,14 +197,14 @@ def test_what_the_current_log_probs_decide_is_scored_again_before_each_update_of
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, objective = start(*EPOCHS[:2], "algo.anchor=interpolated", "algo.loss=[m2po]")
-    passes, forward = 0, trainer.score
+    passes, forward = 0, trainer.passes.score
 
     def count(*args: Any) -> Any:
         nonlocal passes
         passes += 1
         return forward(*args)
 
-    monkeypatch.setattr(trainer, "score", count)
+    monkeypatch.setattr(trainer.passes, "score", count)
     train_step(trainer, objective, cases.single_rewards(cases.recorded()))
     assert passes == 2 + 3
 
