@@ -78,7 +78,7 @@ def main(model: Path, folder: Path, fraction: float) -> None:
     sections = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": fraction}}
     config = cases.config_of(model, folder, **sections)
     trainer = Trainer(config)
-    seen = {"halves": kinds(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
+    seen: dict[str, Any] = {"halves": kinds(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
     cases.save(trainer, 2)
     seen["unbroken"] = [*cases.steps(trainer, 2, cases.LR), cases.canary_logps(trainer)]
     trainer.close()
