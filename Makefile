@@ -16,13 +16,14 @@ QUICK  := -m "not full and not slow"
 LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --quiet --upgrade \
           --custom-compile-command "make locks"
 
-.PHONY: help setup setup-dev setup-test quickstart check statics test test-all durations locks
+.PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants durations locks
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (about 10 minutes)"
 	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
 	@echo "make test         the same and a slice of the rest on the real stack: up to 15 minutes on two cores"
 	@echo "make test-all     every test there is: hours"
+	@echo "make mutants      300 small changes to the code, which unit tests should notice: up to 90 minutes, nightly"
 	@echo "make locks        requirements/*.lock from pyproject.toml and what the registry has today (needs uv)"
 	@echo "make durations    write down what the tests took that ran here (tests/durations.json)"
 	@echo "Each sets up .venv first; that takes minutes once, and nothing when nothing changed."
@@ -54,6 +55,9 @@ test: setup-test statics
 test-all: setup-test statics
 	$(UNIT)
 	$(REAL)
+
+mutants: setup-test
+	$(VENV)/python -m tests.gate.mutants $(ARGS)
 
 durations:
 	$(PYTEST) --collect-only -q --store-durations

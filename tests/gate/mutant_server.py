@@ -1,0 +1,126 @@
+"""Runs trials for mutants.py: imports the big packages of others once and forks for each trial.
+
+    {"tests": [ids], "seconds": 30}  ->  {"outcome": "killed", "by": "tests/unit/test_a.py::test"}
+
+One line of JSON each way. A trial imports our own files anew, so it sees the file that was changed on disk. What it
+leaves running is ended before the next one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.guard import adopt_orphans
+from tests.gate.selection import FOLDERS
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "aiohttp",
+    "hypothesis",
+    "pydantic",
+    "megatron.core",
+    "transformers",
+    "pytest_asyncio",
+)
+OPTIONS = [
+    "-q",
+    "-x",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:cov",
+    "-p",
+    "no:tests.gate.durations",
+    "-p",
+    "no:tests.gate.budget",
+    "--no-header",
+]
+
+
+class Chosen:
+    """pytest plug-in: keeps the tests of a list, in its order, and writes down the first that fails."""
+
+    def __init__(self, tests: list[str], failed: Path) -> None:
+        self._place = {test: n for n, test in enumerate(tests)}
+        self._failed = failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.nodeid in self._place]
+        items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self._failed.exists():
+            self._failed.write_text(report.nodeid, encoding="utf-8")
+
+
+def try_tests(tests: list[str], failed: Path, output: Path) -> int:
+    """In the forked process: pytest's exit code."""
+    with output.open("w") as out:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(out.fileno(), stream.fileno())
+    for name in [name for name in sys.modules if name.split(".")[0] in FOLDERS]:
+        del sys.modules[name]
+    files = dict.fromkeys(test.split("::")[0] for test in tests)
+    return int(pytest.main([*OPTIONS, *files], plugins=[Chosen(tests, failed)]))
+
+
+def end_all() -> None:
+    """Whatever a trial started, also what is in a session of its own: it was adopted by this process."""
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left)
+
+
+def trial(tests: list[str], seconds: float, folder: Path) -> dict[str, str]:
+    """`outcome`, and `by`: the test that failed, or how pytest ended without one (a file that cannot be imported)."""
+    failed, output = folder / "failed", folder / "output"
+    failed.unlink(missing_ok=True)
+    child = os.fork()
+    if not child:
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        try:
+            code = try_tests(tests, failed, output)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    handle = os.pidfd_open(child)
+    ended, _, _ = select.select([handle], [], [], seconds)
+    os.close(handle)
+    if not ended:
+        end_all()
+        return {"outcome": "timed out", "by": f"{seconds:.0f} s"}
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    end_all()
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise RuntimeError(output.read_text())
+    if code == pytest.ExitCode.OK:
+        return {"outcome": "survived", "by": ""}
+    return {"outcome": "killed", "by": failed.read_text() if failed.exists() else f"exit code {code}"}
+
+
+def serve() -> None:
+    adopt_orphans()
+    for name in HEAVY:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(trial(order["tests"], order["seconds"], Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

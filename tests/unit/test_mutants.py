@@ -1,0 +1,212 @@
+"""`make mutants`: what is drawn, what is left out, how a line finds its tests, and what a trial tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cosmic_ray.mutating import mutate_code
+from coverage import CoverageData
+
+from tests.gate.mutant_drawing import (
+    CatchNothing,
+    DropStatement,
+    Equivalents,
+    Mutant,
+    draw,
+    operators,
+    statement_lines,
+)
+from tests.gate.mutants import PASS, PLACES, CleanRun, Verdict, report
+from tests.gate.selection import ROOT, Reach
+
+CODE = '''"""Prose with 1 number."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    size: int | None = None
+
+    def fits(self, size: int | None, *rest: int) -> bool | None:
+        if self.size is None or size < 3:
+            return None
+        try:
+            left = self.size - size
+        except OSError.errno:
+            self.clear(
+                left,
+            )
+        return left > 0
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/box.py").write_text(CODE)
+    return tmp_path
+
+
+NONE = Equivalents({}, {})
+
+
+def lines(mutants: list[Mutant]) -> set[int]:
+    return {mutant.line for mutant in mutants}
+
+
+def test_each_line_of_code_is_drawn_once_and_prose_and_annotations_are_not(tree: Path) -> None:
+    drawn = draw(tree, ["pack"], 100, 1, NONE)
+    assert lines(drawn) == {6, 11, 14, 15, 16, 19}
+    assert len(drawn) == 6
+    for mutant in drawn:
+        compile(mutant.mutated, mutant.file, "exec")
+        assert mutant.function == ("Box" if mutant.line == 6 else "Box.fits")
+        assert mutant.mutated != CODE
+
+
+def test_a_seed_draws_the_same_again_and_another_seed_others(tree: Path) -> None:
+    assert draw(tree, ["pack/box.py"], 3, 1, NONE) == draw(tree, ["pack"], 100, 1, NONE)[:3]
+    assert len({tuple(m.key for m in draw(tree, ["pack"], 3, seed, NONE)) for seed in range(5)}) > 1
+
+
+def test_an_edit_elsewhere_draws_the_same(tree: Path) -> None:
+    before = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
+    (tree / "pack/box.py").write_text("\n\n" + CODE + "\n\ndef new() -> int:\n    return 7\n")
+    after = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
+    assert [key for key in after if key[1] != "new"] == before
+    assert len(after) == len(before) + 1
+
+
+def test_what_is_listed_as_equivalent_is_not_drawn(tree: Path) -> None:
+    chosen = draw(tree, ["pack"], 100, 1, NONE)[0]
+    assert chosen.key not in [m.key for m in draw(tree, ["pack"], 100, 1, Equivalents({chosen.key: ""}, {}))]
+    frozen = Equivalents({}, {"frozen=True": ""})
+    assert all(
+        "frozen=False" not in m.after for seed in range(9) for m in draw(tree, ["pack"], 100, seed, frozen)
+    )
+    assert any("frozen=False" in m.after for seed in range(9) for m in draw(tree, ["pack"], 100, seed, NONE))
+
+
+def test_an_equivalent_mutant_whose_line_has_gone_is_told(tree: Path) -> None:
+    here = ("pack/box.py", "Box.fits", "return left > 0", "return left >= 0")
+    gone = ("pack/box.py", "Box.fits", "return left > 1", "return left >= 1")
+    moved = ("pack/away.py", "", "a = 1", "a = 2")
+    told = Equivalents(dict.fromkeys((here, gone, moved), ""), {}).stale(tree)
+    assert told == [
+        "pack/box.py: Box.fits: no longer there: return left > 1",
+        "pack/away.py: : no longer there: a = 1",
+    ]
+
+
+def test_the_shipped_list_is_read_and_gives_reasons() -> None:
+    shipped = Equivalents.read()
+    assert all(shipped.entries.values()) and all(shipped.anywhere.values())
+    assert all((ROOT / place).exists() for place in PLACES)
+
+
+@pytest.mark.parametrize("operator", [DropStatement(), CatchNothing()])
+def test_our_own_changes_are_those_of_their_examples(operator: DropStatement | CatchNothing) -> None:
+    for example in operator.examples():
+        assert mutate_code(example.pre_mutation_code, operator, 0) == example.post_mutation_code
+    assert type(operator) in [type(one) for family in operators().values() for one in family]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [(11, range(11, 12)), (14, range(14, 15)), (17, range(16, 19)), (10, range(10, 11))]
+)
+def test_a_statement_has_all_its_lines_and_a_block_its_head(line: int, expected: range) -> None:
+    assert statement_lines(CODE, line) == expected
+
+
+def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "rlsys/box.py": CODE,
+        "tests/unit/helper.py": "import rlsys.box\n",
+        "tests/unit/test_box.py": "from rlsys import box\n",
+        "tests/unit/test_far.py": "import helper\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    near, other, far, away = (
+        "tests/unit/test_box.py::test_a",
+        "tests/unit/test_box.py::test_b",
+        "tests/unit/test_far.py::test[a::b]",
+        "tests/unit/test_away.py::test",
+    )
+    clean = CleanRun(tmp_path, {far: 0.1, near: 5.0, other: 1.0, away: 0.1})
+    monkeypatch.setattr(CleanRun, "running", lambda self, file, lines: {near, far} if 14 in lines else set())
+    mutant = Mutant("rlsys/box.py", 14, "Box.fits", "", "", "")
+    assert clean.order(mutant, CODE, Reach(tmp_path)) == [near, far, other]
+
+
+def test_a_line_knows_the_tests_that_ran_it(tmp_path: Path) -> None:
+    data = CoverageData(str(tmp_path / "coverage"))
+    for context, lines in {"test_a.py::test[x|y]|run": [1, 2], "test_b.py::test|setup": [2], "": [3]}.items():
+        data.set_context(context)
+        data.add_lines({"rlsys/box.py": lines})
+    data.write()
+    clean = CleanRun(tmp_path, {"test_a.py::test[x|y]": 1.0, "test_b.py::test": 1.0})
+    assert clean.running("rlsys/box.py", range(2, 4)) == {"test_a.py::test[x|y]", "test_b.py::test"}
+    assert clean.running("rlsys/box.py", range(1, 2)) == {"test_a.py::test[x|y]"}
+    assert clean.running("rlsys/box.py", range(3, 4)) == clean.running("rlsys/no.py", range(1, 4)) == set()
+
+
+TRIALS = """
+import json, sys
+from pathlib import Path
+import psutil
+from launch.guard import adopt_orphans
+from tests.gate.mutant_server import trial
+
+adopt_orphans()
+for tests, seconds in json.loads(sys.argv[1]):
+    told = trial(tests, seconds, Path.cwd())
+    print(told["outcome"], told["by"], len(psutil.Process().children()))
+"""
+
+
+def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import subprocess\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "def test_worse(): assert False\n"
+        "def test_endless():\n"
+        "    subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "    while True: pass\n"
+    )
+    (tmp_path / "test_b.py").write_text("import no_such_module\ndef test(): pass\n")
+    good, bad, worse, endless = (f"test_a.py::test_{name}" for name in ("good", "bad", "worse", "endless"))
+    asked = [([good], 60), ([worse, good, bad], 60), (["test_b.py::test"], 60), ([good, endless], 3)]
+    done = subprocess.run(
+        [sys.executable, "-c", TRIALS, json.dumps(asked)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [
+        "survived  0",
+        f"killed {worse} 0",
+        "killed exit code 2 0",
+        "timed out 3 s 0",
+    ], done.stderr
+
+
+def verdicts(*outcomes: str) -> list[Verdict]:
+    return [Verdict(Mutant("a.py", 1, "", "", "", ""), outcome, "", 1, 1.0) for outcome in outcomes]
+
+
+def test_the_last_line_has_the_counts_and_the_share() -> None:
+    told = report(verdicts(*["killed"] * 16, "timed out", "survived", "survived", "survived"))
+    assert (
+        told == f"20 mutants: 16 killed, 1 timed out, 3 survived; 85.0% noticed, at least {PASS:.0%} expected"
+    )
