@@ -83,7 +83,9 @@ class Bench:
         return sum(len(m.tokens) for m in self.batch)
 
     def step(self) -> None:
-        self.trainer.update(self.batch, partial(micro_loss, self.objective), LR, self.denominator)
+        self.trainer.update(
+            self.batch, partial(micro_loss, self.objective, compare=True), LR, self.denominator
+        )
 
     def logprobs(self) -> None:
         self.trainer.passes.score(self.batch)

@@ -62,12 +62,15 @@ def train_step(
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
-        metrics |= {"replayed": len(due), **learn(trainer, objective, plan, again, [plan.rows], sums)}
+        metrics |= {
+            "replayed": len(due),
+            **learn(trainer, objective, plan, again, [plan.rows], sums, first=False),
+        }
 
     of_loss = objective.metrics(sums) if sums else {}
     objective.after_version(trainer.named_parameters(), of_loss.get("active_share", 1.0))
     metrics |= of_loss
-    for name in ("mismatch", "mismatch_kept") if sums else ():
+    for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
         metrics |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
     return metrics
 
@@ -80,12 +83,14 @@ def learn(
     updates: Sequence[list[int]],
     sums: dict[str, Tensor],
     epochs: int = 1,
+    *,
+    first: bool = True,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
 
     Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
     passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
-    added. Adds to `sums`; returns the last update's figures.
+    added. Adds to `sums`; returns the last update's figures. `first`: no update of this step came before.
     """
     figures: dict[str, object] = {}
     batches = ready(trainer, objective, plan, taken, updates)
@@ -101,6 +106,7 @@ def learn(
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.now = logp
         objective.prepare(batch, trainer.passes.sum_over_dp)
+        loss = partial(micro_loss, objective, compare=first and i == 0)
         of_critic: dict[str, object] = {}
         if critic is not None:
             of_critic = critic.improve(objective, batch, rate, share)
@@ -109,7 +115,7 @@ def learn(
                 continue
 
         lr = rate * objective.lr_factor(plan, rows)
-        done = trainer.update(batch, partial(micro_loss, objective), lr, denominator=share)
+        done = trainer.update(batch, loss, lr, denominator=share)
         objective.after_step(trainer.named_parameters(), objective.metrics(done.sums))
 
         skipped += done.skipped
@@ -229,9 +235,17 @@ def _score_with(
 # -- loss ---------------------------------------------------------------------------------------------------
 
 
-def micro_loss(objective: Objective, scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss sum of one packed micro-batch, and sums for the metrics."""
+def micro_loss(
+    objective: Objective, scores: Scores, micro: MicroBatch, *, compare: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss sum of one packed micro-batch, and sums for the metrics.
+
+    `compare`: the weights are still those that start the step, so that log-probs must be those of the engine. After
+    an update the same difference says how far the weights have moved.
+    """
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
+    if not compare:
+        return loss, sums
     gaps = (scores.logp.detach() - micro.mu).abs()
     for name, tokens in (("mismatch", micro.comparable), ("mismatch_kept", micro.carried_over)):
         gap = gaps[tokens]
@@ -263,7 +277,7 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
     for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
         objective.prepare(batch, trainer.passes.sum_over_dp)
-        trainer.passes.accumulate(batch, partial(micro_loss, objective))
+        trainer.passes.accumulate(batch, partial(micro_loss, objective, compare=True))
     early.group_ids |= {g.group_id for g in part.groups}
     early.samples += sum(len(g.samples) for g in part.groups)
     early.seconds += time.monotonic() - start

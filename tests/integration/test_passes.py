@@ -168,13 +168,13 @@ def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[flo
     sums: list[Tensor] = []
 
     def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        total, _ = micro_loss(objective, scores, micro)
+        total, _ = micro_loss(objective, scores, micro, compare=True)
         sums.append(total.detach())
         return total / plan.denominator, {}
 
     trainer.passes.accumulate(first, loss)
     grads = torch.cat([p.main_grad.flatten().clone() for p in dict(trainer.named_parameters()).values()])  # type: ignore[attr-defined]
-    trainer.update([], partial(micro_loss, objective), 0.0, denominator=1.0)
+    trainer.update([], partial(micro_loss, objective, compare=True), 0.0, denominator=1.0)
     trainer.passes.score = plain  # type: ignore[method-assign]
     return float(sum(sums)) / plan.denominator, grads, sum(scored)
 

@@ -310,6 +310,18 @@ def test_a_step_in_portions_is_the_step(outcomes: dict[str, Any]) -> None:
             assert early[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+def test_an_update_that_came_before_is_no_mismatch(start: Callable[..., Any]) -> None:
+    """Trainer and engine are compared by the weights that sampled: in a step's first update, however far it moves."""
+    seen = []
+    for lr in (1e-30, 1e-2):
+        trainer, objective = start("algo.minibatches=2", "algo.epochs=2", lr=lr)
+        seen.append(train_step(trainer, objective, cases.single_rewards(cases.recorded())))
+    still, moving = seen
+    assert moving["policy_kl"] > 100 * still["policy_kl"]
+    assert sum(still["mismatch_hist"]) > 0
+    assert moving["mismatch_hist"] == still["mismatch_hist"]
+
+
 def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., Any]) -> None:
     """All groups early, none left for the take: the update still comes; and the next step begins afresh."""
     taken = cases.single_rewards(cases.recorded())
