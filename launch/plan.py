@@ -85,6 +85,10 @@ class Plan:
         stacks = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
         return {**base, **self.shared.get(role.kind, {}), **stacks, **role.env}
 
+    def pool(self) -> list[Role]:
+        """Of each engine that the router knows, the role that answers for it."""
+        return [r for r in self.roles if r.kind == "engine" and r.unit.startswith("engine-") and r.ready_url]
+
     def unit(self, name: str) -> list[Role]:
         return [role for role in self.roles if role.unit == name]
 

@@ -6,7 +6,8 @@
     node      is gone: Slurm requeues the job; with Ray everything is ended, and started again on other nodes
 
 A role that never worked, or that says itself why it cannot go on, is not restarted; the others wait longer each time,
-and after launch.max_restarts without a train step the run stops. The supervisor is the only owner of restarts:
+and after launch.max_restarts without a train step the run stops, or goes on without the engine that it was while
+launch.min_engines are left. The supervisor is the only owner of restarts:
 neither torchrun nor an engine nor a scheduler's actor restarts anything.
 """
 
@@ -17,6 +18,7 @@ import signal
 import time
 from collections import Counter
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from launch import diagnosis
 from launch.backends import Backend
@@ -27,7 +29,7 @@ from launch.rundir import RunDir, write_whole
 from launch.status import last_lines
 from launch.stops import NodeLost, Stopped, StopSignals
 from rlsys.config import Config
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs import coordinator
 from rlsys.obs.metrics import MetricsTail
 
@@ -73,6 +75,8 @@ class Supervisor:
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
         """Of each unit, since the last train step."""
+        self._given_up: set[str] = set()
+        """Units of engines that the run goes on without."""
         self._starts = run_dir.starts
         self._hurried = False
         self._unsaid = 0
@@ -133,6 +137,8 @@ class Supervisor:
 
     def _died(self, process: RoleProcess) -> bool:
         """Engines and the rollout process end when they are told to, never by themselves."""
+        if process.role.unit in self._given_up:
+            return False
         code = process.exit_code
         return code is not None and (code != 0 or process.role.kind != "trainer")
 
@@ -152,7 +158,8 @@ class Supervisor:
         says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.own_words)
         never_worked = not first.ready and not before
         if says_why or never_worked or before >= self._config.launch.max_restarts:
-            raise error
+            self._go_on_without(first.role, error)
+            return
         self._restarts[unit] += 1
         units = {p.role.unit for p in dead}
         if "rollout" in units:  # the trainer's place in the step is lost with it
@@ -161,6 +168,30 @@ class Supervisor:
         also = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
         self._say(f"{first.role.name} died (exit code {first.exit_code}); restart {before + 1}{also}")
         self._restart(units, wait)
+
+    def _go_on_without(self, role: Role, error: RlsysError) -> None:
+        """Give up an engine that the run can spare; else raises the error."""
+        engines = {r.unit for r in self._plan.pool()}
+        left = len(engines) - len(self._given_up) - 1
+        fewest = self._config.launch.min_engines
+        if fewest is None or role.unit not in engines or left < fewest:
+            raise error
+        self._given_up.add(role.unit)
+        self._say(
+            f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}): {error}"
+        )
+        self._end([p for p in self._processes.values() if p.role.unit == role.unit], now=True)
+        self._tell_given_up()
+
+    def _tell_given_up(self) -> None:
+        """The rollout process must not wait for them; one that starts later is told when it is ready."""
+        rollout = self._processes.get("rollout")
+        if rollout and rollout.ready and rollout.role.ready_url:
+            for role in self._plan.pool():
+                if role.unit in self._given_up:
+                    engine = quote((role.ready_url or "").removesuffix("/health"), safe="")
+                    url = rollout.role.ready_url.replace("/status", f"/leave_out?engine={engine}")
+                    self._get(url, data=b"")
 
     def _settled(self) -> list[RoleProcess]:
         """Who is dead. Roles fall like dominoes, and a dying one is often noticed by the others first: give them a
@@ -217,14 +248,15 @@ class Supervisor:
         if code == OK:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
+            if role.kind == "rollout":
+                self._tell_given_up()
         elif code == NOT_YET and role.kind == "rollout":
             self._tell_opening(body.decode(errors="replace"))
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             if not self._restarts[role.unit]:
-                raise process.failure(
-                    f"did not answer within engine.start_timeout = {role.start_timeout:g} s"
-                )
-            if not process.late:
+                words = f"did not answer within engine.start_timeout = {role.start_timeout:g} s"
+                self._go_on_without(role, process.failure(words))
+            elif not process.late:
                 self._say(
                     f"{role.name}: no answer within engine.start_timeout = {role.start_timeout:g} s; ended"
                 )

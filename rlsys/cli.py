@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from launch.plan import Node, Plan, Ports, build_eval_plan, build_plan, build_sf
 from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
+from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.supervisor import Supervisor
@@ -34,6 +34,7 @@ from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
+from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
 from rlsys.obs.report import summary_table, write_report
@@ -110,19 +111,36 @@ def supervise(config: Config, make_plan: Callable[[Backend], Plan]) -> None:
         contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
         make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
     ):
-        for losses in itertools.count(1):
+        losses, reached = 0, -1
+        while True:
             try:
                 Supervisor(config, make_plan(backend), backend, run_dir, display, stop).run()
                 return
             except NodeLost as lost:
-                if losses > config.launch.max_restarts:
+                step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0
+                losses, reached = (1, step) if step > reached else (losses + 1, reached)
+                if losses > config.launch.max_restarts:  # without a train step between them
                     raise
                 display.phase(f"node {lost.name} is gone; waiting for another")
                 backend.replace_nodes(lambda: stop.count > 0)
             except Stopped as stopped:
                 if stopped.number == signal.SIGUSR1 or backend.preempted():  # go on in another session
-                    backend.requeue()
+                    if may_requeue(run_dir.path, progress(run_dir.path), config.launch.max_restarts):
+                        backend.requeue()
+                    else:
+                        most = config.launch.max_restarts
+                        display.phase(f"no requeue: {most} in a row brought nothing (launch.max_restarts)")
                 raise
+
+
+def progress(run: Path) -> int:
+    """Tokens in the ledger of a run that has stopped; without one, its train steps."""
+    from rlsys.rollout.reader import RunReader
+
+    try:
+        return sum(RunReader(run).ledger().tokens.values())
+    except UserError:  # nothing was generated: fine-tuning, or not begun
+        return read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
 
 
 def show_report(run_dir: Path) -> None:

@@ -117,6 +117,10 @@ class Config(Section):
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
                 f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
             )
+        if (fewest := self.launch.min_engines) is not None and fewest > self.engine.count:
+            raise ValueError(
+                f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"
+            )
         if t.token_budget < r.max_response_tokens:
             raise ValueError(
                 f"trainer.token_budget = {t.token_budget} cannot hold one response of "

@@ -294,6 +294,9 @@ class LaunchConfig(Section):
     """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL; no longer checkpoint is begun."""
     max_restarts: NonNegative = 3
     """Restarts of a role without a train step between them; one more death stops the run."""
+    min_engines: Positive | None = None
+    """The run goes on without engines that do not come up, or die too often, while so many are left; by default it
+    needs all."""
     srun_args: list[str] = Field(default_factory=list)
     """Further arguments of each role's srun, as of a container plug-in; used by the backend slurm."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900.0

@@ -31,6 +31,8 @@ class PipedKeeper:
 
     def order(self, order: bytes) -> None:
         assert self._process.stdin is not None
+        if self._process.stdin.closed:  # released: it has ended
+            return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(order)
             self._process.stdin.flush()

@@ -2,17 +2,20 @@
 
 Each keeper is a step of its own (srun), shielded from the job's signals. A scheduler that takes the nodes back with a
 grace time sends SIGTERM to all steps at once and to the batch script only at the end, so one more step does nothing
-but wait for it: the sentinel. Its end is how the supervisor hears of a preemption or an scancel. Near the time limit
-`--signal=B:USR1@SECONDS` reaches the batch script itself.
+but wait for it: the sentinel. That a SIGTERM ends it is how the supervisor hears of a preemption or an scancel; when
+it ends otherwise (a step limit, no memory) it is started again. Near the time limit `--signal=B:USR1@SECONDS` reaches
+the batch script itself.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,10 @@ from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 
+TAKEN = 128 + signal.SIGTERM
+"""Exit code of an srun whose task the scheduler ended."""
+LONGEST_WAIT = 60.0
+"""Between two starts of a sentinel that does not stay."""
 CLIENT_SECONDS = 60.0
 """Slurm's commands hang for minutes when its controller is gone."""
 
@@ -55,6 +62,8 @@ class SlurmBackend:
         self._srun_args = config.launch.srun_args
         self._lock_fd = lock_fd
         self._sentinel: PipedKeeper | None = None
+        self._post_sentinel: Callable[[], PipedKeeper]
+        self._next_sentinel, self._sentinel_wait = 0.0, 1.0
 
     def free_ports(self, node: int, n: int) -> list[int]:
         if node == 0:
@@ -64,13 +73,24 @@ class SlurmBackend:
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
         if self._sentinel is None:
-            wait = [*self._srun(0), "sleep", "infinity"]
-            self._sentinel = PipedKeeper(wait, env, log.with_name("scheduler.log"), self._lock_fd)
+            self._post_sentinel = lambda: PipedKeeper(
+                [*self._srun(0), "sleep", "infinity"], env, log.with_name("scheduler.log"), self._lock_fd
+            )
+            self._sentinel = self._post_sentinel()
         keeper = keeper_command(role, self._grace, shielded=True)
         return PipedKeeper([*self._srun(role.node), *self._srun_args, *keeper], env, log, self._lock_fd)
 
     def preempted(self) -> bool:
-        return self._sentinel is not None and self._sentinel.exit_code is not None
+        if self._sentinel is None or (code := self._sentinel.exit_code) is None:
+            return False
+        if code == TAKEN:
+            return True
+        if time.monotonic() >= self._next_sentinel:
+            self._sentinel.release()
+            self._sentinel = self._post_sentinel()
+            self._next_sentinel = time.monotonic() + self._sentinel_wait
+            self._sentinel_wait = min(2 * self._sentinel_wait, LONGEST_WAIT)
+        return False
 
     def lost_node(self) -> None:
         """Slurm ends such a job and requeues it."""

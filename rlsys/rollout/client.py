@@ -43,22 +43,22 @@ class RolloutClient:
 
     def wait_ready(self, timeout: float) -> None:
         """Until the rollout process answers and its engines do. RunError after `timeout` seconds, which begin anew
-        whenever the opening of its ledger has gone on: that may take as long as it takes."""
-        deadline, opened = time.monotonic() + timeout, ""
-        missing = "it does not answer"
+        whenever something has changed: an engine has come, or is left out, or the opening of the ledger has gone on.
+        """
+        deadline, missing, before = time.monotonic() + timeout, "it does not answer", ""
         while time.monotonic() < deadline:
             try:
                 code, body = self._http("GET", "/status", None, PROBE_TIMEOUT)
                 if code == OPENING_STATUS:
                     missing = body.decode(errors="replace")
-                    if missing != opened:
-                        deadline, opened = time.monotonic() + timeout, missing
                 elif (status := self._status(code, body))["engines_ready"]:
                     return
                 else:
                     missing = f"its engines are {status['engines']}"
             except RunError:
                 missing = "it does not answer"
+            if missing != before:
+                deadline, before = time.monotonic() + timeout, missing
             time.sleep(POLL_SECONDS)
         raise RunError(f"rollout process at {self._url} not ready after {timeout:g} s: {missing}")
 

@@ -50,8 +50,16 @@ R = TypeVar("R")
 log = logging.getLogger("rlsys.rollout")
 
 
-def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -> web.Application:
-    """The HTTP side of a manager. `ready`: whether every engine has answered. Commands carry the key of `owner`."""
+def make_app(
+    manager: RolloutManager,
+    ready: Callable[[], bool],
+    owner: Owner,
+    leave_out: Callable[[str], None] | None = None,
+) -> web.Application:
+    """The HTTP side of a manager. `ready`: whether every engine has answered. Commands carry the key of `owner`.
+
+    `leave_out`: told the URL of an engine that will not come; None for a pool that nobody watches.
+    """
     access = Access(owner)
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
@@ -70,6 +78,12 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         await manager.leave(float(request.query["seconds"]))
         return web.json_response(manager.status())
 
+    async def go_without(request: web.Request) -> web.Response:
+        access.check_key(request)
+        assert leave_out is not None
+        leave_out(request.query["engine"])
+        return web.json_response(manager.status())
+
     def command(
         kind: type[R], run: Callable[[R], Awaitable[Result]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -80,7 +94,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         [
             web.get("/status", status),
             web.get("/ledger", ledger),
-            web.post("/leave", leave),  # the supervisor's only command
+            web.post("/leave", leave),  # a command of the supervisor
             web.post("/restore", command(StepRequest, lambda r: manager.restore(r.train_step))),
             web.post("/early", command(StepRequest, lambda r: manager.early(r.train_step))),
             web.post("/take", command(StepRequest, lambda r: manager.take(r.train_step))),
@@ -92,6 +106,8 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
             web.post("/commit", command(StepRequest, lambda r: manager.commit(r.train_step))),
         ]
     )
+    if leave_out is not None:
+        app.add_routes([web.post("/leave_out", go_without)])
     return app
 
 
@@ -164,6 +180,13 @@ class EngineWatch:
         self.ready = True
         await self._router.watch()
 
+    def leave_out(self, url: str) -> None:
+        """It will not come: the run goes on with the others. Once more is no mistake."""
+        if engine := next((e for e in self._engines if e.url == url), None):
+            log.warning("%s does not come up; going on without it", url)
+            self._engines.remove(engine)
+            self._router.remove_engine(url)
+
 
 async def serve(config: Config, port: int, urls: list[str], reference: str | None, owner: Owner) -> None:
     """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one.
@@ -220,8 +243,9 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
                 asked = ", ".join(str(p.index) for p in scorer.scoring) or "none"
                 return f"data.reward = {config.data.reward} in flight for prompts: {asked}"
 
+            app = make_app(manager, lambda: watch.ready, owner, watch.leave_out)
             with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
-                await _serve_until(stop, make_app(manager, lambda: watch.ready, owner), port, watch.run())
+                await _serve_until(stop, app, port, watch.run())
             log.info("stopping: parking what is in flight")
             try:
                 async with asyncio.timeout(config.launch.grace_seconds / 2):

@@ -186,7 +186,8 @@ class Dispatcher:
         try:
             await call
         except (*DeadEngine, EngineError) as e:
-            log.warning("%s: %s", engine.url, e or type(e).__name__)
+            engine.failure = str(e) or type(e).__name__
+            log.warning("%s: %s", engine.url, engine.failure)
             engine.died()
             return False
         return True

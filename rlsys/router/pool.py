@@ -29,6 +29,8 @@ a second: that is half a minute, half of what an interrupt waits: one or two may
 process answers them (/model_info) by itself, whatever its scheduler, another process, computes: no prefill, however
 long, keeps it from answering. A scheduler that hangs alone is left to the server's own watchdog.
 """
+MOST_FRUITLESS = 5
+"""Pushes in a row that an engine may miss while it answers probes."""
 RESTING, RESTING_CACHE = "resting", "resting-cache"
 """Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
 the mark outlives a rollout process; to take back what was not given would kill it."""
@@ -80,6 +82,8 @@ class EngineState:
     counting: bool = False  # else the count starts anew with the next push
     deaths: int = 0
     silent: int = 0  # probes in a row without an answer
+    failure: str = ""  # of the last call to it that failed, in words
+    fruitless: int = 0  # pushes in a row, to one process, that it answered and did not get through
     _counter_start: int = 0
 
     @property
@@ -124,6 +128,7 @@ class EngineState:
         """Its weights are known, and those that push asked for."""
         self.version = version
         self.pushed.add(version)
+        self.fruitless = 0
         self.breaker.succeeded()
         self.attested.set()
 
@@ -134,6 +139,7 @@ class EngineState:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 reported = await self.client.weight_version()
         except NobodyListens:
+            self.fruitless = 0  # what comes up here next is another process
             if self.alive or self.flights:
                 self.died()
             return
@@ -157,7 +163,9 @@ class EngineState:
         if expected not in (NEVER, reported):
             self.lost_weights()
         if not self.alive:
-            self.alive, self.quarantined = True, None
+            self.alive = True
+            if not self.hopeless:
+                self.quarantined = None
         if self.trusted and self.version == NEVER:
             self.version = reported
             self.pushed.add(reported)
@@ -209,6 +217,18 @@ class EngineState:
         else:
             self.lost_now = max(0, self.generated - self.received)
 
+    def missed_push(self) -> None:
+        """It answers, and yet a push did not get through. One more than a few, and nobody tries again: each takes the
+        trainer's time, and new versions look like progress."""
+        self.fruitless += 1
+        if self.hopeless:
+            self.quarantined = f"{self.fruitless} pushes in a row failed, the last with: {self.failure}"
+
+    @property
+    def hopeless(self) -> bool:
+        """Until another process has taken its place."""
+        return self.fruitless >= MOST_FRUITLESS
+
     @property
     def lost(self) -> int:
         """Tokens that it made, as of the last count, and nobody received."""
@@ -217,7 +237,7 @@ class EngineState:
     @property
     def state(self) -> str:
         """For people."""
-        if not self.alive:
+        if not self.alive and not self.hopeless:
             return f"dead: {self.refusal[:300]}" if self.refusal else "dead"
         if self.quarantined is not None:
             return f"quarantined: {self.quarantined}"

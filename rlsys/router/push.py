@@ -1,8 +1,8 @@
 """The order of a weight push, in one place (docs/architecture.md); every step of it has a time limit.
 
 A push may fail half-way. An engine that fails a step, or dies, is without weights from then on and gets the next
-push to stale engines: it is rolled forward. One that answers with other log-probs than the trainer's is quarantined
-until it is restarted. Neither serves meanwhile.
+push to stale engines: it is rolled forward, a few times. One that answers with other log-probs than the trainer's is
+quarantined until it is restarted. Neither serves meanwhile.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class WeightPush:
                         break
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
+            for engine, ok in zip(targets, ready, strict=True):
+                if not ok:
+                    engine.missed_push()
         except TimeoutError:
             raise RunError(
                 f"no engine was there for weight version {version} within {self._patience:g} s: {states(self._pool)}"
@@ -94,6 +97,9 @@ class WeightPush:
         await asyncio.gather(
             *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
         )
+        for engine in pushing:
+            if engine.version != version and engine.quarantined is None:
+                engine.missed_push()
         self._raise_if_hopeless()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -109,6 +110,8 @@ class DiskFolders:
         self._root = config.run.dir.resolve() / "weights"
         self._delta = config.weights.method == "disk_delta"
         self._digests: dict[str, bytes] = {}
+        self._reading: dict[Path, set[str]] = {}
+        """URLs of engines that were asked to load a folder and gave no answer."""
         self._version = -1
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket, receivers: Receivers) -> int:
@@ -122,12 +125,20 @@ class DiskFolders:
             tensors = chain([first], tensors)
         write_hf(folder, self._source, tensors)
         body = {"model_path": str(folder), "flush_cache": False}
+        asked = {engine.url for engine in receivers.present}
         receivers.settle(receivers.ask("/update_weights_from_disk", [body] * len(receivers.present)))
         self._version = ticket.weight_version
-        for old in self._root.iterdir():
-            if old != folder:
-                shutil.rmtree(old)
+        self._delete_read(folder, asked, {engine.url for engine in receivers.present})
         return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+    def _delete_read(self, folder: Path, asked: set[str], loaded: set[str]) -> None:
+        """What nobody reads any more goes. Who did not answer may still be at it, until it has loaded a later one."""
+        for readers in self._reading.values():
+            readers -= loaded
+        self._reading[folder] = asked - loaded
+        for old in self._root.iterdir():
+            if old != folder and not self._reading.get(old):
+                shutil.rmtree(old)
 
     def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:

@@ -175,7 +175,16 @@ class GroupTransport:
         """
         assert self._group is not None
         _abort(self._group)
-        self._group, refusal, before = None, None, len(receivers.present)
+        self._group, before = None, len(receivers.present)
+        refusal = self._leave_out_gone(receivers, answers)
+        self._members = []
+        if len(receivers.present) == before:
+            raise refusal or RunError("the broadcast of weights failed, and every engine is there")
+
+    def _leave_out_gone(self, receivers: Receivers, answers: dict[str, Future[None]]) -> RunError | None:
+        """Waits for all answers. A refusal, the last of them, is for the caller: who waited for one that has gone
+        refuses, too."""
+        refusal = None
         for engine in list(receivers.present):
             try:
                 answers[engine.url].result()
@@ -183,12 +192,19 @@ class GroupTransport:
                 receivers.leave_out(engine, e)
             except RunError as e:
                 refusal = e
-        self._members = []
-        if len(receivers.present) == before:
-            raise refusal or RunError("the broadcast of weights failed, and every engine is there")
+        return refusal
 
     def _open(self, receivers: Receivers) -> None:
+        """A group with all who are there; who goes while it joins is left out, and the others join another one."""
         self.close()
+        while receivers.present and not self._joined(receivers):
+            pass
+        self._members = list(receivers.present)
+
+    def _joined(self, receivers: Receivers) -> bool:
+        """Whether every engine is in the new group; when not, somebody has gone, and there is none. Raises RunError
+        when it failed although all are there.
+        """
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         host = address_towards(receivers.present[0].url)
         with socket.socket() as s:
@@ -203,13 +219,21 @@ class GroupTransport:
             for _, offset in zip(receivers.present, offsets, strict=False)
         ]  # fmt: skip
         answers = receivers.ask("/init_weights_update_group", bodies)
+        failure = ""
         try:
             self._group = _join(backend, host, port, world, self._name)
         except (RuntimeError, TimeoutError) as e:
-            receivers.settle(answers)
-            raise RunError(f"no process group with {len(answers)} engines at {host}:{port}: {e}") from None
-        receivers.settle(answers)
-        self._members = list(receivers.present)
+            failure = f"no process group with {len(answers)} engines at {host}:{port}: {e}"
+        before = len(receivers.present)
+        refusal = self._leave_out_gone(receivers, answers)
+        if len(receivers.present) < before:  # the others waited for it in vain
+            if self._group is not None:
+                _abort(self._group)
+                self._group = None
+            return False
+        if failure or refusal:
+            raise refusal or RunError(failure)
+        return True
 
     def _body(self, bucket: Bucket) -> dict[str, Any]:
         return {

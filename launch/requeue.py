@@ -1,0 +1,35 @@
+"""Whether a run that is preempted may ask for another session: not for ever without getting anywhere.
+
+RUN/requeues.json   {progress, without}: the progress at the last requeue, and how many came since it grew
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launch.rundir import write_whole
+
+FILE_NAME = "requeues.json"
+
+
+def may_requeue(run_dir: Path, progress: int, most: int) -> bool:
+    """Counts this requeue. False when `most` in a row came without progress in between, and nothing is counted then.
+
+    progress: a number that grows with what is on disk for good, as tokens in the ledger.
+    """
+    before, without = _last(run_dir)
+    without = 0 if progress > before else without + 1
+    if without > most:
+        return False
+    write_whole(run_dir / FILE_NAME, json.dumps({"progress": max(progress, before), "without": without}))
+    return True
+
+
+def _last(run_dir: Path) -> tuple[int, int]:
+    """An unreadable file counts as none: it is only a limit."""
+    try:
+        found = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
+        return int(found["progress"]), int(found["without"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1, 0

@@ -1,0 +1,241 @@
+"""What must not go on for ever, and what must not end a run: pushes, joins, engines, requeues."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.backends.slurm import SlurmBackend
+from launch.plan import Role
+from launch.requeue import may_requeue
+from rlsys.config import Config
+from rlsys.errors import RlsysError, RunError
+from rlsys.types import EngineAddress
+from rlsys.weights import transports
+from rlsys.weights.receivers import Gone, Receivers
+from tests.helpers.router_rig import routing
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
+
+# -- pushes that get nowhere (review 9) ----------------------------------------------------------------------
+
+
+class SlowCanary(ScriptedEngine):
+    """Its first pass after a load compiles for longer than anybody waits."""
+
+    async def answer(self, path: str, body: Any) -> Any:
+        if path.startswith("/generate") and body.get("logprob_start_len") == 0:
+            await asyncio.sleep(90)
+        return await super().answer(path, body)
+
+
+@pytest.mark.virtual_clock
+async def test_pushes_that_never_get_through_stop_the_run_with_a_sentence() -> None:
+    """Before: 18 pushes in 25 minutes, growing versions, and no engine ever served."""
+    async with routing(SlowCanary("http://e0:1")) as stage:
+        await asyncio.sleep(2)
+        with pytest.raises(
+            RunError, match=r"e0:1 quarantined: 5 pushes in a row failed, the last with: Time"
+        ):
+            for _ in range(100):
+                await asyncio.sleep(1)
+                if stage.version == 0 or stage.router.stale_engines:
+                    await stage.push(only_stale=stage.version > 0)
+
+
+@pytest.mark.virtual_clock
+async def test_another_process_in_its_place_is_tried_again() -> None:
+    bad, good = SlowCanary("http://e0:1"), ScriptedEngine("http://e1:1")
+    async with routing(bad, good) as stage:
+        await asyncio.sleep(2)
+        await stage.push()
+        for _ in range(500):
+            await asyncio.sleep(1)
+            if stage.router.stale_engines:
+                await stage.push(only_stale=True)
+        state = stage.router.engine_states()
+        assert state["http://e0:1"].startswith("quarantined: 5 pushes in a row failed")
+        assert state["http://e1:1"] == "version 1"
+        bad.die()
+        await asyncio.sleep(60)
+        bad.restart()
+        while not stage.router.stale_engines:
+            await asyncio.sleep(1)
+
+
+# -- a join that fails (review 10) ---------------------------------------------------------------------------
+
+
+class Group:
+    """Stands for a process group."""
+
+
+def answered(error: Exception | None) -> Future[None]:
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
+@pytest.fixture
+def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """World sizes of the groups that rank 0 tried to join; engine e1 is gone, and with it a join fails."""
+    worlds: list[int] = []
+
+    def join(_backend: str, _host: str, _port: int, world: int, _name: str) -> Any:
+        worlds.append(world)
+        if world == 3:
+            raise RuntimeError("a peer is missing")
+        return Group()
+
+    def ask(receivers: Receivers, _path: str, _bodies: Any) -> dict[str, Future[None]]:
+        missing = any("e1" in e.url for e in receivers.present)
+        refusal = RunError("400: timed out in the join") if missing else None
+        return {
+            e.url: answered(Gone("connection refused") if "e1" in e.url else refusal)
+            for e in receivers.present
+        }
+
+    monkeypatch.setattr(transports, "_join", join)
+    monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
+    monkeypatch.setattr(Receivers, "ask", ask)
+    return worlds
+
+
+def test_an_engine_that_dies_in_the_join_is_left_out(joins: list[int]) -> None:
+    """Before: a RunError of the trainer, which nobody restarts."""
+    group = transports.GroupTransport()
+    with Receivers([EngineAddress(f"http://e{i}:1", 1, -1) for i in range(2)]) as receivers:
+        group.begin(receivers)
+        assert [e.url for e in receivers.present] == ["http://e0:1"]
+    assert joins == [3, 2]
+
+
+def test_a_join_that_fails_with_everybody_there_is_an_error(
+    joins: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = {f"http://e{i}:1": answered(RunError("400: no NCCL here")) for i in range(2)}
+    monkeypatch.setattr(Receivers, "ask", lambda *_: refused)
+    group = transports.GroupTransport()
+    engines = [EngineAddress(url, 1, -1) for url in refused]
+    with Receivers(engines) as receivers, pytest.raises(RunError, match="no NCCL here"):
+        group.begin(receivers)
+
+
+# -- an engine that the run can spare ------------------------------------------------------------------------
+
+
+def stage_with(tmp_path: Path, **launch: Any) -> Stage:
+    stage = Stage(tmp_path)
+    engine = stage.config.engine.model_copy(update={"count": 2})
+    changed = stage.config.launch.model_copy(update=launch)
+    stage.config = stage.config.model_copy(update={"engine": engine, "launch": changed})
+    return stage
+
+
+def engines_of(stage: Stage, second: str, **options: Any) -> list[Role]:
+    first = stage.role("engine", SERVE_FOREVER, serves=True)
+    other = stage.role("engine", second, serves=True, **options)
+    return [
+        first,
+        Role("engine-1", "engine", other.argv, ready_url=other.ready_url, start_timeout=other.start_timeout),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "told"),
+    [
+        ("sys.exit(1)", {}, "exited with code 1"),
+        ("while True: signal.pause()", {"start_timeout": 0.5}, "did not answer within engine.start_timeout"),
+    ],
+    ids=["dies", "never answers"],
+)
+def test_a_run_goes_on_without_an_engine_that_does_not_come_up(
+    tmp_path: Path, second: str, options: dict[str, Any], told: str
+) -> None:
+    stage = stage_with(tmp_path, min_engines=1)
+    roles = engines_of(stage, second, **options)
+    stage.run(
+        *roles,
+        stage.role("rollout", SERVE_FOREVER, serves=True),
+        stage.role("trainer", "wait_for('rollout asked /leave_out')"),
+    )
+    assert any(
+        p.startswith("going on without engine-1, with 1 engines (launch.min_engines = 1)") and told in p
+        for p in stage.display.phases
+    ), stage.display.phases
+    url = (roles[1].ready_url or "").removesuffix("/status")
+    asked = next(note for note in stage.notes if note.startswith("rollout asked"))
+    assert url.rpartition(":")[2] in asked
+
+
+def test_a_run_that_needs_all_its_engines_ends(tmp_path: Path) -> None:
+    for fewest in (None, 2):
+        folder = tmp_path / str(fewest)
+        folder.mkdir()
+        stage = stage_with(folder, min_engines=fewest)
+        with pytest.raises(RlsysError, match="engine-1 exited with code 1"):
+            stage.run(*engines_of(stage, "sys.exit(1)"), stage.role("trainer", "while True: signal.pause()"))
+
+
+def test_more_engines_than_there_are_cannot_be_asked_for(tmp_path: Path) -> None:
+    config = {
+        "model": {"path": tmp_path}, "run": {"dir": tmp_path}, "engine": {"count": 2}, "launch": {"min_engines": 3},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"launch\.min_engines = 3: expected at most engine\.count = 2"):
+        Config.model_validate(config)
+
+
+# -- requeues (review 24) ------------------------------------------------------------------------------------
+
+SCONTROL = """#!/bin/sh
+case "$*" in
+  *hostnames*) echo n1;;
+  *"show node"*) echo "NodeName=n1 NodeAddr=127.0.0.1";;
+esac
+"""
+
+
+@pytest.mark.parametrize(("end", "preempted"), [("exit 1", False), ("kill -TERM $$", True)])
+def test_only_a_signal_of_the_scheduler_is_a_preemption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, preempted: bool
+) -> None:
+    """Before: a step limit, exit code 1, was a preemption, and the job was requeued without limit."""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\necho srun >> {tmp_path}/starts\n{end}\n")
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    for name, value in (
+        ("PATH", f"{tmp_path}:{os.environ['PATH']}"), ("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n1"),
+        ("SLURMD_NODENAME", "n1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "run": {"dir": tmp_path / "run"}, "launch": {"backend": "slurm"}}
+    )
+    with (tmp_path / "lock").open("w") as lock:
+        backend = SlurmBackend(config, lock.fileno())
+        backend.start(Role("engine-0", "engine", ["true"]), dict(os.environ), tmp_path / "engine-0.log")
+        sentinel = backend._sentinel
+        assert sentinel is not None
+        wait_until(lambda: sentinel.exit_code is not None)
+        assert backend.preempted() is preempted
+        if not preempted:
+            assert backend._sentinel is not sentinel, "another one watches"
+        backend.close()
+
+
+def test_requeues_without_progress_come_to_an_end(tmp_path: Path) -> None:
+    asked = [
+        may_requeue(tmp_path, tokens, most=2) for tokens in (100, 100, 100, 100, 100, 150, 150, 150, 150)
+    ]
+    assert asked == [True, True, True, False, False, True, True, True, False]
+    (tmp_path / "requeues.json").write_text("torn")
+    assert may_requeue(tmp_path, 0, most=2)
