@@ -13,7 +13,7 @@ import pytest
 from rlsys.config import load_config
 from tests.helpers.servers import ROOT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 CONFIGS = sorted(
     [p for p in (ROOT / "configs/experiments").glob("*.yaml") if p.stem != "base"]

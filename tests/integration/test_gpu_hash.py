@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.servers import ROOT
 from tests.unit.test_hashes import GOLDEN
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 # The kernel's file is loaded without its two assertions that the tensor is on a GPU.
 _SCRIPT = """
