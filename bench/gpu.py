@@ -211,7 +211,7 @@ def spinning() -> dict[str, Any]:
 
 
 def cache() -> dict[str, Any]:
-    """What torch keeps after a step and gives back before engines wake; and offload's resume where it can run."""
+    """What torch keeps after a step and gives back before engines wake."""
     need_cuda()
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
@@ -249,6 +249,71 @@ def offload() -> dict[str, Any]:
         return {"loaded": again.load_checkpoint(), "whole": whole, "resumed": cases.steps(again, 1)}
 
 
+def checkpoint() -> dict[str, Any]:
+    """Device memory at the worst moment of a save, beside what is held without one."""
+    need_cuda()
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512}
+        model = cases.write_model(Path(folder) / "model", **sizes)
+        trainer = Trainer(cases.config_of(model, Path(folder) / "run", model={"dtype": "bfloat16"}))
+        cases.steps(trainer, 1)
+        trainer.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        cases.save(trainer, 1)
+        return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def rehearsed() -> dict[str, Any]:
+    """Bytes of each phase of an update as a rehearsal foretells them, and as a real one has them on this device."""
+    from rlsys.config import load_config
+    from rlsys.rehearse.command import run_rank
+    from rlsys.rehearse.kinds import Request, node_of
+    from rlsys.rehearse.stand_ins import install
+    from rlsys.rehearse.step import Rehearsal
+
+    config, overrides = ROOT / "configs/quickstart.yaml", ["trainer.token_budget=8192"]
+    if DEVICE == "cuda":
+        overrides += ["model.dtype=bfloat16", "launch.gpus_per_node=1"]
+    foretold = run_rank(config, overrides, Request(0, micro_batches=2))
+    read = load_config(config, overrides)
+    real = Rehearsal(read, node_of(read), None, lambda text: None)
+    install({"always"}, real.setting(1.0))
+    real.build()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    real.step(2)
+    return {
+        "rehearsed": {phase.name: phase.total for phase in foretold.phases},
+        "real": {phase.name: phase.total for phase in real.meter.phases},
+        "allocator": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None,
+    }
+
+
+def objective() -> dict[str, Any]:
+    """Every shipped recipe on this device against the CPU, in float64: the largest difference of loss or gradient."""
+    from rlsys.algo_section import AlgoSection
+    from rlsys.config import read_layers
+    from tests.helpers.algo_world import World, run
+
+    gaps = {}
+    for path in sorted((ROOT / "configs/algorithms").glob("*.yaml")):
+        algo, graded = (
+            AlgoSection.model_validate(read_layers(path).get("algo", {})),
+            path.stem == "grpo_passk",
+        )
+        here, there = (
+            run(World(graded=graded, device=d), algo, lambda rows: [rows]) for d in (DEVICE, "cpu")
+        )
+        far = [abs(here.loss - there.loss)]
+        far += [float((here.gradients[row] - g).abs().max()) for row, g in there.gradients.items()]
+        gaps[path.stem] = max(far)
+    return {"recipes": len(gaps), "largest": max(gaps.values()), "of": max(gaps, key=lambda name: gaps[name])}
+
+
 def fp8() -> dict[str, Any]:
     """Blocks of 128 x 128: the error of our quantiser, and on a GPU that has it, of a GEMM with such weights."""
     from rlsys.weights.fp8 import quantise, restore
@@ -279,7 +344,8 @@ PARTS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     part.__name__: (part, seconds)
     for part, seconds in (
         (versions, 120), (checksums, 120), (fp8, 120), (handles, 180), (waiting, 180), (two_ranks_on_one_gpu, 120),
-        (spinning, 120), (cache, 180), (offload, 240), (families, 600), (trainer_speed, 400),
+        (spinning, 120), (cache, 180), (offload, 240), (checkpoint, 180), (objective, 240), (rehearsed, 240),
+        (families, 600), (trainer_speed, 400),
     )
 }  # fmt: skip
 """With the seconds that each may take."""

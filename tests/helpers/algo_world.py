@@ -64,6 +64,8 @@ class World:
     size: int = 5
     scale: float = 0.3
     kinds: int = 1
+    device: str = "cpu"
+    """Where the loss is computed, as in the trainer: plans and bounds are made on the CPU."""
     graded: bool = False  # rewards between 0 and 1: with plain ones few groups have one best sample
     samples: Samples = field(init=False)
     sequences: list[dict[str, Tensor]] = field(init=False)
@@ -225,8 +227,12 @@ class _Step:
             part.now = self.share(part, torch.cat(moved))
 
     def backward(self, part: Batch, denominator: float, known: list[int]) -> Sums:
+        device = torch.device(self.world.device)
         leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in part.rows.tolist()}
-        current = {k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])) for k in LEAVES}
+        current = {
+            k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])).to(device) for k in LEAVES
+        }
+        part = part.to(device)
         total, sums = self.objective(**current, batch=part)
         if self.objective.critic is not None:
             total = total + self.objective.critic_loss(current["values"], part)[0]
@@ -234,7 +240,7 @@ class _Step:
         self.outcome.gradients |= {
             row: torch.stack([_gradient(leaf[k]) for k in LEAVES]) for row, leaf in leaves.items()
         }
-        return {**sums, "loss": total.detach() / denominator}
+        return {k: v.cpu() for k, v in {**sums, "loss": total.detach() / denominator}.items()}
 
 
 def _leaves(sequence: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ CORES = 96
 
 
 def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """Names of the roles that have it -> the environment, on nodes of 96 cores with CUDA (the quickstart: without)."""
+    """Names of the roles that have it -> the environment, on nodes of 96 cores; CUDA but for the quickstart."""
     cuda = path.stem != "quickstart"
     patch.setattr(launch_args, "have_cuda", lambda: cuda)
     patch.setattr(environment.shutil, "which", lambda _: "nvidia-smi" if cuda else None)

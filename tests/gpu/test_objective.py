@@ -1,0 +1,30 @@
+"""Every shipped recipe's loss, gradients and figures on a CUDA device, against the same on the CPU, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.algo_section import AlgoSection
+from rlsys.config import read_layers
+from tests.helpers.algo_world import World, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_computes_on_the_device_what_it_computes_on_the_cpu(path: Path) -> None:
+    algo, graded = AlgoSection.model_validate(read_layers(path).get("algo", {})), path.stem == "grpo_passk"
+    here = run(World(graded=graded, device="cuda"), algo, lambda rows: [rows])
+    there = run(World(graded=graded), algo, lambda rows: [rows])
+    assert here.loss == pytest.approx(there.loss, abs=1e-9)
+    assert here.metrics == pytest.approx(there.metrics, abs=1e-9)
+    for row, gradient in there.gradients.items():
+        torch.testing.assert_close(here.gradients[row], gradient, atol=1e-9, rtol=0)
