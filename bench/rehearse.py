@@ -1,0 +1,71 @@
+"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--json]`.
+
+Each kind of rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs,
+one process after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1
+when a rank takes more than 3 minutes or 4 GB. Walls mean something on a quiet machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, machine
+
+from launch.preflight import read_model
+from rlsys.config import load_config
+from rlsys.rehearse.command import run_rank
+from rlsys.rehearse.kinds import Request, kinds_of_rank
+
+SECONDS, BYTES = 180.0, 4e9
+EXPERIMENTS = ROOT / "configs/experiments"
+LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
+"""Of DeepSeek-V3's 61 layers on 2,048 GPUs."""
+
+
+def cases() -> dict[str, tuple[Path, list[str]]]:
+    found = {p.stem: (p, []) for p in sorted(EXPERIMENTS.glob("*.yaml")) if p.stem != "base"}
+    return {**found, "deepseek-v3_2048gpu": (EXPERIMENTS / "deepseek-v3_256gpu_colocated.yaml", LARGEST)}
+
+
+def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    figures = run_rank(path, overrides, Request(rank))
+    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
+    return {
+        "rank": rank, "stage": figures.stage, "world": figures.world, "wall_s": round(wall, 1),
+        "cpu_s": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
+        "rss_gb": round(figures.resident / 1e9, 2), "peak_gb": round(figures.worst.total / 1e9, 2),
+        "operations": sum(phase.operations for phase in figures.phases),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="experiments with it in their names"
+    )
+    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name, (path, overrides) in cases().items():
+        if not any(word in name for word in args.only):
+            continue
+        config = load_config(path, overrides)
+        for rank in kinds_of_rank(config, read_model(config)):
+            results.setdefault(name, []).append(measured(path, overrides, rank))
+            if not args.json:
+                print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
+    ranks = [rank for found in results.values() for rank in found]
+    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in ranks)
+    print(json.dumps({"machine": machine(), "within": within, "results": results}, indent=1))
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""DeepSeek's latent attention in a real engine that gets every weight by a push of the smallest buckets there are.
+
+SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in another call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import PushTicket
+from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.sync import WeightSync, buckets
+from tests.helpers import trainer_cases as cases
+from tests.helpers.servers import running_engine
+from tests.integration.test_real_models import SERVED
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+FAMILY = "DeepseekV3ForCausalLM"
+SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    folder = cases.write_model(tmp_path / "model", FAMILY, **SERVED[FAMILY])
+    config = cases.config_of(
+        folder, tmp_path / "run", weights={"bucket_mb": 0.001},
+        engine={"extra_args": ["--skip-tokenizer-init", "--load-format", "dummy"], "max_total_tokens": 4096},
+    )  # fmt: skip
+    made = Trainer(config)
+    yield made
+    made.close()
+
+
+def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path) -> None:
+    config = trainer.config
+    sent = [
+        len(bucket) for bucket in buckets(trainer.named_hf_tensors(), int(config.weights.bucket_mb * 2**20))
+    ]
+    assert sorted(set(sent))[:2] == [1, 2] and sent.count(1) > sent.count(2), (
+        "nearly every tensor comes alone"
+    )
+
+    async def push(url: str) -> tuple[dict[str, float], int]:
+        async with make_session() as session:
+            client = EngineClient(url, session)
+            router = Router(
+                [client], vocab_size=96, context_length=256, stop_ids=(), bounds=Bounds.of(config)
+            )
+            ticket = PushTicket(1, await router.begin_push(1), SEQUENCES)
+            checksums, sync = EngineChecksums(trainer.hf, 1), WeightSync(config)
+            await asyncio.to_thread(sync.push, checksums.watch(trainer.named_hf_tensors()), ticket)
+            canaries = await asyncio.to_thread(trainer.canaries, SEQUENCES)
+            metrics = await router.end_push(1, canaries, checksums.digests())
+            return metrics, len((await client.checksums())[0])
+
+    with running_engine(config, tmp_path) as url:
+        metrics, tensors = asyncio.run(push(url))
+    print(metrics, tensors)
+    assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (tensors, 0)
+    assert metrics["push_canary_mean"] <= 1e-5
