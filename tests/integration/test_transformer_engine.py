@@ -33,9 +33,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-FIRST, LATER = 2e-6, 2e-5
-"""Of a step's figures, relative. Adam's first steps have the size of the learning rate whatever the gradient's is:
-they amplify rounding."""
+SAME_SUMS, OTHER_SUMS = 1e-6, 2e-6
+"""Relative, of loss, gradient norm and metric, each from equal weights. The first where both sides add the same
+numbers in the same order. The second where attention to padded rectangles and to single sequences adds in another
+order, by the float32 rounding of the kernels (measured: 8.7e-7). Steps from weights that such steps have moved are
+not held to either: Adam's first steps have the size of the learning rate whatever the gradient's is, so that they
+amplify rounding."""
 
 
 def close(a: Any, b: Any) -> bool:
@@ -43,23 +46,22 @@ def close(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
+def test_a_familys_step_is_that_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
     plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
-    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=FIRST)
-    for mine, theirs in zip(stub["steps"][1:], plain["steps"][1:], strict=True):
-        assert mine == pytest.approx(theirs, rel=LATER)
+    assert stub["even"] == pytest.approx(plain["even"], rel=SAME_SUMS)
+    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=OTHER_SUMS)
     for name in ("before", "after"):
         assert close(stub[name], plain[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("reader", ["stub", "back"])
+@pytest.mark.parametrize(("reader", "writer"), [("stub", "plain"), ("back", "stub")])
 def test_a_checkpoint_crosses_transformer_engine_and_plain_torch(
-    seen: dict[str, Any], reader: str, family: str
+    seen: dict[str, Any], reader: str, writer: str, family: str
 ) -> None:
-    """With the optimizer: the next step is that of the run which saved it."""
-    whole, loaded = seen["plain"]["trained"][family], seen[reader]["loaded"][family]
-    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=LATER)
+    """With the optimizer: the next step is that of the run which saved it, and so are the weights behind it."""
+    whole, loaded = seen[writer]["trained"][family], seen[reader]["loaded"][family]
+    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=OTHER_SUMS)
     assert close(loaded["after"], whole["after"])
 
 
