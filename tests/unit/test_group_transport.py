@@ -1,0 +1,68 @@
+"""How a trainer leaves the group that it shares with engines: when all is well, and when a broadcast hangs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rlsys.types import EngineAddress
+from rlsys.weights import transports
+from rlsys.weights.receivers import Gone, Receivers
+from rlsys.weights.transports import GroupTransport
+
+ENGINES = [EngineAddress("http://a", 1, 0), EngineAddress("http://b", 1, 0)]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to groups and asked of engines, in order."""
+    seen: list[str] = []
+
+    def ask(self: Receivers, path: str, bodies: Any) -> dict[str, Future[None]]:
+        seen.extend(f"{engine.url}{path}" for engine in self.present)
+        answers = {engine.url: Future[None]() for engine in self.present}
+        for answer in answers.values():
+            answer.set_result(None)
+        return answers
+
+    monkeypatch.setattr(Receivers, "ask", ask)
+    monkeypatch.setattr(
+        transports.dist, "destroy_process_group", lambda group: seen.append(f"destroy {group}")
+    )
+    monkeypatch.setattr(
+        transports.dist.distributed_c10d, "_abort_process_group", lambda group: seen.append(f"abort {group}")
+    )
+    monkeypatch.setattr(transports.dist, "get_backend", lambda group: group)
+    return seen
+
+
+def joined(backend: str) -> GroupTransport:
+    made = GroupTransport()
+    made._group, made._members = backend, list(ENGINES)  # type: ignore[assignment]
+    return made
+
+
+def test_engines_are_asked_to_leave_before_the_trainer_leaves(events: list[str]) -> None:
+    """NCCL's end waits for the other side's: whoever left alone first would wait for nobody."""
+    joined("nccl").close()
+    path = "/destroy_weights_update_group"
+    assert events == [f"http://a{path}", f"http://b{path}", "destroy nccl"]
+
+
+@pytest.mark.parametrize(("backend", "end"), [("nccl", "abort nccl"), ("gloo", "destroy gloo")])
+def test_a_broadcast_that_hangs_on_a_dead_engine_is_given_up(
+    events: list[str], backend: str, end: str
+) -> None:
+    """NCCL's group has a kernel that hangs: destroying it would wait for that until the watchdog ends the trainer."""
+    with Receivers(ENGINES) as receivers:
+        answers = {engine.url: Future[None]() for engine in ENGINES}
+        answers["http://a"].set_result(None)
+        answers["http://b"].set_exception(Gone("connection reset"))
+        transport = joined(backend)
+        transport._give_up(receivers, answers)
+        assert events == [end]
+        assert [engine.url for engine in receivers.present] == ["http://a"]
+        transport.close()  # there is nothing left to leave
+        assert events == [end]
