@@ -27,6 +27,9 @@ _POSITIVE = {"top_p", "repetition_penalty"}
 _TOP = ("top_logprobs_num", "top_logprobs", "logprobs")
 """How many alternatives of each token are wanted; an engine takes the top of its vocabulary without a check."""
 _ID_DIGITS = 18
+MOST_STOPS = 64
+LONGEST_STOP = 1024
+"""Characters of a stop text or pattern. To parse a pattern takes the event loop's time, and it is other people's."""
 
 
 class RefusedPrompt(ValueError):
@@ -146,6 +149,10 @@ def _check_texts(name: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(text, str) for text in texts):
         raise RefusedPrompt(f"{name} = {short(value)}: expected text, or a list of texts")
+    if len(texts) > MOST_STOPS:
+        raise RefusedPrompt(f"{name}: {len(texts)} texts, expected at most {MOST_STOPS}")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        raise RefusedPrompt(f"{name}: a text of {longest} characters, expected at most {LONGEST_STOP}")
 
 
 def _check_patterns(value: str | list[str] | None) -> None:

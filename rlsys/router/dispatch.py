@@ -128,6 +128,9 @@ class Dispatcher:
         deadline, patience = asyncio.get_running_loop().time() + INTERRUPT_SECONDS, ABORT_AGAIN_SECONDS
         while leaving := _leaving(engine, keep):
             engine.landed.clear()
+            for flight in [engine.flights[rid] for rid in leaving]:
+                if flight.blocked and not flight.scope.expired():  # its end waits for somebody's client
+                    flight.scope.reschedule(asyncio.get_running_loop().time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
                     await self.attempt(engine, self._abort(engine, None if keep is None else leaving))

@@ -11,6 +11,7 @@ Every refusal is JSON: {"error": {"message", "type", "code"}}.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -46,6 +47,8 @@ class FrontLimits:
     body_bytes: int = 16 * 2**20
     concurrency: int = 1024
     queue: int = 4096
+    body_seconds: float = 10.0
+    """For a body to come, and one more for each MiB of it."""
 
 
 class Front:
@@ -61,6 +64,7 @@ class Front:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[self._guard])
+        app[_LIMITS] = self._limits
 
         app.add_routes([web.post(path, self._forward) for path in FORWARDED])
         app.add_routes([web.get(path, self._ask) for path in ASKED])
@@ -208,9 +212,18 @@ class _Refused(Exception):
         self.status = status
 
 
+_LIMITS = web.AppKey("limits", FrontLimits)
+
+
 async def _read(request: web.Request) -> bytes:
+    limits = request.app[_LIMITS]
+    size = min(request.content_length or limits.body_bytes, limits.body_bytes)
+    seconds = limits.body_seconds + size / 2**20
     try:
-        return await request.read()
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise _Refused(408, f"the body did not come within {seconds:.0f} s") from None
     except web.RequestPayloadError as e:
         raise _Refused(400, f"the body cannot be read: {' '.join(str(e).split())}") from None
 

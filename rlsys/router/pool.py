@@ -44,6 +44,7 @@ class Flight:
     sample: Sample | None  # None for a request that came over HTTP
     scope: asyncio.Timeout
     tokens: int = 0  # prompt and response, as far as they are here
+    blocked: bool = False  # its client does not read, and so nothing is read from the engine
     why: str = ""  # its prompt may be in the engine's cache, see Router.stats
 
 

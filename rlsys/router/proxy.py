@@ -40,7 +40,13 @@ MOST_FAILURES = 2
 """Engines that one request may see failing before it counts as the culprit."""
 JSON = "application/json"
 DONE = b"data: [DONE]"
+READER_SECONDS = 60.0
+"""A client that takes nothing for so long is gone."""
 _ABORTED = b'"abort"'
+
+
+class Unread(Exception):
+    """The client does not read its answer."""
 
 
 class Unavailable(Exception):
@@ -96,6 +102,17 @@ class Reply:
         return self._stream is not None
 
     async def write(self, event: bytes) -> None:
+        """Raises Unread when the client takes nothing for READER_SECONDS."""
+        deadline = asyncio.timeout(READER_SECONDS)
+        try:
+            async with deadline:
+                await self._write(event)
+        except TimeoutError:
+            if deadline.expired():
+                raise Unread from None
+            raise
+
+    async def _write(self, event: bytes) -> None:
         if self._stream is None:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             self._stream = web.StreamResponse(headers=headers)
@@ -105,6 +122,13 @@ class Reply:
     async def end(self) -> web.StreamResponse:
         assert self._stream is not None
         await self._stream.write_eof()
+        return self._stream
+
+    def drop(self) -> web.StreamResponse:
+        """Close the connection in the middle: who does not read would not read an end either."""
+        assert self._stream is not None
+        if self._request.transport is not None:
+            self._request.transport.abort()
         return self._stream
 
     def whole(self, body: bytes, status: int, kind: str) -> web.Response:
@@ -139,6 +163,9 @@ class Proxy:
                 await self._prepare(job)
                 if job.made is not None and (reason := self._reason(job)) is not None:
                     return await self._finish_here(job, reply, reason)
+        except Unread:
+            self.counts["broken"] += 1
+            return reply.drop()
         except (Broken, Unavailable) as e:
             if not reply.begun:
                 raise Unavailable(str(e)) from None
@@ -161,12 +188,16 @@ class Proxy:
                     if answer.status < SERVER_FAULT:
                         self._blame(job, engine)
                     if job.stream and answer.status == OK:
-                        return await self._relay(job, reply, answer, before)
+                        return await self._relay(job, reply, answer, before, flight)
                     whole = await self._whole(job, answer)
                     if self._dispatcher.interrupts != before and self._interrupted(job, whole):
                         return None
                     return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
         except DeadEngine:
+            if (
+                scope.expired() and flight.blocked
+            ):  # an interrupt did not wait for the client: no engine's fault
+                return None
             if not scope.expired():
                 engine.died()
             job.failures += 1
@@ -183,12 +214,16 @@ class Proxy:
         job.suspects.clear()
         engine.breaker.succeeded()
 
-    async def _relay(self, job: Job, reply: Reply, answer: Any, before: int) -> web.StreamResponse | None:
+    async def _relay(
+        self, job: Job, reply: Reply, answer: Any, before: int, flight: Flight
+    ) -> web.StreamResponse | None:
         """A stream to the client. None when it was cut short."""
         async with aclosing(self._stream(job, answer.content.iter_any(), before)) as stream:
             async for event in stream:
                 job.sent.append(event)
+                flight.blocked = True  # until it is written
                 await reply.write(event)
+                flight.blocked = False
         return await reply.end() if job.sent and job.sent[-1].startswith(DONE) else None
 
     def _reason(self, job: Job) -> dict[str, Any] | None:

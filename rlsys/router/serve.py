@@ -14,12 +14,14 @@ from aiohttp import web
 
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
-from rlsys.obs.descriptors import raise_descriptors
+from rlsys.obs.descriptors import RESERVE, raise_descriptors
+from rlsys.router.door import Door, DoorLimits
 from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import Front, FrontLimits
 
 SHORTEST_TOKEN = 16
 SHUTDOWN_SECONDS = 10.0
+BACKLOG = 1024
 
 log = logging.getLogger("rlsys.router")
 
@@ -89,31 +91,41 @@ async def serve(options: RouterOptions, token: str | None) -> None:
             vocab_size=options.vocab_size,
         )
         app = Front(fleet, token, options.limits).app()
+        door = Door(DoorLimits(places + RESERVE))
+        app.middlewares.insert(0, door.middleware)
         # A client that is gone must not keep an engine busy.
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None
         )
         await runner.setup()
+        server = None
         tasks = [asyncio.ensure_future(fleet.watch()), asyncio.ensure_future(stop.wait())]
         try:
-            await _listen(runner, options)
+            server = await _listen(runner, door, options)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             for task in tasks:
                 task.cancel()
+            if server is not None:
+                server.close()
             await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, options: RouterOptions) -> None:
+async def _listen(runner: web.AppRunner, door: Door, options: RouterOptions) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    assert runner.server is not None
     try:
-        await web.TCPSite(runner, options.host, options.port).start()
+        server = await loop.create_server(
+            door.protocol(runner.server), options.host, options.port, backlog=BACKLOG, reuse_address=True
+        )
     except UnicodeError:  # of a name that DNS cannot have
         raise UserError(f"--host {options.host[:200]}: no host name or address") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise UserError(f"--port {options.port}: in use on {options.host}") from None
         raise UserError(f"--host {options.host} --port {options.port}: {e.strerror or e}") from None
-    port = runner.addresses[0][1]
+    port = server.sockets[0].getsockname()[1]
     log.info("listening on http://%s:%d before %d engines", options.host, port, len(options.engines))
+    return server

@@ -182,6 +182,22 @@ def test_a_job_near_its_time_limit_requeues_itself(
         slurm.wait(lambda: "Restarts=1" in slurm.run(*show))
 
 
+def test_the_schedulers_signal_to_all_steps_is_a_preemption(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_job(slurm, monkeypatch)
+    with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
+        stage = Stage(backend, tmp_path)
+        handle = stage.start(PATIENT)
+        stage.wait(lambda: len(stage.pids()) == 2)
+        assert not backend.preempted()
+        slurm.run("scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"])
+        stage.wait(backend.preempted)
+        assert handle.exit_code is None, "a role outlives it"
+        handle.order(END_NOW)
+        stage.end_of(handle)
+
+
 OWN_RAY = """
 import sys
 from contextlib import closing
