@@ -178,7 +178,7 @@ def waiting() -> dict[str, Any]:
     """A take that lasts longer than the data group's limit: the ranks that wait must get it."""
     from rlsys.trainer.setup import backends
 
-    return {"said": _two_ranks(backends(DEVICE == "cuda"), 5.0, 12.0)}
+    return {"said": _two_ranks(backends(DEVICE == "cuda"), 20.0, 30.0)}
 
 
 def _spin(stop: Any) -> None:
@@ -269,6 +269,7 @@ def checkpoint() -> dict[str, Any]:
 
 def rehearsed() -> dict[str, Any]:
     """Bytes of each phase of an update as a rehearsal foretells them, and as a real one has them on this device."""
+    import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
     from rlsys.config import load_config
     from rlsys.rehearse.command import run_rank
     from rlsys.rehearse.kinds import Request, node_of

@@ -29,7 +29,7 @@ def even_step(trainer: Any) -> list[float]:
                 versions=[0] * 21)
         for i, s in enumerate(cases.samples(n=8))
     ]  # fmt: skip
-    result = trainer.train_step(trainer.pack(samples), cases.policy_loss, 0.0)
+    result = trainer.update(trainer.passes.pack(samples), cases.policy_loss, 0.0)
     return [result.loss, result.grad_norm, float(result.sums["gap"])]
 
 

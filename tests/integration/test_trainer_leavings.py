@@ -61,7 +61,7 @@ def test_an_update_gathers_each_parameter_once(trainer: Trainer) -> None:
 def test_a_save_gathers_no_state_where_the_engines_memory_is(trainer: Trainer) -> None:
     """What ranks have of the optimizer's state goes over gloo to the host of one of them, one buffer at a time. An
     all-gather would hold all of it on each GPU, beside engines that are awake: 14.5 GB twice for Qwen3-30B on 8."""
-    trainer.train_step(trainer.pack(cases.samples()), cases.policy_loss, 1e-3)
+    trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, 1e-3)
     parameters = sum(p.numel() for _, p in trainer.named_parameters())
     with GatheredBytes() as gathered:
         cases.save(trainer, 1)
