@@ -32,48 +32,54 @@ class Spec(Section):
 
 class CriticSection(Section):
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate of the critic's AdamW; trainer.lr when not given. Warm-up and schedule are the trainer's."""
+    """Peak learning rate of the critic's AdamW. Unset: trainer.lr. Warm-up and schedule are the trainer's."""
     warmup_steps: NonNegative = 0
-    """First train steps in which the critic alone learns; the policy's weights rest."""
+    """Train steps at the start in which only the critic learns and the policy's weights stay as they are."""
 
 
 class AlgoSection(Section):
     advantage: Spec = Spec(name="grpo")
-    """Rewards of groups -> advantages."""
+    """How the rewards of a group become advantages."""
     loss: list[Spec] = Field(default=[Spec(name="clip")], min_length=1)
-    """Terms of the objective; they are added."""
+    """Terms of the loss; they are added."""
     reducer: Spec = Spec(name="token_mean")
-    """What each token counts in the mean."""
+    """How much each token counts in the mean loss, and what the sum is divided by."""
     anchor: Anchor = "mu"
-    """What ratios are taken against: mu (engine), old (trainer at the start of the step), behaviour (trainer at the
-    version that sampled the token), interpolated (between mu and current, by version), ewma (averaged weights).
+    """Which log-probs the ratios are taken against.
 
-    `interpolated` stands for the trainer one version ago, as AReaL's does: mu + alpha (current - mu), where
-    alpha = (age - 1) / age for a token that is `age` versions old, and 0 up to an age of 1.
+    mu: the engine's. old: the trainer's at the start of the step. behaviour: the trainer's under the weights that
+    sampled the token. interpolated: between mu and the current ones, by the token's age. ewma: those of averaged
+    weights. All but mu may cost forward passes; `rlsys explain` prints them.
 
-    With interrupted samples `behaviour` is the exact one; `old` is then of later weights than those that sampled. The
-    default serves float32: there a push is attested to a mean difference of 1e-6 between mu and the trainer's
-    log-probs, so mu is the exact `old`, and a scoring pass would buy nothing. In bfloat16, or with engines of
-    another precision, take behaviour (colocated), interpolated or ewma (disaggregated)."""
+    Only `behaviour` is exact for interrupted samples: `old` comes from later weights than those that sampled. mu
+    serves float32: there every push is checked to a mean difference of 1e-6 between mu and the trainer's log-probs,
+    and a scoring pass would change nothing. In bfloat16 use behaviour (colocated), or interpolated or ewma
+    (disaggregated).
+
+    `interpolated` estimates the trainer one weight version ago, as AReaL does: mu + alpha (current - mu), where
+    alpha = (age - 1) / age for a token that is `age` weight versions old, and 0 up to an age of 1."""
     corrections: list[Spec] = Field(default_factory=list)
-    """Weights and rejections for tokens that another policy sampled; all are applied."""
+    """Weights and rejections for tokens that other weights or an inexact engine sampled. All are applied."""
     shaping: list[Spec] = Field(default_factory=list)
     """Changes of the rewards before the advantages, in this order."""
     selectors: list[Spec] = Field(default_factory=list)
     """Which samples and tokens are trained, in this order."""
     hooks: list[Spec] = Field(default_factory=list)
-    """What happens around an optimizer update."""
+    """What happens around an optimizer update: factors of the learning rate, averages of the weights."""
     prompt: Spec = Spec(name="in_order")
-    """Which prompt a new group gets, and how it is put."""
+    """Which prompt a new group gets, and how it is worded."""
     planners: list[Spec] = Field(default_factory=list)
-    """How many samples a group gets, and whether it is kept; the first that does not accept decides."""
+    """How many samples a group gets, and whether it is kept. They are asked in this order; the first that does
+    not accept a group decides."""
     group_reward: Spec | None = None
-    """Rewards that are computed from all samples of a group."""
+    """A reward that needs all samples of a group. It replaces the reward function's."""
     critic: CriticSection | None = None
-    """A value model of its own for advantages that need values: the policy's architecture and first weights, with its
-    own optimizer. Without one, a linear head on the policy's trunk gives the values, and its loss moves the trunk."""
+    """A value model of its own, for advantages that need values: the policy's architecture and first weights,
+    with its own optimizer. It takes as much memory as the policy. Unset: a linear head on the policy's trunk
+    gives the values, and its loss changes the trunk."""
     minibatches: Positive = 1
-    """Optimizer updates of one pass over a train step's samples."""
+    """Optimizer updates in one pass over a train step's samples. More updates learn more from the same samples
+    and move further away from the weights that sampled them."""
     epochs: Annotated[int, Field(gt=0, le=64)] = 1
-    """Passes over a train step's samples, each over the same mini-batches in the same order; epochs * minibatches
-    optimizer updates per train step. What ratios are taken against stays that of the start of the step."""
+    """Passes over a train step's samples, each over the same mini-batches in the same order: epochs *
+    minibatches updates in all. Ratios are still taken against the start of the step."""

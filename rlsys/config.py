@@ -41,29 +41,29 @@ class ConfigError(UserError):
 
 class Config(Section):
     run: RunConfig = RunConfig()
-    """Where and with which seed."""
+    """Folder and seed."""
     model: ModelConfig
-    """What is trained."""
+    """The model that is trained."""
     data: DataConfig = DataConfig()
     """Prompts and rewards."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation and APRIL."""
+    """Generation: sizes, APRIL, staleness, time limits."""
     algo: AlgoSection = AlgoSection()
     """The algorithm: which plug-ins, with which parameters."""
     trainer: TrainerConfig = TrainerConfig()
-    """Optimizer, budget and checkpoints."""
+    """Optimizer, memory and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    """Layout of the trainer's ranks."""
+    """How the trainer's ranks share the model and the samples."""
     engine: EngineConfig = EngineConfig()
-    """SGLang engines."""
+    """The SGLang engines."""
     router: RouterConfig = RouterConfig()
-    """Between rollout and engines."""
+    """How samples reach engines, and what a push does to them."""
     weights: WeightsConfig = WeightsConfig()
     """How weights reach the engines."""
     launch: LaunchConfig = LaunchConfig()
-    """How processes are started."""
+    """Where and how the processes start."""
     sft: SFTConfig = SFTConfig()
     """The warm start of `rlsys sft`."""
 

@@ -1,6 +1,7 @@
 """The sections of a config, all but `algo` (rlsys.algo_section).
 
-Every field has a type, a bound where one exists and one sentence. What can be derived is a property, not a field.
+Every field has a type, a bound where one exists, and one to three sentences: what it does, when to change it, what it
+costs. What can be derived is a property, not a field.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 class RunConfig(Section):
     dir: FilePath = Path("runs/default")
-    """Folder of the run: resolved config, metrics, rollouts, checkpoints, logs and report."""
+    """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
+    the same folder continues the run."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of prompts, samples and initialisation; the same seed and config give the same run."""
+    """Seed of prompts, samples and weights that no folder gives. Change it to repeat an experiment with other
+    random numbers."""
 
 
 class ModelConfig(Section):
     path: FilePath
-    """Hugging Face folder (config.json, *.safetensors, tokenizer.json) that the run starts from."""
+    """Hugging Face folder that the run starts from: config.json, *.safetensors, tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trainer's and the engine's weights."""
+    """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
+    and there trainer and engine agree to 1e-6."""
     fp8: Literal["none", "rollout", "both"] = "none"
-    """What computes in FP8: nothing, the engines, or engines and trainer alike; needs dtype = bfloat16."""
+    """What computes in FP8: nothing, the engines (rollout), or engines and trainer (both). It saves memory and
+    time and makes log-probs less exact. Needs dtype = bfloat16."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
@@ -48,140 +53,164 @@ class DataConfig(Section):
     reward: str = "reasoning_gym"
     """Short name of a reward function, or an import path `package.module:function`."""
     reward_env: list[str] = Field(default_factory=list)
-    """Environment variables that a plain reward function may read, as an API key; it sees no others of ours."""
+    """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
+    no other variables of ours."""
     reward_memory_gb: Annotated[float, Field(gt=0)] = 16.0
-    """Address space of one process of a plain reward function, in GiB; beyond it, the function gets a MemoryError."""
+    """Address space of one reward process, in GiB. A plain reward function that needs more gets a
+    MemoryError."""
     judge: str | None = None
-    """What group rewards ask for verdicts: the URL of an OpenAI-compatible server, engines (the run's own), chain_sum
-    (a rule), or an import path."""
+    """Who gives verdicts to group rewards that ask for them: the URL of an OpenAI-compatible server, engines
+    (the run's own), chain_sum (a rule), or an import path."""
     judge_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds that a verdict may take, not counted while the engines rest; after them there is none."""
+    """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
+    count."""
 
 
 class EvalConfig(Section):
     every: Positive = 10
-    """Train steps between two held-out evaluations; one runs before the first step and one after the last."""
+    """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
+    The next step waits for it."""
     prompts: Annotated[int, Field(gt=0, le=65536)] = 128
-    """Number of held-out prompts; none of them is ever trained on."""
+    """Number of held-out prompts. None of them is ever trained on. More prompts make the accuracy more exact
+    and the evaluation longer."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
 
 
 class RolloutConfig(Section):
     groups_per_step: Positive = 16
-    """Groups (prompts) that one train step consumes."""
+    """Groups (one prompt each) that one train step trains."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Samples per group."""
+    """Samples per group, that is, responses to one prompt. More give a better baseline and cost as many more
+    tokens."""
     over_provision: Annotated[float, Field(ge=1, le=16)] | Literal["auto"] = 1.0
-    """Samples kept in flight, as a multiple of groups_per_step * group_size; above 1 makes APRIL; auto holds
-    auto_share of auto_hold."""
+    """Samples in flight, as a multiple of groups_per_step * group_size. Above 1 is APRIL: long responses no
+    longer hold up a step, but groups wait over_provision - 1 steps on average. auto steers it to auto_share."""
     auto_hold: Literal["off_policy", "idle"] = "off_policy"
-    """What over_provision = auto holds: the share of trained tokens that older weights sampled, or the share of a
-    batch's slots that are idle."""
+    """What over_provision = auto steers: off_policy, the share of trained tokens that older weights sampled, or
+    idle, the share of slots without a sample."""
     auto_share: Share = 0.4
-    """The share that over_provision = auto holds."""
+    """The share that over_provision = auto aims at."""
     resume_order: Literal["oldest", "nearest_done", "longest"] = "oldest"
-    """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest, or the longest."""
+    """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest samples, or
+    the longest. It only matters when more samples wait than the engines decode at once."""
     max_staleness: NonNegative = 0
-    """Largest allowed age of a sample's oldest token at take, in weight versions."""
+    """How old a group's oldest token may be when it is trained: the most train steps between the weights that
+    sampled it and the weights that the step starts from. 0 is on-policy. A small bound loses long responses, a
+    large one trains older tokens."""
     staleness_policy: Literal["drop", "wait", "mask"] = "drop"
-    """At max_staleness: drop the group, let the next version wait until the group has finished, or train the group
-    without its tokens that are too old."""
+    """What happens at max_staleness. drop: the group is discarded. wait: the step waits for groups that only it
+    can train. mask: the group is trained without its too old tokens."""
     max_resumes: NonNegative | None = None
-    """A sample that has been resumed so often is not interrupted again: the step waits for it. No bound when not
-    given."""
+    """How often a sample may be resumed; after that it is not interrupted again and the step waits for it.
+    Unset: no limit."""
     group_deadline: Annotated[float, Field(gt=0)] | None = None
-    """Seconds from its admission by this process, pauses included, after which a take that waits censors an
-    unfinished group. By default none."""
+    """Seconds after which an unfinished group is censored, counted from the moment it may start in this
+    process. Only a take that waits for groups checks it. Unset: never."""
     max_response_tokens: Positive = 256
-    """Budget of one response, counted over all its segments."""
+    """Longest response, in tokens, summed over all its segments. What reaches it is truncated."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """Sampling temperature of the rollout (evaluation is greedy)."""
+    """Sampling temperature for training. Evaluation is greedy."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
     an import path `package.module:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     repeat: FilePath | None = None
-    """Folder of a run of this config, whose groups, interrupts and tokens are repeated as its clock decided them."""
+    """Folder of an earlier run of the same config, whose groups, interruptions and tokens this run repeats. Use
+    it to debug a run with over_provision above 1."""
     length_bias_bound: Share = 0.1
-    """Alarm when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
+    """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     flush_tokens: Positive = 16384
-    """Tokens of all samples together that may stream in before they are on disk: what a crash makes again."""
+    """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
+    again. A smaller value writes to disk more often."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds after which a reward counts as failed and its sample, of a group reward its group, as censored."""
+    """Seconds for one reward. After them the sample is censored; after a group reward that is too slow, its
+    group."""
     reward_concurrency: Positive = 4
-    """Rewards computed at once; a plain reward function has up to so many processes, an async one none."""
+    """Rewards computed at the same time. A plain reward function gets up to this many processes; an async one
+    gets none."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a new token after which a take gives up and the run stops with a message; as many seconds in
-    which code in the rollout's event loop (an async reward) does not let go of it stop the run, too."""
+    """Seconds without a new token or reward after which a waiting take stops the run with a message. The run
+    also stops when code in the rollout's event loop (an async reward) blocks it for so long."""
 
 
 class TrainerConfig(Section):
     steps: NonNegative = 60
-    """Train steps of the whole run."""
+    """Train steps of the whole run. Raise it to continue a finished run."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegative = 3
-    """Steps of linear warm-up."""
+    """Train steps in which the learning rate rises linearly from 0 to lr."""
     schedule: Schedule = "constant"
-    """The learning rate after the warm-up: as it is, or falling to lr_end of its peak at the last step."""
+    """The learning rate after the warm-up: constant, or falling to lr_end * lr at the last step."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where a falling learning rate ends, as a share of lr."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """AdamW's betas."""
+    """AdamW's two betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global gradient norm."""
+    """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
     nonfinite_limit: NonNegative = 2
-    """Updates in a row that are skipped because their gradient is not finite; one more stops the run."""
+    """How many updates in a row may be skipped because their gradient is not finite. One more stops the run."""
     recompute: list[
         Literal["layer", "core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
     ] = Field(default_factory=list)
-    """What computes its activations again in the backward pass instead of keeping them; `layer` is all of it."""
+    """Which parts compute their activations again in the backward pass instead of storing them; layer is all of
+    it. It saves memory and costs up to one more forward pass."""
     offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the optimizer's state that lives, and is updated, in host memory; needs model.dtype = bfloat16."""
+    """Share of the optimizer's state that is kept and updated in host memory. It saves GPU memory and makes
+    updates slower. Needs model.dtype = bfloat16."""
     balance_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the routers' auxiliary load-balancing loss (Switch Transformer, section 2.2), per token."""
+    """Weight of the routers' load-balancing loss (Switch Transformer, section 2.2), per token. 0 is off."""
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
-    """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, no auxiliary loss)."""
+    """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
+    loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""
     token_budget: Positive = 8192
-    """Most tokens in one packed micro-batch."""
+    """Most tokens in one packed micro-batch. More use the hardware better and need more memory for
+    activations."""
     early_backward: bool = False
-    """Finished groups go backward as soon as they fill a micro-batch of every rank, while the step's others are being
-    made (FlexMARL's micro-batch pipeline); needs launch.placement = disaggregated."""
+    """Compute gradients of finished groups while the step's other groups are still generated (FlexMARL's
+    micro-batch pipeline). It hides training time. Needs launch.placement = disaggregated and an algorithm that
+    treats each group by itself."""
     equal_lengths: bool = False
-    """Pad a step's micro-batches to one length: pipeline stages then need not tell each other shapes."""
+    """Pad all micro-batches of a step to one length. It costs computation on padding; pipeline stages need not
+    exchange shapes, and parallel.dispatcher = allgather needs it."""
     replay: Literal["off", "engine", "trainer"] = "off"
-    """Whose experts a token takes again in training: its own choice, the engine's (R3), the scoring pass's (R2)."""
+    """Whose expert choices training uses. off: its own. engine: those made when the token was sampled (R3).
+    trainer: those of the scoring pass at the start of the step (R2). It removes mismatch between engine and
+    trainer; engine also needs engine.return_routes."""
     checkpoint_every: Positive = 10
-    """Train steps between two checkpoints."""
+    """Train steps between two checkpoints. A crash costs at most the steps since the last one."""
     export_every: NonNegative = 0
-    """Train steps between two exports of a Hugging Face folder, exports/step-N in the run; 0 makes none."""
+    """Train steps between two exports of a Hugging Face folder to exports/step-N in the run; 0 makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints kept on disk, beside the one with the best evaluation."""
+    """How many of the newest checkpoints stay on disk. The one with the best evaluation stays too."""
 
 
 class ParallelConfig(Section):
     tp: Positive = 1
-    """Tensor parallel size."""
+    """Tensor parallel size: ranks that share each layer's weights."""
     pp: Positive = 1
-    """Pipeline parallel size."""
+    """Pipeline parallel size: ranks that each hold a part of the layers."""
     vpp: Positive = 1
-    """Virtual pipeline stages per rank, interleaved; more than 1 needs pp > 1."""
+    """Virtual pipeline stages per rank, interleaved. More of them shorten the pipeline's idle time and send
+    more messages. More than 1 needs pp > 1."""
     cp: Positive = 1
-    """Context parallel size."""
+    """Context parallel size: ranks that share the tokens of each sequence. For long sequences."""
     ep: Positive = 1
-    """Expert parallel size."""
+    """Expert parallel size: ranks that share a layer's experts."""
     etp: Positive | None = None
-    """Tensor parallel size of the experts; tp when not given."""
+    """Tensor parallel size of the experts. Unset: tp."""
     dp: Positive | None = None
-    """Data parallel size; the smallest that expert parallelism allows when not given."""
+    """Data parallel size: copies of the model that share the samples. Unset: the smallest that expert
+    parallelism allows."""
     overlap: bool = False
-    """Reduce gradients over data-parallel ranks while the backward pass goes on."""
+    """Reduce gradients over data-parallel ranks during the backward pass instead of after it."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts; allgather needs trainer.equal_lengths."""
+    """How tokens reach their experts. alltoall sends each token to its experts only; allgather sends all tokens
+    everywhere and needs trainer.equal_lengths."""
 
     @property
     def expert_tp(self) -> int:
@@ -226,25 +255,28 @@ class EngineConfig(Section):
     tp: Positive = 1
     """Tensor parallel size of one engine."""
     host: str = "127.0.0.1"
-    """Address the engines bind to."""
+    """Address that engines listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first engine, the next ones count up; 0 takes free ports."""
+    """Port of the first engine; the others count up from it. 0 chooses free ports."""
     max_running_requests: Positive = 128
-    """Requests that one engine decodes at once."""
+    """Requests that one engine decodes at the same time. More give more throughput and need a larger cache."""
     max_total_tokens: Positive = 65536
-    """Tokens in one engine's KV pool."""
+    """Tokens that one engine's cache of keys and values can hold. It must hold the longest response and its
+    prompt."""
     stream_interval: Positive = 16
-    """Tokens between two stream chunks: the most that an engine's sudden death can cost a sample."""
+    """Tokens between two stream chunks of an engine. It is the most that an engine's sudden death can cost each
+    sample; a smaller value sends more messages."""
     deterministic: bool = True
-    """Make a sample's seed decide its tokens, alone or in any batch (SGLang's deterministic inference)."""
+    """Make a sample's tokens depend on its seed alone, whatever else is in the batch (SGLang's deterministic
+    inference). It makes decoding slower on GPUs."""
     return_routes: bool = False
-    """Hand over the experts that each token was routed to, for router replay in the trainer."""
+    """Return the experts that each token was routed to, for trainer.replay = engine. Answers become larger."""
     start_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds an engine may take to start. When not given: 240, 4 more for each GB of the model's folder, 300 for
-    what is compiled on a GPU, and 1,800 for FP8 kernels."""
+    """Seconds an engine may take to start. Unset: 240, plus 4 for each GB of the model's folder, plus 300 for
+    compilation on a GPU, plus 1,800 for FP8 kernels."""
     reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
-    """Server of the weights that a planner holds prompts against (lens): its URL; own starts one more engine, which
-    keeps the weights of model.path."""
+    """Server with the reference weights that the planner lens compares prompts against: its URL. own starts one
+    more engine, which keeps the weights of model.path."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
 
@@ -258,49 +290,56 @@ class EngineConfig(Section):
 
 class RouterConfig(Section):
     strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
-    """How a sample's engine is chosen: by its prefix (unless that is a hot spot), by tokens, the better of two, or
-    by its weights (which is by its prefix, as long as every engine that serves has the current weights)."""
+    """Which engine a sample goes to. prefix_affinity: the one that has its prefix, unless that one is
+    overloaded. least_tokens: the one with the fewest tokens. power_of_two: the less busy of two. version_aware:
+    the same as prefix_affinity in a training run."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
-    """What becomes of samples in flight when weights are pushed while engines generate: they come back and are
-    durable; the engine keeps them and computes their prefix again; it keeps them with their old keys and values."""
+    """What a weight push does to samples in flight (disaggregated engines). abort: they return, are saved, and
+    go on after the push. retract: the engine keeps them and computes their cache again. in_place: it keeps them
+    with the old cache, which is fastest and least exact."""
 
 
 class WeightsConfig(Section):
     method: Literal["tensor", "broadcast", "disk", "disk_delta"] = "tensor"
-    """How weights travel: tensor (buckets in shared memory, one host), broadcast (buckets through a process group,
-    any host), disk (a safetensors folder that all share) or disk_delta (only the tensors that changed)."""
+    """How weights travel. tensor: buckets in the memory of one machine. broadcast: buckets through a process
+    group, to any machine. disk: a safetensors folder that all share. disk_delta: the same, changed tensors
+    only."""
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
-    """Size of one bucket in MiB."""
+    """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |trainer - engine| log-prob after a push; by default 1e-6 for float32, 2e-2 for bfloat16."""
+    """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: 1e-6
+    for float32, 2e-2 for bfloat16."""
     canary_p999: Annotated[float, Field(gt=0)] | None = None
-    """Largest 99.9th percentile of the same; 1e-4 for float32 and 0.5 for bfloat16 when not given."""
+    """Largest 99.9th percentile of the same differences. Unset: 1e-4 for float32, 0.5 for bfloat16."""
 
 
 class LaunchConfig(Section):
     backend: Literal["local", "slurm", "ray"] = "local"
-    """What starts the processes: this machine, tasks of a Slurm job, or actors of a Ray cluster."""
+    """What starts the processes: this machine (local), tasks of a Slurm job, or actors of a Ray cluster."""
     nodes: Annotated[int, Field(gt=0, le=65536)] = 1
-    """Machines of the run; more than one needs the backend slurm or ray, and a run.dir that all of them see."""
+    """Machines of the run. More than one needs the backend slurm or ray, and a run.dir that all of them see."""
     gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
-    """GPUs of the run on each node; 0 leaves devices to the processes themselves (one machine, or no GPU)."""
+    """GPUs of the run on each machine. 0: processes see all devices of their machine (one machine, or no
+    GPU)."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """colocated: engines rest while the trainer works; disaggregated: generation goes on meanwhile."""
+    """colocated: trainer and engines share the GPUs and take turns. disaggregated: each has its own GPUs, and
+    with max_staleness >= 1 generation goes on while the trainer works."""
     release_memory: bool = False
-    """colocated on GPUs: while the trainer works, engines give back the memory of weights and cache."""
+    """Colocated on GPUs: engines give back the memory of weights and cache while the trainer works. Use it when
+    both do not fit at once."""
     grace_seconds: Annotated[float, Field(gt=0)] = 15.0
-    """Seconds a process has to end by itself before it is killed."""
+    """Seconds a process gets to end by itself before it is killed."""
     preemption_seconds: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL; no longer checkpoint is begun."""
+    """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL. A checkpoint that would take longer
+    is not begun."""
     max_restarts: NonNegative = 3
-    """Restarts of a role without a train step between them; one more death stops the run."""
+    """How often a role may be restarted without a train step in between. One more death stops the run."""
     min_engines: Positive | None = None
-    """The run goes on without engines that do not come up, or die too often, while so many are left; by default it
-    needs all."""
+    """Fewest engines to go on with when others do not start or die too often. Unset: all of them."""
     srun_args: list[str] = Field(default_factory=list)
-    """Further arguments of each role's srun, as of a container plug-in; used by the backend slurm."""
+    """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """Seconds without a token, a score or a metric after which the log tells who waits for whom."""
+    """Seconds without a token, a reward or a metric after which the log tells who waits for whom."""
 
 
 class SFTConfig(Section):
@@ -309,4 +348,4 @@ class SFTConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the trace writer."""
     lr_end: Share = 0.02
-    """Learning rate of the last step as a share of trainer.lr; it falls linearly after the warm-up."""
+    """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""
