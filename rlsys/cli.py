@@ -254,6 +254,16 @@ def algo(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_algo(args: argparse.Namespace) -> int:
+    """Try whether a plug-in keeps what all of its kind promise."""
+    from rlsys.algo.contract import kind_of, promises
+
+    config = load_config(args.config, args.overrides)
+    for line in promises(config, args.kind or kind_of(args.name), args.name):
+        print(f"ok  {line}")
+    return 0
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with a mistake told in our one line, and overrides on either side of options."""
 
@@ -317,9 +327,21 @@ def make_parser() -> Parser:
     )  # fmt: skip
     sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
     sub = add("algo", algo, "list the algorithms that a config can name, or show one")
-    which = sub.add_subparsers(required=True, metavar="list|show")
+    which = sub.add_subparsers(required=True, metavar="list|show|check")
     which.add_parser("list", help="all, by kind").set_defaults(name=None)
     which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
+    tried = which.add_parser("check", help="whether a plug-in keeps what all of its kind promise")
+    tried.set_defaults(run_command=check_algo)
+    tried.add_argument(
+        "name", metavar="NAME", help="short name, package.module:thing or path/to/file.py:thing"
+    )
+    tried.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="of the run around it"
+    )
+    tried.add_argument("--kind", help="what a plain function is: loss, advantage, correction, ...")
+    tried.add_argument(
+        "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
+    )
     add_commands(add, check_plugins, live_status)
     add_rehearse(add)
     add_router(add)

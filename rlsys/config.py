@@ -33,6 +33,7 @@ from rlsys.config_sections import (
 )
 from rlsys.errors import UserError
 from rlsys.section import Section
+from rlsys.shipped import find_config, find_model
 
 
 class ConfigError(UserError):
@@ -285,8 +286,14 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk."""
-    data = _merge(read_layers(path), parse_overrides(overrides))
+    """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk.
+
+    `path` may be the name of a shipped config, `model.path` a folder that is shipped: see rlsys.shipped.
+    """
+    data = _merge(read_layers(find_config(path)), parse_overrides(overrides))
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(named := model.get("path"), str):
+        data["model"] = {**model, "path": str(find_model(Path(named)))}
     try:
         return Config.model_validate(data)
     except ValidationError as e:

@@ -45,13 +45,13 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     source: str = "chain_sum_tail"
-    """Short name of a prompt source, or an import path `package.module:function`."""
+    """Short name of a prompt source, or an import path `package.module:function`, or `path/to/file.py:function`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the prompt source."""
     seed: NonNegative = 0
     """Seed of the training prompts; run.seed is added to it."""
     reward: str = "reasoning_gym"
-    """Short name of a reward function, or an import path `package.module:function`."""
+    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`."""
     reward_env: list[str] = Field(default_factory=list)
     """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
     no other variables of ours."""
@@ -113,7 +113,7 @@ class RolloutConfig(Section):
     """Sampling temperature for training. Evaluation is greedy."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
-    an import path `package.module:function`."""
+    an import path `package.module:function`, or `path/to/file.py:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     repeat: FilePath | None = None
@@ -344,7 +344,8 @@ class LaunchConfig(Section):
 
 class SFTConfig(Section):
     traces: str = "chain_sum"
-    """Short name of what writes the traces of `rlsys sft`, or an import path `package.module:function`."""
+    """Short name of what writes the traces of `rlsys sft`, or `package.module:function`,
+    or `path/to/file.py:function`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the trace writer."""
     lr_end: Share = 0.02

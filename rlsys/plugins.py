@@ -1,14 +1,18 @@
-"""A plug-in is a plain function, named in the config by a short name or by its import path."""
+"""A plug-in is a plain function, named in the config by a short name, by its import path `package.module:function`
+(the working folder counts), or by the file that it stands in: `path/to/file.py:function`."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -28,7 +32,7 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
         raise UserError(
-            f"{field} = {name!r}: unknown name; {hint} (or an import path package.module:function)"
+            f"{field} = {name!r}: unknown name; {hint} (or package.module:function, or path/to/file.py:function)"
         )
     found = imported(field, name)
     if not callable(found):
@@ -37,10 +41,12 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
 
 
 def imported(field: str, path: str) -> Any:
-    """The attribute at `package.module:attribute`, None where there is none. Raises UserError naming `field`."""
+    """The attribute at `package.module:attribute` or `file.py:attribute`, None where there is none. Raises UserError
+    naming `field`."""
     module_name, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute, None)
+        module = _of_file(Path(module_name)) if module_name.endswith(".py") else _of_path(module_name)
+        return getattr(module, attribute, None)
     except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
         raise UserError(
             f"{field} = {path!r}: cannot import {module_name}: {' '.join(str(e).split())}"
@@ -48,6 +54,33 @@ def imported(field: str, path: str) -> Any:
     except Exception as e:  # anybody's module: all that it can raise is told in one line
         told = " ".join(str(e).split())
         raise UserError(f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {told}") from e
+
+
+def _of_path(name: str) -> ModuleType:
+    """As `python -m` does it, the working folder comes first."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module in a file; the same one for the same file. Raises ImportError when there is none."""
+    path = path.resolve()
+    if not path.is_file():
+        raise ImportError("no such file")
+    name = f"rlsys_plugin_file:{path}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # of every file that ends in .py
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:

@@ -6,7 +6,6 @@ import difflib
 import inspect
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -15,8 +14,9 @@ from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.algo_section import AlgoSection, Spec
 from rlsys.config import read_layers
 from rlsys.errors import UserError
+from rlsys.shipped import folder
 
-RECIPES = Path(__file__).parents[2] / "configs/algorithms"
+RECIPES = folder() / "algorithms"
 
 STAGES = {
     "prompt": "control",

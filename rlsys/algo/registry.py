@@ -230,7 +230,7 @@ def _elsewhere(kind: str, name: str) -> str:
     others = [k for k, names in TABLE.items() if name in names]
     if others:
         return f"{name} is of kind {' and '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
-    return _hint(name, TABLE[kind]) + " (or an import path package.module:name)"
+    return _hint(name, TABLE[kind]) + " (or package.module:name, or path/to/file.py:name)"
 
 
 def _hint(name: str, known: Mapping[str, object]) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import traceback
+import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -48,7 +49,7 @@ def rehearse(config: Config, rewards: Sequence[str] | None = ()) -> None:
         rewards = [f"reward {i}" for i in range(len(weights))]
     groups = made_up_groups(config, rewards)
     try:
-        _step(config, objective, groups)
+        made_up_step(objective, groups)
         state = json.loads(json.dumps(objective.state_dict()))
         Objective(config.algo).load_state_dict(state)
     except RlsysError:
@@ -100,60 +101,68 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
     )
 
 
-def _step(config: Config, objective: Objective, groups: Sequence[SampleGroup]) -> None:
-    """What rlsys.trainer.step does, on one rank."""
-    g, weights = torch.Generator().manual_seed(0), [("weight", torch.ones(2, 2))]
+@dataclass
+class Outcome:
+    """What a made-up step came to. gradients: of the loss by the log-probs, `[tokens]` of each row that was packed;
+    those of several updates are added."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: int = 2) -> Outcome:
+    """What rlsys.trainer.step does, on one rank, with each update cut into `pieces` micro-batches.
+
+    Raises UserError for a loss or a gradient that is not finite, and whatever a plug-in raises.
+    """
+    weights, outcome = [("weight", torch.ones(2, 2))], Outcome()
     objective.start(weights)
     plan = objective.plan(_table(groups))
     updates = [rows for k in range(plan.updates) if (rows := plan.rows[k :: plan.updates])]
     if updates:
-        _optimise(objective, plan, groups, updates, g)
+        _learn(objective, plan, groups, updates, pieces, outcome)
     if later := objective.put_off(plan, groups, 4):
         again = [group for group, _ in later]
         plan = objective.plan_again(_table(again), torch.tensor([a for _, a in later]))
-        _optimise(objective, plan, again, [plan.rows], g)
+        _learn(objective, plan, again, [plan.rows], pieces, outcome)
     objective.after_version(weights, 1.0)
     objective.average_totals(weights)
     objective.average()
+    return outcome
 
 
-def _optimise(
+def _learn(
     objective: Objective,
     plan: Plan,
     groups: Sequence[SampleGroup],
     updates: Sequence[Sequence[int]],
-    g: torch.Generator,
+    pieces: int,
+    outcome: Outcome,
 ) -> None:
-    samples = [s for group in groups for s in group.samples]
-    later = objective.asks.current - {"behaviour"}
-    early = objective.asks.passes if objective.asks.looks_ahead else objective.asks.passes - later
-    batches = [
-        _parts(samples, rows, objective.asks.passes if i else early, g) for i, rows in enumerate(updates)
-    ]
-    for part in () if objective.asks.looks_ahead else batches[0]:
+    samples, asks = [s for group in groups for s in group.samples], objective.asks
+    early = asks.passes if asks.looks_ahead else asks.passes - (asks.current - {"behaviour"})
+    batches = [_cut(samples, rows, asks.passes if i else early, pieces) for i, rows in enumerate(updates)]
+    for part in () if asks.looks_ahead else batches[0]:
         part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):
         objective.prepare(parts)
         sums: dict[str, Tensor] = {}
         for part in parts:
-            for name, value in _backward(objective, part, plan.denominator / len(updates), g).items():
+            for name, value in _backward(objective, part, plan.denominator / len(updates), outcome).items():
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
-        objective.after_step([("weight", torch.ones(2, 2))], objective.metrics(sums))
+        outcome.metrics = objective.metrics(sums)
+        objective.after_step([("weight", torch.ones(2, 2))], outcome.metrics)
 
 
-def _parts(
-    samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], g: torch.Generator
-) -> list[Batch]:
-    """Two packed micro-batches of these rows, with the fields that passes give; one where there is one row."""
-    cuts = [0, (len(rows) + 1) // 2, len(rows)]
-    return [_pack(samples, rows[a:b], passes, g) for a, b in pairwise(cuts) if b > a]
+def _cut(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int) -> list[Batch]:
+    """Packed micro-batches of these rows, with the fields that passes give; fewer where there are fewer rows."""
+    cuts = [len(rows) * k // pieces for k in range(pieces + 1)]
+    return [_pack(samples, rows[a:b], passes) for a, b in pairwise(cuts) if b > a]
 
 
-def _pack(
-    samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], g: torch.Generator
-) -> Batch:
+def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]) -> Batch:
     chosen = [samples[r] for r in rows]
     lengths = [PROMPT + len(s.response_ids) for s in chosen]
     batch = Batch(
@@ -161,23 +170,35 @@ def _pack(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         rows=torch.tensor(list(rows)),
         mask=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + [1.0] * len(s.response_ids)]),
-        mu=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + s.mu]),
+        mu=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + s.mu], dtype=torch.float64),
         versions=torch.tensor([v for s in chosen for v in [-1] * PROMPT + s.versions()]),
         version=VERSION,
     )
     for name in sorted(passes):
-        values = batch.mu + 0.1 * torch.randn(batch.mu.shape, generator=g)
+        values = batch.mu + 0.1 * _noise(batch, name)
         if name == "behaviour":  # of the oldest, nothing was stored
             values[batch.versions < VERSION - 2] = torch.nan
         setattr(batch, name, values.abs() if name in ("entropy", "sum_pi_squared") else values)
     return batch
 
 
-def _backward(objective: Objective, part: Batch, denominator: float, g: torch.Generator) -> dict[str, Tensor]:
-    """Sums for the metrics. Raises UserError for a loss or a gradient that is not finite."""
-    noise = torch.randn(part.mu.shape, generator=g)
-    leaves = {"logp": part.mu + 0.1 * noise, "entropy": noise.abs(), "values": noise}
-    current = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+def _noise(batch: Batch, name: str) -> Tensor:
+    """`[T]`, of each row the same however the rows are packed."""
+    found = []
+    for row, length in zip(batch.rows.tolist(), batch.cu_seqlens.diff().tolist(), strict=True):
+        g = torch.Generator().manual_seed(zlib.crc32(f"{name} {row}".encode()))
+        found.append(torch.randn(length, generator=g, dtype=torch.float64))
+    return torch.cat(found)
+
+
+def _backward(objective: Objective, part: Batch, denominator: float, outcome: Outcome) -> dict[str, Tensor]:
+    """Sums for the metrics; adds to the gradients. Raises UserError for a loss or a gradient that is not finite."""
+    leaves = {
+        "logp": part.mu + 0.1 * _noise(part, "logp"),
+        "entropy": _noise(part, "entropy now").abs(),
+        "values": _noise(part, "values now"),
+    }
+    current = {name: value.requires_grad_() for name, value in leaves.items()}
     loss, sums = objective(current["logp"], part, current["entropy"], current["values"])
     if objective.critic is not None:
         loss = loss + objective.critic_loss(current["values"], part)[0]
@@ -186,6 +207,13 @@ def _backward(objective: Objective, part: Batch, denominator: float, g: torch.Ge
     gradients = [leaf.grad for leaf in current.values() if leaf.grad is not None]
     if not (loss.isfinite() and all(bool(grad.isfinite().all()) for grad in gradients)):
         raise UserError(f"algo: on a made-up step the loss is {loss.item():g}, or its gradient is not finite")
+    of_logp = current["logp"].grad
+    for row, found in zip(
+        part.rows.tolist(),
+        (torch.zeros_like(part.mu) if of_logp is None else of_logp).split(part.cu_seqlens.diff().tolist()),
+        strict=True,
+    ):
+        outcome.gradients[row] = outcome.gradients.get(row, torch.zeros_like(found)) + found
     return sums
 
 

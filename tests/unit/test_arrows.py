@@ -22,11 +22,12 @@ BASE = {
     "config",
     "precision",
     "obs",
+    "shipped",
 }
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
-    "algo": {"types", "errors", "section", "algo_section", "config", "plugins"},
+    "algo": {"types", "errors", "section", "algo_section", "config", "plugins", "shipped"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "section", "config", "plugins"},
     "engine": BASE,
@@ -52,6 +53,7 @@ TORCH_FREE = (
     "config",
     "precision",
     "obs",
+    "shipped",
     "plugins",
     "rewards",
     "router",

@@ -21,7 +21,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.y
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["train", "/no/m.yaml"], "/no/m.yaml: cannot read the config: No such file or directory"),
+        (["train", "/no/m.yaml"], "/no/m.yaml: no such file, and no shipped config of this name"),
         (["train", QUICKSTART, "rollout.group_sise=4"], "rollout.group_sise: unknown key; did you mean"),
         (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
         (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),

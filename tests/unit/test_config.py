@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import ConfigError, dump_config, identity, load_config
+from rlsys.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -89,7 +90,8 @@ def test_a_cross_check_prints_both_numbers(overrides: list[str], numbers: list[s
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
-    assert "cannot read the config" in error(path=tmp_path / "missing.yaml")
+    with pytest.raises(UserError, match="no such file"):
+        load_config(tmp_path / "missing.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("run: {dir: [}\n")
     assert ":1:13: not valid YAML" in error(path=broken)

@@ -1,0 +1,40 @@
+"""An environment of one's own: after a wrong answer the model may try once more.
+
+    rlsys train examples/own_environment.yaml
+
+`second_chance(config, tokenizer, speak)` makes a generator. `speak(sample)` is one turn of the model. What the
+environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample must stand
+in its tokens: after an interruption, or a crash, it is called again with those that were saved.
+"""
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.rewards.answer import final_answer
+from rlsys.rollout.generator import Generator, Speak
+from rlsys.types import Prompt, Sample, Status
+
+
+def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generator:
+    stop_ids = read_stop_ids(config.model.path)
+    again = tokenizer.encode("<user>again<assistant>")
+    room = config.rollout.max_response_tokens - len(again)
+
+    def right(sample: Sample, prompt: Prompt) -> bool:
+        text = tokenizer.decode(sample.response_ids)
+        return final_answer(text, tokenizer.eos_token) == prompt.entry["answer"]
+
+    async def generate(sample: Sample, prompt: Prompt) -> None:
+        ended = bool(sample.response_ids) and sample.response_ids[-1] in stop_ids
+        if not sample.observed and not ended:
+            await speak(sample)
+            if sample.status is not Status.FINISHED or right(sample, prompt):
+                return
+            if len(sample.response_ids) >= room:
+                return
+            sample.status = Status.PARKED  # the turn has ended, the sample has not
+        if not sample.observed:
+            sample.observe(again)
+        await speak(sample)
+
+    return generate

@@ -1,0 +1,26 @@
+"""A reward of one's own: right answers count, and of two right answers the one with less work counts more.
+
+    rlsys train examples/own_reward.yaml
+
+`reward(config)` makes the function once in each reward process. The function gets a prompt and the model's text, and
+gives a number in [0, 1], or a dict of named numbers.
+"""
+
+from collections.abc import Callable
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.rewards.answer import final_answer
+from rlsys.types import Prompt
+
+
+def reward(config: Config) -> Callable[[Prompt, str], float]:
+    eos = Tokenizer(config.model.path).eos_token
+    longest = config.rollout.max_response_tokens
+
+    def score(prompt: Prompt, text: str) -> float:
+        if final_answer(text, eos) != prompt.entry["answer"]:
+            return 0.0
+        return 1.0 - 0.5 * min(len(text) / longest, 1.0)  # this model's tokens are single characters
+
+    return score

@@ -1,0 +1,95 @@
+"""`rlsys algo check`: what every plug-in of the trainer promises, tried on one that somebody wrote.
+
+It is made from its parameters; it runs on a made-up step and gives finite numbers; it gives the same for the same
+step; what it gives does not depend on how the step's sequences are cut into micro-batches (that is how they come to
+the ranks); and its state survives JSON, as in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.objective import Objective
+from rlsys.algo.plugin import Plugin, evidence_of
+from rlsys.algo.preflight import check
+from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, build, load
+from rlsys.algo.rehearsal import Outcome, made_up_groups, made_up_step, rehearse
+from rlsys.algo_section import Spec
+from rlsys.config import Config
+from rlsys.errors import UserError
+
+PIECES = (1, 2, 5, 1000)
+"""Micro-batches of an update; the last is more than there are rows: each sequence by itself."""
+TOLERANCE = 1e-9
+"""In float64, relative to the largest number compared. Sums in another order differ by some 1e-15."""
+
+
+def kind_of(name: str) -> str:
+    """The kind of a built-in, or of a class. Raises UserError for a function: its name does not tell."""
+    for kind, names in TABLE.items():
+        if name in names:
+            return kind
+    found = load("rlsys algo check", name)
+    for kind, (base, _) in KINDS.items():
+        if isinstance(found, type) and issubclass(found, load(kind, base)):
+            return kind
+    raise UserError(f"{name} is a plain function: say with --kind what it is, one of {', '.join(KINDS)}")
+
+
+def promises(config: Config, kind: str, name: str) -> Iterator[str]:
+    """A line for each promise that holds, as soon as it was tried. Raises UserError, one line, for one that does not.
+
+    `config`: of a run that would use the plug-in. If its section `algo` does not name it, it gets its kind's place,
+    with its own defaults.
+    """
+    config, spec = naming(config, kind, name)
+    made: Plugin = build(kind, name, **spec.params)
+    told = (made.__doc__ or "").strip().splitlines()
+    yield f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
+    check(config)
+    rehearse(config)
+    yield "runs on a made-up step: loss and gradients are finite, its state goes through JSON"
+    if kind in ("prompt", "planner", "group_reward"):
+        return
+    groups = made_up_groups(config, ())
+    first, *others = (made_up_step(Objective(config.algo), groups, pieces) for pieces in (PIECES[0], *PIECES))
+    _compare(first, others[0], f"{name} gives another result for the same step: does it draw random numbers?")
+    yield "the same step gives the same numbers"
+    for pieces, found in zip(PIECES[1:], others[1:], strict=True):
+        cut = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
+        advice = "what needs all tokens of an update belongs into `prepare`, with its `reduce`"
+        _compare(first, found, f"{name} gives another result when an update is {cut}: {advice}")
+    yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
+
+
+def naming(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
+    """The config with this plug-in in its kind's place, and how it is named there."""
+    place = next(place for place, of in SECTION_KINDS.items() if of == kind)
+    there = getattr(config.algo, place)
+    for spec in there if isinstance(there, list) else [] if there is None else [there]:
+        if spec.name == name:
+            return config, spec
+    alone = kind != "loss" or getattr(load(kind, TABLE[kind].get(name, name)), "policy", True)
+    data = config.model_dump(mode="json")
+    names = [name] if alone else ["clip", name]
+    data["algo"][place] = [{"name": n} for n in names] if isinstance(there, list) else {"name": name}
+    return Config.model_validate(data), Spec(name=name)
+
+
+def _compare(a: Outcome, b: Outcome, otherwise: str) -> None:
+    if a.metrics.keys() != b.metrics.keys() or a.gradients.keys() != b.gradients.keys():
+        raise UserError(f"{otherwise} (other metrics or other samples)")
+    for row, expected in a.gradients.items():
+        if not _close(expected, b.gradients[row]):
+            raise UserError(f"{otherwise} (the gradient of sample {row})")
+    for name, value in a.metrics.items():
+        if not _close(torch.tensor(value), torch.tensor(b.metrics[name])):
+            raise UserError(f"{otherwise} ({name} = {value:.10g} and {b.metrics[name]:.10g})")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    scale = float(torch.maximum(a.abs().max(), b.abs().max())) if a.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)

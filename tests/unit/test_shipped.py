@@ -1,0 +1,61 @@
+"""Configs and models by name, wherever rlsys stands; the examples."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlsys import shipped
+from rlsys.config import load_config
+from rlsys.errors import UserError
+from rlsys.preflight import check_start
+from tests.helpers.runs import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def test_a_name_is_a_path_in_the_folder_and_a_file_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("quickstart", "configs/quickstart.yaml", "quickstart.yaml"):
+        monkeypatch.chdir(tmp_path)
+        assert shipped.find_config(Path(name)) == ROOT / "configs" / "quickstart.yaml"
+    assert shipped.find_config(Path("algorithms/dapo")).name == "dapo.yaml"
+    (tmp_path / "quickstart.yaml").write_text("run: {dir: mine}")
+    assert shipped.find_config(Path("quickstart.yaml")) == Path("quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("quikstart", "did you mean quickstart"),
+        ("algorithms/exact-old.yaml", "did you mean algorithms/exact_old"),
+        ("zzz", "no such file"),
+    ],
+)
+def test_a_name_that_is_none_is_one_line(name: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        shipped.find_config(Path(name))
+
+
+def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("quickstart")).model.path == ROOT / "configs" / "models" / "quickstart-moe"
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    shutil.copytree(ROOT / "configs/models/quickstart-moe", tmp_path / "configs/models/quickstart-moe")
+    assert load_config(Path("quickstart")).model.path == Path("configs/models/quickstart-moe")
+
+
+def test_every_example_has_a_config() -> None:
+    parts = {p.stem for p in (ROOT / "examples").iterdir()} - {"README", "__pycache__"}
+    assert {p.stem for p in EXAMPLES} == parts == {"own_data", "own_environment", "own_loss", "own_reward"}
+    for file in (ROOT / "examples").iterdir():
+        assert file.is_dir() or len(file.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_would_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check_start(load_config(path))
