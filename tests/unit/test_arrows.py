@@ -153,3 +153,26 @@ def test_bootstrap_imports_the_standard_library_only() -> None:
 
 def test_the_loop_is_short_enough_to_read() -> None:
     assert len((ROOT / "rlsys/train.py").read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_the_tree_of_errors_in_the_docs_is_the_one_in_the_source() -> None:
+    parents = {"RlsysError": ""}
+    classes = [
+        node
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    for _ in range(5):  # as deep as they go
+        for node in classes:
+            if node.bases and isinstance(node.bases[0], ast.Name) and node.bases[0].id in parents:
+                parents[node.name] = node.bases[0].id
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Errors")[2].partition("```")[2]
+    for line in text.partition("```")[0].strip().splitlines():
+        indent = next(i for i, c in enumerate(line) if c.isalpha())
+        name = line[indent:].split()[0]
+        above = [*above[: indent // 4], name]
+        drawn[name] = above[-2] if len(above) > 1 else ""
+    assert drawn == parents
