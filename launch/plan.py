@@ -115,14 +115,19 @@ def build_plan(
     return Plan(roles, nodes, config.run.dir, _shared(config))
 
 
-def build_eval_plan(
-    config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
+def build_asking_plan(
+    config: Config,
+    layout: Layout,
+    nodes: list[Node],
+    ports: Ports,
+    engine_command: EngineCommand,
+    module: str,
 ) -> Plan:
-    """Engines, and who asks them."""
+    """Engines, and the module of rlsys.rollout that asks them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    asking = [sys.executable, "-m", "rlsys.rollout.evaluation", "--config", _run_config(config)]
+    asking = [sys.executable, "-m", f"rlsys.rollout.{module}", "--config", _run_config(config)]
     asking += [word for url in urls for word in ("--engine", url)]
-    asking_role = Role("evaluation", "trainer", asking)
+    asking_role = Role(module, "trainer", asking)
     return Plan([*roles, asking_role], nodes, config.run.dir, _shared(config))
 
 

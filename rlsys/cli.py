@@ -22,7 +22,7 @@ from launch.commands import add_commands, must_be_run
 from launch.describe import describe_arithmetic, describe_plan
 from launch.layout import lay_out
 from launch.memory import describe_memory
-from launch.plan import Node, Plan, Ports, build_eval_plan, build_plan, build_sft_plan
+from launch.plan import Node, Plan, Ports, build_asking_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
@@ -31,6 +31,7 @@ from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.supervisor import Supervisor
 from rlsys.cli_models import add_model_commands, find_subject
+from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
@@ -84,7 +85,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
         def plan(backend: Backend) -> Plan:
             ports = choose_ports(config, layout, backend.free_ports)
-            return build_eval_plan(config, layout, backend.nodes, ports, engine_command)
+            return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "evaluation")
 
         supervise(config, plan)
     found = read_metrics(config.run.dir).evals[-1]
@@ -343,6 +344,7 @@ def make_parser() -> Parser:
         "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
     )
     add_commands(add, check_plugins, live_status)
+    add_own(add, supervise, check_plugins)
     add_rehearse(add)
     add_router(add)
     add_model_commands(add)

@@ -258,7 +258,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The YAML at `path` over its `base:` file (relative to it), if it names one."""
+    """The YAML at `path` over its `base:`, if it names one: a file (relative to this one), or a shipped config."""
     path = path.resolve()
     if path in seen:
         raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
@@ -268,7 +268,9 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return data
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: expected a file name")
-    return _merge(read_layers(path.parent / base, (*seen, path)), data)
+    beside = path.parent / base
+    found = beside if beside.exists() else find_config(Path(base))
+    return _merge(read_layers(found, (*seen, path)), data)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

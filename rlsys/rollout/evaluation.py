@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rlsys.config import Config, load_config
@@ -52,15 +54,22 @@ async def judge(answered: list[Probe], scorer: Scorer) -> EvalResult:
     )
 
 
+@asynccontextmanager
+async def open_engines(config: Config, urls: list[str]) -> AsyncIterator[list[EngineClient]]:
+    """Clients of these engines, once all of them answer."""
+    async with make_session() as session:
+        engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
+        while not all(await asyncio.gather(*(e.healthy() for e in engines))):
+            await asyncio.sleep(PROBE_SECONDS)
+        yield engines
+
+
 async def evaluate(config: Config, urls: list[str]) -> EvalResult:
     """By engines that serve the model already; waits until all of them answer."""
     tokenizer = Tokenizer(config.model.path)
     source, rewards = build_source(config, tokenizer), Rewards(config)
     try:
-        async with make_session() as session:
-            engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
-            while not all(await asyncio.gather(*(e.healthy() for e in engines))):
-                await asyncio.sleep(PROBE_SECONDS)
+        async with open_engines(config, urls) as engines:
             router = build_router(config, engines, tokenizer, trusted=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()

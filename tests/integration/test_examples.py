@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.metrics import read_metrics
+from rlsys.rollout.tryout import PROMPTS, SAMPLES
 from tests.helpers.runs import ROOT
 
 pytestmark = pytest.mark.integration
@@ -36,6 +38,26 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert all(s["lost"] == 0 and s["reward_failed"] == 0 for s in steps)
 
 
+def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None:
+    def rlsys(*words: str) -> str:
+        command = [sys.executable, "-m", "rlsys.cli", *words]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    rlsys("new", "mine")
+    found = json.loads(rlsys("try", "mine/config.yaml", "--json"))
+    assert [len(entry["samples"]) for entry in found] == [SAMPLES] * PROMPTS
+    rewards = {sample["reward"] for entry in found for sample in entry["samples"]}
+    assert rewards == {0, 1}, "the model guesses some and works some out"
+    assert all("<answer>" in sample["text"] for entry in found for sample in entry["samples"])
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
+    subprocess.run(tests, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    rlsys("train", "mine/config.yaml", *SMALL)
+    assert read_metrics(tmp_path / "runs" / "mine").last_step == 2
+
+
 def test_a_wheel_trains_a_shipped_config_by_its_name(tmp_path: Path) -> None:
     """In a venv of its own, which borrows what rlsys needs from this one, and in a folder that is no checkout."""
     pip, venv = [sys.executable, "-m", "pip"], tmp_path / "venv"
@@ -46,7 +68,10 @@ def test_a_wheel_trains_a_shipped_config_by_its_name(tmp_path: Path) -> None:
     python = venv / "bin" / "python"
     where = sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)})
     Path(where, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "-q", str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-deps", "--ignore-installed", "-q", str(wheel)],
+        check=True,
+    )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [str(venv / "bin" / "rlsys"), "train", "quickstart", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

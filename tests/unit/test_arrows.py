@@ -27,6 +27,7 @@ BASE = {
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
+    "starter": {"errors"},
     "algo": {"types", "errors", "section", "algo_section", "config", "plugins", "shipped"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "section", "config", "plugins"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {"errors", "config", "obs", "owner", "convert", "weights"},
 }
-FREE = {"train", "cli", "cli_models", "preflight"}  # these may import every room
+FREE = {"train", "cli", "cli_models", "cli_own", "preflight"}  # these may import every room
 
 TORCH_FREE = (
     "types",
@@ -61,6 +62,8 @@ TORCH_FREE = (
     "launch",
     "cli",
     "cli_models",
+    "cli_own",
+    "starter",
     "preflight",
 )
 TORCH_FREE_FILES = (

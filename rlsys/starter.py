@@ -1,0 +1,92 @@
+"""What `rlsys new NAME` writes: a config, data, a reward and its test, which train at once on the shipped model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from rlsys.errors import UserError
+
+LINES = 200
+_CONFIG = """\
+# rlsys try {name}/config.yaml      shows prompts, answers and rewards before anything is trained
+# rlsys train {name}/config.yaml
+base: quickstart            # a shipped config; all that is not said here is said there
+run:
+  dir: runs/{short}
+data:
+  source: jsonl
+  params: {{path: {name}/data.jsonl}}
+  reward: {name}/reward.py:reward
+trainer:
+  steps: 10
+eval:
+  prompts: 16
+"""
+_REWARD = '''\
+"""The reward of this run: a number in [0, 1] for a prompt and the model's text."""
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.rewards.answer import final_answer
+from rlsys.types import Prompt
+
+
+def reward(config: Config):
+    eos = Tokenizer(config.model.path).eos_token
+
+    def score(prompt: Prompt, text: str) -> float:
+        return float(final_answer(text, eos) == prompt.entry["answer"])
+
+    return score
+'''
+_TEST = """\
+from pathlib import Path
+
+from rlsys.config import load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.plugins import resolve
+
+HERE = Path(__file__).parent
+
+
+def test_the_right_answer_is_rewarded() -> None:
+    config = load_config(HERE / "config.yaml", [f"data.params={{path: {HERE / 'data.jsonl'}}}"])
+    tokenizer = Tokenizer(config.model.path)
+    prompt = build_source(config, tokenizer).train(0)
+    score = resolve("data.reward", f"{HERE / 'reward.py'}:reward", {})(config)
+    right = f"<think></think><answer>{prompt.entry['answer']}</answer>{tokenizer.eos_token}"
+    assert score(prompt, right) == 1
+    assert score(prompt, right.replace("<answer>", "<answer>1")) == 0
+"""
+
+
+def write_starter(folder: Path) -> list[Path]:
+    """The files written. Raises UserError when the folder is there, or cannot be made."""
+    name = folder.as_posix()
+    texts = {
+        "config.yaml": _CONFIG.format(name=name, short=folder.name),
+        "data.jsonl": _sums(),
+        "reward.py": _REWARD,
+        "test_reward.py": _TEST,
+    }
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder}: is there already; rlsys new writes a new folder") from None
+    except OSError as e:
+        raise UserError(f"{folder}: cannot make it: {e.strerror}") from None
+    for file, text in texts.items():
+        (folder / file).write_text(text)
+    return [folder / file for file in texts]
+
+
+def _sums() -> str:
+    """Sums in the one form that the shipped model knows, `4-1-7=`, with their answers; always the same."""
+    rng, rows = random.Random(0), dict[str, str]()
+    while len(rows) < LINES:
+        terms = [rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(rng.randint(3, 6))]
+        terms[0] = abs(terms[0])
+        rows["".join(f"{t:+d}" for t in terms)[1:] + "="] = str(sum(terms))
+    return "".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows.items())

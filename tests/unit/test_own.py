@@ -1,0 +1,72 @@
+"""`rlsys new` and what `rlsys try` says of what it found."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlsys.cli import main
+from rlsys.cli_own import SHOWN, advice, show
+from rlsys.config import load_config
+from rlsys.preflight import check_start
+
+
+def entry(*rewards: Any, status: str = "finished", text: str = "4") -> dict[str, Any]:
+    samples = [
+        {
+            "text": text,
+            "tokens": 1,
+            "status": status,
+            "reward": r,
+            "reason": None if r is not None else "it raised",
+        }
+        for r in rewards
+    ]
+    return {"prompt": "2+2=[1]", "tokens": 5, "samples": samples}
+
+
+def test_new_writes_a_folder_that_would_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine"]) == 0
+    assert "rlsys try mine/config.yaml" in capsys.readouterr().out
+    check_start(load_config(Path("mine/config.yaml")))
+    assert main(["new", "mine"]) == 2
+    assert "mine: is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ([entry(0.0, 1.0)], ["mean reward 0.500 of 2 samples"]),
+        (
+            [entry(0.0, 0.0), entry(1.0, 1.0)],
+            ["mean reward 0.500", "All samples of each prompt have the same"],
+        ),
+        ([entry(None, 1.0)], ["mean reward 1.000", "1 of 2 samples have no reward", "All samples"]),
+        ([entry(None)], ["No sample has a reward"]),
+        (
+            [entry({"a": 0.5, "b": 0.5}, 0.0, status="truncated")],
+            ["mean reward 0.500", "2 of 2 samples were cut"],
+        ),
+    ],
+)
+def test_what_a_run_would_stumble_over_is_said(found: list[dict[str, Any]], told: list[str]) -> None:
+    lines = list(advice(found))
+    assert len(lines) == len(told)
+    assert all(line.startswith(start) for line, start in zip(lines, told, strict=True))
+
+
+def test_texts_are_shown_as_they_are_and_long_ones_shortened() -> None:
+    out = StringIO()
+    show([entry(1.0, None, text="[b]" + "x" * SHOWN)], Console(file=out, width=200))
+    printed = out.getvalue()
+    assert "2+2=[1]" in printed
+    assert "[b]xxx" in printed
+    assert "3 characters" in printed
+    assert "NO REWARD: it raised" in printed
