@@ -11,7 +11,7 @@ done again, so an interrupted bench goes on. `--plot` draws the curves of that f
 Parts:
     recipes   each file of configs/algorithms for 3 steps: reward, loss and what the recipe's own metrics say
     curves    N'/N = 2 with 2 seeds, held-out accuracy every third step; methods for stale data also with staleness
-              forced towards 4 and 8 versions (N'/N = 5 and 9; `staleness_mean` says what came out); exact_old
+              forced towards 4 and 8 train steps (N'/N = 5 and 9; `staleness_mean` says what came out); exact_old
               with router replay. A fourth of the quickstart's batch and learning rate: else every method is above
               0.95 after five steps, which compares nothing
     cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; without the forward
@@ -222,7 +222,7 @@ def plot(results: Results, folder: Path) -> None:
     figure = Figure(figsize=(7 * max(1, len(panels)), 5), layout="constrained")
     for i, (panel, methods) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), i + 1)
-        title = "N'/N = 2" if panel == "staleness-0" else f"forced towards {panel[10:]} versions"
+        title = "N'/N = 2" if panel == "staleness-0" else f"forced towards {panel[10:]} steps"
         axes.set(title=title, xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1.02))
         for name, runs in methods.items():
             columns = list(zip(*(r["evals"] for r in runs), strict=False))

@@ -52,8 +52,8 @@ def describe_arithmetic(config: Config) -> str:
 
 
 def mode(config: Config) -> str:
-    """What the three numbers make: see the table in docs/architecture.md."""
-    r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} versions old"
+    """What over_provision, max_staleness and placement make: see the table in docs/architecture.md."""
+    r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} train steps old"
     if config.launch.placement == "disaggregated" and r.max_staleness > 0:
         return f"asynchronous, {stale}"
     if config.over_provision > 1:

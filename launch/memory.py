@@ -274,7 +274,7 @@ def expected_staleness(config: Config) -> str:
         return "0: every token is of the current weights"
     overlap = config.launch.placement == "disaggregated"
     mean = min(config.over_provision - 1 + overlap, r.max_staleness)
-    return f"about {mean:.2g} versions on average, at most {r.max_staleness}"
+    return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
 def warnings(config: Config, size: ModelSize, b: Budget, gpu_gb: float) -> list[str]:

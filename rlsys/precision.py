@@ -1,4 +1,4 @@
-"""PrecisionPlan: what of a run computes in FP8 (`model.fp8`). Engines, trainer and push ask here, and nowhere else.
+"""What of a run computes in FP8 (`model.fp8`). Engines, trainer and push ask here, and nowhere else.
 
 rollout   engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises what it pushes
 both      and the trainer's GEMMs run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
@@ -24,7 +24,7 @@ TOKENS = 16
 SCALE = "weight_scale_inv"
 """What SGLang calls the scales of a projection's `weight`: quantised values times these are the weights."""
 CAPABILITY = {"rollout": (8, 9), "both": (9, 0)}
-"""Smallest compute capability: FP8 GEMMs at all, and those of Transformer Engine's blocks."""
+"""Smallest compute capability. rollout needs FP8 GEMMs, both needs Transformer Engine's FP8 blocks."""
 _QUANTIZATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",

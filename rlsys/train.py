@@ -94,7 +94,7 @@ class Loop:
         )  # fmt: skip
 
     def score_interrupted(self, step: int) -> float:
-        """Score what the weights sampled that are about to change, for the step that trains it. Seconds."""
+        """Score interrupted tokens before the update replaces the weights that sampled them. Returns seconds."""
         start = time.monotonic()
         scores = score_parked(self.on_main(lambda: self.rollout.unscored(step)), self.trainer)
         self.on_main(lambda: self.rollout.store_scores(scores))

@@ -32,8 +32,8 @@ class GroupState(StrEnum):
     ACTIVE = "active"  # some sample is parked or in flight
     READY = "ready"  # all samples terminal, waiting for `take`
     TRAINED = "trained"  # taken by a train step
-    FILTERED = "filtered"  # finished, refused by the filter
-    EXPIRED = "expired"  # older than max_staleness at take
+    FILTERED = "filtered"  # finished, and a planner does not keep it
+    EXPIRED = "expired"  # older than max_staleness, under the policies drop and wait
     CENSORED = "censored"  # some sample could not be rewarded
 
 

@@ -55,7 +55,7 @@ def lengths(metrics: Metrics) -> Figure:
 
 
 def staleness(metrics: Metrics) -> Figure:
-    figure, axes = _frame("Staleness and off-policy tokens", "weight versions")
+    figure, axes = _frame("Staleness and off-policy tokens", "train steps")
     axes.plot(*_series(metrics.steps, "staleness_max"), color=GREY, linewidth=1.5, label="staleness, max")
     axes.plot(*_series(metrics.steps, "staleness_mean"), color=BLUE, linewidth=1.8, label="staleness, mean")
     axes.set_ylim(bottom=0)

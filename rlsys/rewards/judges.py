@@ -75,7 +75,7 @@ async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Call
 
 
 def engines(config: Config, ask: Judge) -> Judge:
-    """The policy judges itself: a generative judge behind the run's own router, for models that can."""
+    """The policy judges itself, through the run's own router. For models that can."""
     return ask
 
 

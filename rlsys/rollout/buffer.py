@@ -312,7 +312,7 @@ class RolloutBuffer:
         return version
 
     def policy_step(self, version: int) -> int:
-        """Train steps behind the weights of a version. Raises RunError for one that was never handed out.
+        """Train steps that the weights of a version contain. Raises RunError for one that was never handed out.
 
         Ages are differences of these: after a restart the version counter goes on but the weights go back,
         and pushing the same weights again makes no token older.
@@ -322,7 +322,9 @@ class RolloutBuffer:
         return self._policy_steps[version]
 
     def age(self, group: SampleGroup, train_step: int) -> int:
-        """`train_step` less the train step behind the group's oldest token; 0 for a group without tokens."""
+        """Train steps between the weights that sampled the group's oldest token and the weights after `train_step`
+        steps; 0 for a group without tokens.
+        """
         versions = {span.version for sample in group.samples for span in sample.spans}
         return max((train_step - self.policy_step(v) for v in versions), default=0)
 

@@ -1,7 +1,7 @@
 """How many samples are kept in flight: a number, or a controller that holds a target (over_provision: auto).
 
 Why a target is needed: with N'/N samples in flight a group waits N'/N - 1 steps on average (Little's law), so the
-factor buys speed with age. The gain flattens while the off-policy share goes on rising (methods.md 2.3).
+factor buys speed with age. The gain flattens while the off-policy share goes on rising.
 """
 
 from __future__ import annotations

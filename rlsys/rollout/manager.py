@@ -85,7 +85,7 @@ class RolloutManager:
         self._done_steps = 0
         """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
         self._policy_step: int | None = None
-        """Train steps behind the engines' weights; None before the first push."""
+        """Train steps that the engines' weights contain; None before the first push."""
         self._push_due = True
         self._parts: list[list[int]] = []
         """Of the next step: ids of the groups that the trainer was given before its take."""
@@ -98,7 +98,7 @@ class RolloutManager:
     async def restore(self, train_step: int) -> None:
         """The trainer holds the weights after this many steps. Everything running stops; a push must follow."""
         async with self._command:
-            await self._rest()
+            await self._interrupt_all()
             await self._runner.reset()
             self._buffer.restore(train_step)
             check_conservation(self._buffer.ledger())
@@ -130,7 +130,7 @@ class RolloutManager:
             return Taken(train_step, version, part, {})
 
     def _next_policy_step(self, train_step: int) -> int:
-        """Train steps behind the weights that this step updates. RunError when it is not its turn."""
+        """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
         next_step = self._done_steps + (not self._push_due)
         if self._policy_step is None or train_step not in (self._done_steps, next_step):
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
@@ -161,7 +161,7 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             self._set_tool_penalties(groups)
             if self._colocated:
-                await self._rest()
+                await self._interrupt_all()
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
             metrics = self._figures.of_step(train_step, version, groups, new=new)
@@ -207,7 +207,7 @@ class RolloutManager:
             if self._push_due:
                 if not self._colocated:  # else take has done it
                     await self._watched(self._until_interruptible(), "samples that must go on")
-                    await self._rest(keep=self._stays_young)
+                    await self._interrupt_all(keep=self._stays_young)
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
                 self._runner.flush()
@@ -256,13 +256,13 @@ class RolloutManager:
         self._leave_by = asyncio.get_running_loop().time() + seconds
         self._runner.wake.set()
         async with self._command:
-            await self._rest()
+            await self._interrupt_all()
             self._runner.flush()
 
     async def close(self) -> None:
         """Park what is in flight, durably, and end every task."""
         try:
-            await self._rest()
+            await self._interrupt_all()
         finally:
             await self._runner.reset()
             self._runner.flush()
@@ -319,7 +319,7 @@ class RolloutManager:
 
     async def _censor_overdue(self, policy_step: int) -> None:
         if late := self._runner.overdue():
-            await self._rest()
+            await self._interrupt_all()
             await self._runner.censor_overdue(late)
             self._generate(policy_step)
 
@@ -386,7 +386,7 @@ class RolloutManager:
     def _stays_young(self, sample: Sample) -> bool:
         return self._selection.stays_young(sample, self._done_steps)
 
-    async def _rest(self, keep: Callable[[Sample], bool] | None = None) -> None:
+    async def _interrupt_all(self, keep: Callable[[Sample], bool] | None = None) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
         that came is in the buffer, lost ones are counted.
         """

@@ -46,7 +46,7 @@ class Record:
             steps: dict[int, int] = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
             self.largest_group = int(meta["largest_group"])
             self.admitted = _admitted(db, steps)
-            """Group id -> train steps behind the weights under which it was let in."""
+            """Group id -> train steps that the weights contained under which it was let in."""
             self.takes: dict[int, list[int]] = {
                 step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
             }
@@ -55,7 +55,7 @@ class Record:
         for sample_id, stops in self.stops.items():
             if any(a.policy_step > b.policy_step for a, b in pairwise(stops)):
                 raise UserError(
-                    f"rollout.repeat = {folder}: its trainer went back behind tokens of sample {sample_id}"
+                    f"rollout.repeat = {folder}: its trainer went back to a step before tokens of sample {sample_id}"
                 )
 
 
@@ -85,7 +85,7 @@ def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, list[Stop
 
 
 class Repeat:
-    """Holds every sample to the record. Owns the train step behind the weights that engines hold."""
+    """Holds every sample to the record. Owns how many train steps the engines' weights contain."""
 
     def __init__(self, record: Record, buffer: RolloutBuffer) -> None:
         self._record = record
@@ -124,7 +124,7 @@ class Repeat:
 
         return speak
 
-    def behind(self, policy_step: int) -> bool:
+    def lacks_tokens(self, policy_step: int) -> bool:
         """Whether a sample still lacks tokens that the weights after so many train steps gave it."""
         return any(self._lacks(i, stops, policy_step) for i, stops in self._record.stops.items())
 
@@ -148,6 +148,6 @@ class Repeat:
             )
         ready = {g.group_id: g for g in self._buffer.ready()}
         wanted = self._record.takes[train_step]
-        if self.behind(policy_step) or not ready.keys() >= set(wanted):
+        if self.lacks_tokens(policy_step) or not ready.keys() >= set(wanted):
             return None
         return [ready[g] for g in wanted]

@@ -66,7 +66,7 @@ class SampleRunner:
         self.settled = 0
         """Samples that got a reward, or a reason for none."""
         self._failure: BaseException | None = None
-        self._policy_step: int | None = None  # train steps behind the engines' weights; None: start nothing
+        self._policy_step: int | None = None  # train steps in the engines' weights; None: start nothing
         self._held: deque[SampleGroup] = deque()  # active since before a restart, not let in again yet
         self._pending: deque[tuple[SampleGroup, Sample]] = deque()  # let in, waiting for a slot
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -42,7 +42,7 @@ class Selection:
         """Whether a sample in an engine has been resumed as often as rollout.max_resumes allows, or the record has
         more tokens of these weights."""
         if self._repeat is not None:
-            return self._repeat.behind(policy_step)
+            return self._repeat.lacks_tokens(policy_step)
         limit = self._rollout.max_resumes
         if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
             return False

@@ -101,8 +101,8 @@ class MicroBatch(Batch):
 
     @property
     def carried_over(self) -> Tensor:
-        """Of the comparable tokens `[T]`, those behind tokens that older weights sampled. With
-        router.interruption = in_place they were predicted from these weights' keys and values; else from their own.
+        """Comparable tokens `[T]` of responses that older weights began. With router.interruption = in_place they
+        were predicted from the older weights' keys and values, else from those of the current weights.
         """
         older = (self.versions >= 0) & (self.versions < self.version)
         begun_before = sum_by(older.long(), self.ids, self.sequences) > 0

@@ -45,7 +45,7 @@ def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -
 
 @dataclass(frozen=True)
 class Share:
-    """tokens, position_ids, following `[P / c]` int64: this rank's tokens and the token behind each of them.
+    """tokens, position_ids, following `[P / c]` int64: this rank's tokens, and the token that follows each of them.
 
     `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered. `source`
     `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether another follows it.
@@ -96,7 +96,8 @@ class Share:
         )
 
     def aligned(self, following: Tensor) -> Tensor:
-        """Values of the tokens behind, `[P / c]` -> values of the tokens themselves, `[T]`; 0 where none is before.
+        """Shift next-token values, `[P / c]`, onto the tokens that they belong to, `[T]`. The first token of a
+        sequence, which nothing predicts, gets 0.
 
         Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the
         rank's own share only, so that the sum over ranks counts each token once.

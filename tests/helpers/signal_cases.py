@@ -1,7 +1,7 @@
 """One recorded train step of the real stack, and what each recipe makes of it on the real trainer.
 
 `tests/data/step.msgpack.gz` is step 5 of `algorithms/exact_old.yaml` with 6 groups a step, `over_provision: 3` and
-`data.reward: answer_and_format`: most of its tokens are one to four versions old.
+`data.reward: answer_and_format`: most of its tokens are one to four train steps old.
 
 Run under torchrun it does the same in other layouts: `signal_cases.py WORKPLACE LAYOUT...`.
 """

@@ -94,9 +94,11 @@ def test_engines_that_rest_leave_room_for_the_trainer() -> None:
 
 def test_expected_staleness() -> None:
     assert expected_staleness(config("rollout.over_provision=1", "rollout.max_staleness=0")).startswith("0:")
-    assert expected_staleness(config("rollout.over_provision=3")) == "about 2 versions on average, at most 8"
+    assert (
+        expected_staleness(config("rollout.over_provision=3")) == "about 2 train steps on average, at most 8"
+    )
     apart = config("rollout.over_provision=1.5", "launch.placement=disaggregated")
-    assert expected_staleness(apart) == "about 1.5 versions on average, at most 8"
+    assert expected_staleness(apart) == "about 1.5 train steps on average, at most 8"
 
 
 EXPERIMENTS = sorted((ROOT / "configs/experiments").glob("*gpu_*.yaml"))
