@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> int:
             ports = choose_ports(config, layout, backend.free_ports)
             return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "evaluation")
 
-        supervise(config, plan)
+        supervise(config, plan, aside=args.json)
     found = read_metrics(config.run.dir).evals[-1]
     told = {
         "model": subject.name,
@@ -103,9 +103,12 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def supervise(config: Config, make_plan: Callable[[Backend], Plan]) -> None:
-    """Run the plan's processes under the live display until they are done; lost nodes are replaced."""
-    console = Console()
+def supervise(config: Config, make_plan: Callable[[Backend], Plan], *, aside: bool = False) -> None:
+    """Run the plan's processes under the live display until they are done; lost nodes are replaced.
+
+    `aside`: the display goes to stderr, because stdout is for a program to read.
+    """
+    console = Console(stderr=aside)
     with (
         StopSignals().listening() as stop,
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,

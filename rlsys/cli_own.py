@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,7 +25,16 @@ from rlsys.rollout.tryout import FILE_NAME
 from rlsys.starter import write_starter
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-Supervise = Callable[[Config, Callable[[Backend], Plan]], None]
+
+
+class Supervise(Protocol):
+    """rlsys.cli.supervise."""
+
+    def __call__(
+        self, config: Config, make_plan: Callable[[Backend], Plan], *, aside: bool = False
+    ) -> None: ...
+
+
 SHOWN = 800
 """Characters of a text that are printed, at most."""
 
@@ -58,7 +67,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
     config = load_config(args.config, args.overrides)
     check_model(config)
     check_plugins(config)
-    folder = config.run.dir / "try"
+    folder = config.run.dir.with_name(f"{config.run.dir.name}-try")  # a run's folder holds nothing but a run
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier try: nothing in it is kept
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
     layout = lay_out(config)
@@ -67,7 +76,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
         ports = choose_ports(config, layout, backend.free_ports)
         return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "tryout")
 
-    supervise(config, plan)
+    supervise(config, plan, aside=args.json)
     try:
         found: list[dict[str, Any]] = json.loads((folder / FILE_NAME).read_text())
     except FileNotFoundError:
