@@ -169,6 +169,12 @@ def statement_lines(source: str, line: int) -> range:
     return found
 
 
+def around(source: str, line: int) -> list[range]:
+    """Lines of the statement, of its function or class, of what that is in, and of the file."""
+    inside = [lines for lines, _ in functions(ast.parse(source)) if line in lines]
+    return [statement_lines(source, line), *reversed(inside), range(1, source.count("\n") + 2)]
+
+
 def chance(*words: object) -> str:
     """Sorting by it shuffles; the same words always have the same one."""
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()

@@ -28,6 +28,8 @@ HEAVY = (
     "aiohttp",
     "hypothesis",
     "pydantic",
+    "torch.distributed.checkpoint",
+    "torch.fx.experimental.symbolic_shapes",
     "megatron.core",
     "transformers",
     "pytest_asyncio",

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from coverage import CoverageData
 
 from tests.gate.durations import KEY
-from tests.gate.mutant_drawing import Equivalents, Mutant, draw, statement_lines
+from tests.gate.mutant_drawing import Equivalents, Mutant, around, draw
 from tests.gate.selection import ROOT, Reach
 
 PLACES = (
@@ -111,16 +111,25 @@ class CleanRun:
         return contexts & self.seconds.keys()
 
     def order(self, mutant: Mutant, original: str, reach: Reach) -> list[str]:
-        """Ids of the tests for a mutant: what runs its line, the nearest and shortest first; then whatever else is in
-        the test files nearest to its file.
+        """Ids of the tests for a mutant: what runs its line, then whatever else is in the test files nearest to its
+        file. The nearest come first; of those, files of which most tests run the line; of these, the shortest tests.
         """
         steps = reach.steps([mutant.file])
         assert steps is not None
-        place = {test: (steps.get(test.split("::")[0], len(steps)), s) for test, s in self.seconds.items()}
-        nearest = min(step for step, _ in place.values())
-        running = self.running(mutant.file, statement_lines(original, mutant.line))
-        others = {test for test, (step, _) in place.items() if step == nearest} - running
-        return [*sorted(running, key=place.__getitem__), *sorted(others, key=place.__getitem__)]
+        running: set[str] = set()
+        for lines in around(
+            original, mutant.line
+        ):  # what runs at import is near to what runs the rest of its class
+            running = running or self.running(mutant.file, lines)
+        files = {test: test.split("::")[0] for test in self.seconds}
+        step = {test: steps.get(file, len(steps)) for test, file in files.items()}
+        others = {test for test in step if step[test] == min(step.values())} - running
+        of_all, of_running = Counter(files.values()), Counter(files[test] for test in running)
+        place = {
+            test: (test in others, step[test], -of_running[file] / of_all[file], file, self.seconds[test])
+            for test, file in files.items()
+        }
+        return sorted(running | others, key=place.__getitem__)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tests.gate.mutant_drawing import (
     DropStatement,
     Equivalents,
     Mutant,
+    around,
     draw,
     operators,
     statement_lines,
@@ -124,6 +125,11 @@ def test_a_statement_has_all_its_lines_and_a_block_its_head(line: int, expected:
     assert statement_lines(CODE, line) == expected
 
 
+def test_what_is_around_a_line_goes_from_its_statement_to_its_file() -> None:
+    assert around(CODE, 14) == [range(14, 15), range(10, 20), range(6, 20), range(1, 21)]
+    assert around(CODE, 3) == [range(3, 4), range(1, 21)]
+
+
 def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +151,9 @@ def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
     monkeypatch.setattr(CleanRun, "running", lambda self, file, lines: {near, far} if 14 in lines else set())
     mutant = Mutant("rlsys/box.py", 14, "Box.fits", "", "", "")
     assert clean.order(mutant, CODE, Reach(tmp_path)) == [near, far, other]
+    monkeypatch.setattr(CleanRun, "running", lambda self, file, lines: {far} if 8 in lines else set())
+    imported = Mutant("rlsys/box.py", 7, "Box", "", "", "")  # no test runs it; one runs the class around it
+    assert clean.order(imported, CODE, Reach(tmp_path)) == [far, other, near]
 
 
 def test_a_line_knows_the_tests_that_ran_it(tmp_path: Path) -> None:
