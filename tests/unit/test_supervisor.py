@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from launch import supervisor
 from launch.process import RoleFailed
 from launch.stops import Stopped
+from launch.supervisor import Supervisor
 from rlsys.errors import UserError
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
@@ -85,6 +87,67 @@ def test_an_engine_that_dies_too_often_stops_the_run(stage: Stage) -> None:
     with pytest.raises(RoleFailed, match="engine-0 exited with code 9 again, after 1 restart"):
         stage.run(stage.role("engine", always_dies, serves=True), stage.role("trainer", "signal.pause()"))
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
+
+
+class Clock:
+    """In the place of `time`: it goes on only while the supervisor sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000, "the supervisor waits for something that will not come"
+        time.sleep(0.01)
+
+    strftime, time = staticmethod(time.strftime), staticmethod(time.time)
+
+
+def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_at_for_long(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said, began = Clock(), [], []
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 1e9)  # of roles that others may have died of
+    stage.config = stage.config.model_copy(
+        update={"launch": stage.config.launch.model_copy(update={"max_restarts": 3})}
+    )
+    monkeypatch.setattr(stage.display, "phase", lambda text: "; restart" in text and said.append(clock.now))
+    start = Supervisor._start
+    monkeypatch.setattr(
+        Supervisor, "_start", lambda self, role: (began.append((role.name, clock.now)), start(self, role))
+    )
+    always_dies = "before = count('engine-0 probed')\nserve()\n"
+    always_dies += "while count('engine-0 probed') == before: time.sleep(0.01)\nos._exit(9)"
+    with pytest.raises(RoleFailed, match="engine-0 exited with code 9 again, after 3 restarts"):
+        stage.run(stage.role("engine", always_dies, serves=True), stage.role("trainer", "signal.pause()"))
+    again = [at for name, at in began if name == "engine-0"][1:]
+    waited = [after - before for before, after in zip(said, again, strict=True)]
+    assert waited == pytest.approx([0.0, 1.0, 3.0], abs=2 * supervisor.POLL_SECONDS)
+
+
+def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_OPENING_SECONDS", 0.0)
+    answers = [(0, b""), (503, b"opening: 1 MiB"), (503, b"opening: 1 MiB"), (503, b"opening: 2 MiB")]
+
+    def probe(url: str, key: str, *_: object) -> tuple[int, bytes]:
+        if answers:
+            return answers.pop(0)
+        (stage.folder / "opened").touch()
+        return 200, b"{}"
+
+    monkeypatch.setattr(supervisor, "probe", probe)
+    stage.run(
+        stage.role("rollout", "signal.pause()", serves=True),
+        stage.role("trainer", "while not (here / 'opened').exists(): time.sleep(0.01)"),
+    )
+    told = [text for text in stage.display.phases if text.startswith("opening")]
+    assert told == ["opening: 1 MiB", "opening: 2 MiB"]
 
 
 def test_the_last_lines_of_a_trainer_are_its_own(stage: Stage) -> None:
