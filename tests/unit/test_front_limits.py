@@ -92,7 +92,7 @@ async def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused()
         writer.close()
 
 
-@pytest.mark.parametrize("version", [True, -1, 1.0, 2**63, "9" * 5000, "-1", "\u00b2", [1]])
+@pytest.mark.parametrize("version", [True, -1, 1.0, 2**63, "9" * 19, "9" * 5000, "-1", "\u00b2", [1]])
 async def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) -> None:
     async with serving() as rig:
         body = {"model_path": "next", "weight_version": version}

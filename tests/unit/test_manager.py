@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -549,3 +550,21 @@ async def test_commit_prunes_up_to_the_oldest_kept_checkpoint(tmp_path: Path) ->
             r.buffer.restore(1)
         await r.start(2)
         assert ids((await r.take(3)).groups) == [4, 5]
+
+
+async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, trainer={"checkpoint_every": 1, "keep_checkpoints": 1})
+    async with rig(config) as r:
+        await r.start()
+        for step in (1, 2):
+            await r.take(step)
+            await r.push()
+        whole = r.buffer.ledger()
+        with monkeypatch.context() as patched:
+            patched.setattr(r.buffer, "ledger", lambda: replace(whole, issued_groups=whole.issued_groups + 1))
+            with pytest.raises(RunError, match=rf"{whole.issued_groups + 1} groups were issued, but"):
+                await r.manager.commit(2)
+        await r.start(1)
+        assert ids((await r.take(2)).groups) == [2, 3]

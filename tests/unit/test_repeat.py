@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.repeat import Record
+from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Sample, Taken
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
@@ -116,3 +120,30 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
         Record(first, make_config(tmp_path, rollout={"group_size": 3}))
     with pytest.raises(UserError, match="no such file"):
         Record(tmp_path / "none", make_config(tmp_path))
+
+
+async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.rollout.manager.LOOK_SECONDS", 0.001)
+    first = tmp_path / "first"
+    first.mkdir()
+    config = make_config(tmp_path, run={"dir": first})
+    await trained(config, random_clock(1), steps=2)
+    with closing(sqlite3.connect(first / FILE_NAME)) as db:
+        old, *_, new = [row[0] for row in db.execute("SELECT weight_version FROM pushes ORDER BY train_step")]
+        (sample,) = db.execute("SELECT min(sample_id) FROM samples WHERE tokens > 2").fetchone()
+
+        def spans(*of: list[int]) -> None:
+            with db:
+                db.execute("UPDATE samples SET spans = ? WHERE sample_id = ?", (json.dumps(of), sample))
+
+        spans([old, 0, 2], [new, 2, 3])
+        with db:
+            db.execute("INSERT INTO interrupts VALUES (NULL, ?, 1, ?)", (sample, old))
+        stops = Record(first, config).stops[sample]
+        assert [(stop.end, stop.last) for stop in stops] == [(1, False), (2, False), (3, True)]
+        assert stops[0].policy_step == stops[1].policy_step < stops[2].policy_step
+        spans([new, 0, 2], [old, 2, 3])
+        with pytest.raises(UserError, match=f"its trainer went back behind tokens of sample {sample}$"):
+            Record(first, config)
