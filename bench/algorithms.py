@@ -25,12 +25,14 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from rlsys.algo.preflight import check
 from rlsys.config import Config, dump_config, load_config
 from rlsys.errors import RlsysError
 from rlsys.obs.metrics import read_metrics
+from rlsys.owner import FOLDER as OWNERS
 from rlsys.owner import Owner, claim
 
 FOLDER = ROOT / "configs" / "algorithms"
@@ -58,6 +61,14 @@ WAVE_1 = (
 """Of the method catalogue: their own share of a step is to be under 5 %."""
 QUICK = ("grpo", "dapo", "gae")
 ROLE_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Lent:
+    """An engine that many runs use, one after the other."""
+
+    url: str
+    owner: Owner
 
 
 class Results:
@@ -94,18 +105,20 @@ def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subproces
             process.terminate()
 
 
-def run(config: Config, engine: str) -> dict[str, Any]:
+def run(config: Config, engine: Lent) -> dict[str, Any]:
     """A whole run on an engine that is there already: a rollout process and one trainer."""
     folder = config.run.dir
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    port, owner = free_ports("127.0.0.1", 1)[0], claim(folder)
+    # It belongs to the launch that started the engine.
+    shutil.copytree(engine.owner.run_dir / OWNERS, folder / OWNERS)
+    port, owner = free_ports("127.0.0.1", 1)[0], replace(engine.owner, run_dir=folder)
     start, path = time.monotonic(), str(folder / "config.yaml")
-    rollout = ["--config", path, "--port", str(port), "--engine", engine]
+    rollout = ["--config", path, "--port", str(port), "--engine", engine.url]
     trainer = ("--config", path, "--rollout", f"http://127.0.0.1:{port}")
     with contextlib.ExitStack() as stack:
         if config.engine.reference == "own":
-            rollout += ["--reference", stack.enter_context(running_engine(config, folder))]
+            rollout += ["--reference", stack.enter_context(running_engine(config, folder, owner=owner))]
         stack.enter_context(role("rlsys.rollout.service", *rollout, log=folder / "rollout.log", owner=owner))
         training = stack.enter_context(role("rlsys.train", *trainer, log=folder / "trainer.log", owner=owner))
         code = training.wait(ROLE_SECONDS)
@@ -121,7 +134,7 @@ def run(config: Config, engine: str) -> dict[str, Any]:
     }
 
 
-def recipes(names: list[str], engine: str, work: Path, results: Results) -> None:
+def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> None:
     for name in names:
         key = f"recipes/{name}"
         if results.all.get(key, {}).get("ok"):
@@ -136,7 +149,7 @@ def recipes(names: list[str], engine: str, work: Path, results: Results) -> None
         say(f"{key}: {'ok' if results.all[key]['ok'] else results.all[key]['error']}")
 
 
-def curves(names: list[str], engine: str, work: Path, results: Results, steps: int, seeds: int) -> None:
+def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: int, seeds: int) -> None:
     jobs = [(name, seed, 0) for name in names if name in CURVES for seed in range(seeds)]
     jobs += [(n, seed, k) for seed in range(seeds) for k in (8, 4) for n in names if n in STALE]
     for name, seed, staleness in jobs:
@@ -257,7 +270,9 @@ def main() -> None:
         if args.part != "cost":
             # one engine for all: it gives a token's experts to a run that asks for them
             shared = load_config(ROOT / "configs" / "quickstart.yaml", ["engine.return_routes=true"])
-            with running_engine(shared, work) as engine:
+            owner = claim(work)
+            with running_engine(shared, work, owner=owner) as url:
+                engine = Lent(url, owner)
                 if args.part in ("recipes", "all"):
                     recipes(names, engine, work, results)
                 if args.part in ("curves", "all"):

@@ -29,6 +29,8 @@ from rlsys.config import Config  # noqa: E402
 from rlsys.convert.config import HFConfig  # noqa: E402
 from rlsys.convert.table import entries  # noqa: E402
 from rlsys.engine.launch_args import engine_command  # noqa: E402
+from rlsys.identity import config_path, engine_identity, write_config  # noqa: E402
+from rlsys.owner import Owner  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,11 +75,19 @@ def write_random_moe(folder: Path, **sizes: int) -> Path:
 
 
 @contextlib.contextmanager
-def running_engine(config: Config, folder: Path, start_seconds: float = 300.0) -> Iterator[str]:
-    """URL of a real SGLang server that answers; ended, with all that it started, at the end."""
+def running_engine(
+    config: Config, folder: Path, start_seconds: float = 300.0, owner: Owner | None = None
+) -> Iterator[str]:
+    """URL of a real SGLang server that answers; ended, with all that it started, at the end. `owner`: whose it is."""
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     url = f"http://{config.engine.host}:{port}"
+    if owner is None:
+        argv += ["--weight-version", "0"]
+    else:
+        path = config_path(owner.run_dir, f"engine-{port}")
+        write_config(path, engine_identity(owner, url))
+        argv += ["--config", str(path)]
     with running(argv, folder / "engine.log", lambda: _answers(url), {**CPU_HOST, **env}, start_seconds):
         yield url
 

@@ -12,6 +12,7 @@ from launch.environment import Kind, environment, on_cuda
 from launch.layout import Layout, Share, push_plan
 from rlsys.config import Config
 from rlsys.errors import UserError
+from rlsys.identity import config_path
 from rlsys.obs.role import STACKS_VARIABLE
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
@@ -34,7 +35,8 @@ class Role:
 
     Roles of one `unit` live and die together: the trainer's nodes, or those of an engine that spans several.
     `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's gives its
-    counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds.
+    counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds. `engine`: the URL of the engine
+    that it is, or is a part of.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Role:
     unit: str = ""
     node: int = 0
     gpus: tuple[int, ...] = ()
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if not self.unit:
@@ -185,6 +188,7 @@ def _engine(
             engine = config.engine.model_copy(update={"host": nodes[share.node].address})
             local = config.model_copy(update={"engine": engine})
         argv, env = engine_command(local, index, ports.engines[index])
+        argv = [*argv, "--config", str(config_path(config.run.dir, name))]
         if spans:
             meeting = f"{nodes[shares[0].node].address}:{ports.engine_meetings[index]}"
             argv = [*argv, "--nnodes", str(len(shares)), "--node-rank", str(part)]
@@ -195,7 +199,7 @@ def _engine(
             Role(
                 f"{name}.{part}" if spans else name, "engine", argv, env,
                 ready_url=f"{url}/health" if part == 0 else None,
-                start_timeout=config.start_seconds, unit=name, node=share.node, gpus=share.gpus,
+                start_timeout=config.start_seconds, unit=name, node=share.node, gpus=share.gpus, engine=url,
             )
         )  # fmt: skip
     return roles
@@ -212,8 +216,17 @@ def _reference(config: Config, layout: Layout, port: int, engine_command: Engine
     model = config.model.model_copy(update={"fp8": "none"})  # nobody pushes to it
     own = config.model_copy(update={"engine": engine, "model": model})
     argv, env = engine_command(own, config.engine.count, port)
-    url = f"http://{LOOPBACK}:{port}/health"
-    return Role("reference", "engine", argv, env, ready_url=url, start_timeout=own.start_seconds)
+    argv = [*argv, "--config", str(config_path(config.run.dir, "reference"))]
+    url = f"http://{LOOPBACK}:{port}"
+    return Role(
+        "reference",
+        "engine",
+        argv,
+        env,
+        ready_url=f"{url}/health",
+        start_timeout=own.start_seconds,
+        engine=url,
+    )
 
 
 def _trainer(

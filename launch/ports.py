@@ -1,11 +1,15 @@
 """Ports of a run: free ones on each node, or the configured ones if nobody holds them.
 
-`python -m launch.ports N` prints N free ports of the machine it runs on.
+A free one is bound when it is chosen, by a socket that does not listen, and stays bound for the life of the backend:
+no outgoing connection gets it, and nobody who looks for a free one. The server that it is for binds it as well, which
+Linux allows where both say SO_REUSEADDR and the first does not listen; the first says so only after it has bound, so
+that it shares no port with anybody else's.
+
+`python -m launch.ports N` prints N such ports of the machine it runs on, and holds them until standard input ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import random
 import socket
@@ -28,7 +32,7 @@ FreePorts = Callable[[int, int], list[int]]
 
 
 def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
-    """Raises UserError when a configured port is taken. A free one may be lost before its role binds it."""
+    """Raises UserError when a configured port is taken."""
     homes = [shares[0].node for shares in layout.engines]  # each needs a port to serve, and one to meet
     need = Counter(homes) + Counter(homes)
     need[0] += 3  # the rollout process's, where the trainer's nodes meet, and a reference's
@@ -59,27 +63,49 @@ def _engine_ports(config: Config) -> list[int]:
     return list(range(engine.port, last + 1))
 
 
-def free_ports(host: str, n: int) -> list[int]:
-    """`n` different free ports: all are held at once while they are chosen.
+class HeldPorts:
+    """Owns the sockets that hold what it chose."""
 
-    Below those that the system gives to outgoing connections: an engine needs half a minute before it binds its
-    port, long enough for some connection to get it.
-    """
-    lowest_of_system = int(_SYSTEM_PORTS.read_text().split()[0]) if _SYSTEM_PORTS.exists() else 32768
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._sockets: list[socket.socket] = []
+
+    def choose(self, n: int) -> list[int]:
+        """`n` different ports that nobody had, below those that the system gives to outgoing connections. Raises
+        UserError when the host is not this machine."""
+        lowest_of_system = int(_SYSTEM_PORTS.read_text().split()[0]) if _SYSTEM_PORTS.exists() else 32768
+        found: list[int] = []
         while len(found) < n:
-            s = held.enter_context(socket.socket())
-            if _bind(s, host, port := _random.randrange(_LOWEST, max(lowest_of_system, _LOWEST + 10_000))):
-                found.append(port)
-    return found
+            s = socket.socket()
+            port = _random.randrange(_LOWEST, max(lowest_of_system, _LOWEST + 10_000))
+            if not _bind(s, self._host, port):
+                s.close()
+                continue
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sockets.append(s)
+            found.append(port)
+        return found
+
+    def release(self) -> None:
+        for s in self._sockets:
+            s.close()
+        self._sockets.clear()
+
+
+def free_ports(host: str, n: int) -> list[int]:
+    """`n` different free ports that are let go: one may be lost before its server binds it."""
+    held = HeldPorts(host)
+    try:
+        return held.choose(n)
+    finally:
+        held.release()
 
 
 def _must_be_free(host: str, port: int, first: int) -> None:
     with socket.socket() as s:
         # As servers do: a port that only waits out a closed connection counts as free.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if not _bind(s, host, port):
+        if not _bind(s, host, port) or not _listens(s):
             raise UserError(f"engine.port = {first}: port {port} of {host} is in use; 0 finds one")
 
 
@@ -87,7 +113,6 @@ def _bind(s: socket.socket, host: str, port: int) -> bool:
     """False when somebody has the port. Raises UserError when the host is not this machine."""
     try:
         s.bind((host, port))
-        s.listen(1)
     except socket.gaierror as e:
         raise UserError(f"engine.host = {host!r}: {e.strerror}") from None
     except OSError as e:
@@ -97,5 +122,14 @@ def _bind(s: socket.socket, host: str, port: int) -> bool:
     return True
 
 
+def _listens(s: socket.socket) -> bool:
+    try:
+        s.listen(1)
+    except OSError:  # somebody has bound it and listens
+        return False
+    return True
+
+
 if __name__ == "__main__":
-    print(*free_ports("", int(sys.argv[1])))
+    print(*HeldPorts("").choose(int(sys.argv[1])), flush=True)
+    sys.stdin.read()

@@ -8,7 +8,7 @@ import urllib.request
 
 from rlsys.owner import KEY_HEADER
 
-OK, NOT_YET = 200, 503
+NO_ANSWER, OK, NOT_YET = 0, 200, 503
 SECONDS = 1.0
 
 
@@ -27,4 +27,4 @@ def probe(url: str, key: str, data: bytes | None = None, timeout: float = SECOND
         except (OSError, http.client.HTTPException):
             return e.code, b""
     except (urllib.error.URLError, OSError, http.client.HTTPException):
-        return 0, b""
+        return NO_ANSWER, b""

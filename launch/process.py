@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -35,7 +36,9 @@ class RoleProcess:
         """It did not answer in time and was told to end."""
         self.started = time.monotonic()
         self.log = log
-        self._log_start = log.stat().st_size if log.exists() else 0
+        # An engine tells its arguments there, of which its keys are two.
+        os.close(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600))
+        self._log_start = log.stat().st_size
         self._handle = backend.start(role, env, log)
 
     @property

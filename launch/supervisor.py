@@ -3,6 +3,7 @@
     engine    dies: restarted on its port; the router brings it up to date
     rollout   dies: restarted from its store, and the trainer with it
     trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
+    port      of an engine that another server has got: everything is ended, and started again on other ports
     node      is gone: Slurm requeues the job; with Ray everything is ended, and started again on other nodes
 
 A role that never worked, or that says itself why it cannot go on, is not restarted; the others wait longer each time,
@@ -23,13 +24,15 @@ from urllib.parse import quote
 from launch import diagnosis
 from launch.backends import Backend
 from launch.plan import Plan, Role
-from launch.probe import NOT_YET, OK, SECONDS, probe
+from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
 from launch.process import RoleFailed, RoleProcess
+from launch.readiness import PortTaken, engine_answers, listens
 from launch.rundir import RunDir, write_whole
 from launch.status import last_lines
 from launch.stops import NodeLost, Stopped, StopSignals
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.identity import config_path, engine_identity, write_config
 from rlsys.obs import coordinator
 from rlsys.obs.metrics import MetricsTail
 
@@ -115,7 +118,10 @@ class Supervisor:
 
     def _start(self, role: Role) -> None:
         self._starts[role.name] += 1
-        env = self._plan.environment(role) | self._run_dir.owner.environment(self._starts[role.name])
+        owner = self._run_dir.owner
+        if role.engine is not None:
+            write_config(config_path(self._run_dir.path, role.unit), engine_identity(owner, role.engine))
+        env = self._plan.environment(role) | owner.environment(self._starts[role.name])
         log = self._run_dir.log(role.log_name)
         self._processes[role.name] = RoleProcess(self._backend, role, env, log)
 
@@ -151,6 +157,10 @@ class Supervisor:
             return
         if (node := self._backend.lost_node()) is not None:
             raise NodeLost(node)
+        for process in dead:
+            role = process.role
+            if role.engine and role.ready_url and not process.ready and listens(role.engine):
+                raise PortTaken(f"{role.name}: another server listens at {role.engine}")
         first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
         unit, before = first.role.unit, self._restarts[first.role.unit]
         again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
@@ -244,7 +254,7 @@ class Supervisor:
         if role.ready_url is None:
             process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
             return
-        code, body = probe(role.ready_url, self._run_dir.owner.key)
+        code, body = self._probe(role)
         if code == OK:
             process.ready = True
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
@@ -269,6 +279,13 @@ class Supervisor:
             self._last_told, self._last_news = time.monotonic(), time.monotonic()
             self._opening = words
             self._display.phase(words)
+
+    def _probe(self, role: Role) -> tuple[int, bytes]:
+        """Raises PortTaken when another server answers in the place of an engine."""
+        if role.engine is not None:
+            up = engine_answers(role.engine, engine_identity(self._run_dir.owner, role.engine))
+            return OK if up else NO_ANSWER, b""
+        return probe(role.ready_url or "", self._run_dir.owner.key)
 
     def _get(self, url: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
         """Body of a 200 answer; None for any other, or none."""

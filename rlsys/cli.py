@@ -26,6 +26,7 @@ from launch.plan import Node, Plan, Ports, build_asking_plan, build_plan, build_
 from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
+from launch.readiness import PortTaken
 from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
@@ -104,7 +105,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def supervise(config: Config, make_plan: Callable[[Backend], Plan], *, aside: bool = False) -> None:
-    """Run the plan's processes under the live display until they are done; lost nodes are replaced.
+    """Run the plan's processes under the live display until they are done; lost nodes and ports are replaced.
 
     `aside`: the display goes to stderr, because stdout is for a program to read.
     """
@@ -127,6 +128,14 @@ def supervise(config: Config, make_plan: Callable[[Backend], Plan], *, aside: bo
                     raise
                 display.phase(f"node {lost.name} is gone; waiting for another")
                 backend.replace_nodes(lambda: stop.count > 0)
+            except PortTaken as taken:
+                if config.engine.port:
+                    raise UserError(
+                        f"engine.port = {config.engine.port}: {taken}; 0 finds free ports"
+                    ) from None
+                if losses > config.launch.max_restarts:
+                    raise
+                display.phase(f"{taken}; trying other ports")
             except Stopped as stopped:
                 if stopped.number == signal.SIGUSR1 or backend.preempted():  # go on in another session
                     if may_requeue(run_dir.path, progress(run_dir.path), config.launch.max_restarts):

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlsys.section import Beta, FilePath, NonNegative, Positive, Section, Share
 
@@ -249,6 +249,10 @@ class ParallelConfig(Section):
         return self
 
 
+OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
+"""Of SGLang: what tells an engine whose it is, and where. Beginnings of them count too, as they do for SGLang."""
+
+
 class EngineConfig(Section):
     count: Annotated[int, Field(gt=0, le=16384)] = 1
     """Number of SGLang engines."""
@@ -279,6 +283,16 @@ class EngineConfig(Section):
     more engine, which keeps the weights of model.path."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_ours(cls, args: list[str]) -> list[str]:
+        """config.yaml and command lines are for everybody to read; keys and labels are the run's own."""
+        for arg in args:
+            name = arg.partition("=")[0]
+            if name.startswith("--") and len(name) > 4 and any(own.startswith(name) for own in OWN_ARGS):
+                raise ValueError(f"{name} is set by rlsys itself; the keys of a run are made at its start")
+        return args
 
     @model_validator(mode="after")
     def _ports(self) -> Self:

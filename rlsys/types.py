@@ -298,13 +298,15 @@ class Taken:
 class EngineAddress:
     """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
 
-    `index`: its number in the run's layout, None for one that joined later.
+    `index`: its number in the run's layout, None for one that joined later. `key`: its admin key; empty: it asks for
+    none.
     """
 
     url: str
     tp: int
     holds: int = -1
     index: int | None = None
+    key: str = field(default="", repr=False)
 
 
 @dataclass(slots=True)

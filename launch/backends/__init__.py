@@ -38,7 +38,7 @@ class Backend(Protocol):
     nodes: list[Node]
 
     def free_ports(self, node: int, n: int) -> list[int]:
-        """`n` different ports that nobody holds on the node; one may be lost before its role binds it."""
+        """`n` different ports that nobody had on the node, held there until `close` (launch/ports.py)."""
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> Handle:
         """Start the role's keeper on its node with the environment `env`; output is appended to `log`."""
@@ -57,7 +57,7 @@ class Backend(Protocol):
         """After a stop that the scheduler wanted: have the same command started again later, if it can."""
 
     def close(self) -> None:
-        """Give up what this backend itself started; roles have ended."""
+        """Give up what this backend itself started or holds; roles have ended."""
 
 
 def keeper_command(role: Role, grace: float, *, shielded: bool) -> list[str]:

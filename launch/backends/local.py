@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.backends import keeper_command
 from launch.plan import Node, Role
-from launch.ports import free_ports
+from launch.ports import HeldPorts
 from rlsys.config import Config
 
 
@@ -52,12 +52,12 @@ class PipedKeeper:
 class LocalBackend:
     def __init__(self, config: Config, lock_fd: int) -> None:
         self.nodes = [Node("localhost")]
-        self._host = config.engine.host
+        self._ports = HeldPorts(config.engine.host)
         self._grace = config.launch.grace_seconds
         self._lock_fd = lock_fd
 
     def free_ports(self, node: int, n: int) -> list[int]:
-        return free_ports(self._host, n)
+        return self._ports.choose(n)
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
         return PipedKeeper(keeper_command(role, self._grace, shielded=False), env, log, self._lock_fd)
@@ -71,4 +71,5 @@ class LocalBackend:
 
     def requeue(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._ports.release()

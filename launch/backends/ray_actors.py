@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launch.backends import keeper_command
 from launch.plan import Node, Role
-from launch.ports import free_ports
+from launch.ports import HeldPorts
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 
@@ -42,6 +42,7 @@ class KeeperActor:
 
     def __init__(self) -> None:
         self._started = threading.Event()
+        self._ports = HeldPorts("")
 
     def run(self, command: list[str], env: dict[str, str], folder: str, log: str) -> int:
         """Start the keeper and wait for its end; its exit code, 128 + n after signal n."""
@@ -69,7 +70,7 @@ class KeeperActor:
         return str(ray.util.get_node_ip_address())
 
     def free_ports(self, n: int) -> list[int]:
-        return free_ports("", n)
+        return self._ports.choose(n)
 
 
 class ActorHandle:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from launch.backends import keeper_command
 from launch.backends.local import PipedKeeper
 from launch.plan import Node, Role
-from launch.ports import free_ports
+from launch.ports import HeldPorts
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
 
@@ -64,12 +65,26 @@ class SlurmBackend:
         self._sentinel: PipedKeeper | None = None
         self._post_sentinel: Callable[[], PipedKeeper]
         self._next_sentinel, self._sentinel_wait = 0.0, 1.0
+        self._ports = HeldPorts("")
+        self._holders: list[subprocess.Popen[str]] = []
+        """Steps on other nodes that hold ports there."""
 
     def free_ports(self, node: int, n: int) -> list[int]:
         if node == 0:
-            return free_ports("", n)
-        ask = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
-        return [int(port) for port in client(ask).split()]
+            return self._ports.choose(n)
+        hold = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
+        step = subprocess.Popen(
+            hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._holders.append(step)
+        assert step.stdout is not None
+        answered, _, _ = select.select([step.stdout], [], [], CLIENT_SECONDS)
+        ports = [int(port) for port in step.stdout.readline().split()] if answered else []
+        if len(ports) != n:
+            step.kill()
+            _, said = step.communicate()
+            raise RunError(f"{self.nodes[node].name}: no ports there: {said.strip()[-300:] or 'no answer'}")
+        return ports
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
         if self._sentinel is None:
@@ -107,6 +122,10 @@ class SlurmBackend:
     def close(self) -> None:
         if self._sentinel is not None:
             self._sentinel.kill()
+        self._ports.release()
+        for step in self._holders:
+            step.kill()
+            step.communicate()
 
     def _srun(self, node: int) -> list[str]:
         """A step of one task that shares its node with the others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import errno
 import json
 import os
@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
-import numpy as np
 
+from rlsys.engine.chunks import Refused, read_chunk, read_routes
 from rlsys.engine.sse import events
 from rlsys.errors import RunError
-from rlsys.types import RouteSpan, Segment, VersionSpan
+from rlsys.identity import NOBODY, Identity
+from rlsys.types import Segment
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
@@ -39,6 +40,9 @@ NobodyListens = aiohttp.ClientConnectorError
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """What this machine lacks, not the server."""
 _BAD_ANSWER = 502
+_NO_KEY = (401, 403)
+_UNKNOWN = -1
+"""Version of weights that are nobody's, or of another run."""
 
 
 class EngineError(Exception):
@@ -47,6 +51,10 @@ class EngineError(Exception):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Stranger(EngineError):
+    """Whoever answers there is no engine of this run."""
 
 
 class Aborted(Exception):
@@ -68,12 +76,19 @@ class EngineClient:
     """Raises EngineError for a refusal and one of `DeadEngine` when nobody answers."""
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, *, tp: int = 1, index: int | None = None
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        tp: int = 1,
+        index: int | None = None,
+        identity: Identity = NOBODY,
     ) -> None:
-        """`index`: its number in the run's layout, if it is there."""
+        """`index`: its number in the run's layout, if it is there. `identity`: whose it must be."""
         self.url = url.rstrip("/")
         self.tp = tp
         self.index = index
+        self.identity = identity
         self._session = session
 
     async def generate(
@@ -126,10 +141,13 @@ class EngineClient:
             async for event in events(answer.content.iter_any()):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     chunk = json.loads(event[6:])
-                    segment = _segment(chunk, received, self.url)
+                    try:
+                        segment = read_chunk(chunk, received, self._version_of)
+                    except Refused as e:
+                        raise EngineError(f"{self.url}/generate: {e}", e.status) from None
                     received += len(segment.ids)
                     if routes_from is not None and segment.prompt_tokens:
-                        segment.routes = _routes(chunk["meta_info"], len(ids), received, routes_from)
+                        segment.routes = read_routes(chunk["meta_info"], len(ids), received, routes_from)
                     yield segment
                     if segment.finish is not None:
                         return
@@ -175,7 +193,8 @@ class EngineClient:
 
     async def set_weight_version(self, version: int | str) -> None:
         """A word instead of a number marks a server whose weights are nobody's."""
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        label = self.identity.label(version)
+        await self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def checksums(self) -> list[dict[str, str]]:
         """Of each tensor-parallel rank: its name of a tensor -> a hash of the bytes that it holds."""
@@ -184,7 +203,8 @@ class EngineClient:
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
-        body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
+        label = self.identity.label(version)
+        body = {"model_path": folder, "flush_cache": False, "weight_version": label}
         await self._post("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
 
     async def info(self) -> dict[str, Any]:
@@ -200,7 +220,8 @@ class EngineClient:
 
     def open(self, path: str, body: bytes) -> Any:
         """POST a JSON body as it is; a context manager of aiohttp's response."""
-        return self._session.post(self.url + path, data=body, headers=_JSON, allow_redirects=False)
+        headers = {**_JSON, **self.identity.headers(path)}
+        return self._session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
         """GET, with whatever status."""
@@ -219,26 +240,41 @@ class EngineClient:
         await self._post("/slow_down", {"forward_sleep_time": seconds})
 
     async def healthy(self) -> bool:
-        """Whether it answers at all, within two seconds."""
+        """Whether it answers within two seconds, as an engine of its owner."""
         try:
-            async with self._request("GET", "/health", timeout=aiohttp.ClientTimeout(2)) as answer:
-                return answer.status == 200
+            async with asyncio.timeout(2):
+                async with self._request("GET", "/health") as answer:
+                    if answer.status != 200:
+                        return False
+                if self.identity.owner:
+                    await self.weight_label()
+                return True
         except (*DeadEngine, EngineError):
             return False
 
     async def weight_version(self) -> int:
         """The version that the server reports. -1 when it is not a number: never pushed to."""
-        text = await self.weight_label()
-        return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else -1
+        return _version(await self.weight_label())
 
     async def weight_label(self) -> str:
-        """The version that the server reports, as it does. EngineError when it reports none: no SGLang server."""
+        """The version that the server reports, without its owner. EngineError when it reports none: no SGLang server.
+
+        Raises Stranger for weights of another run, and for a server that this run's key does not open.
+        """
         info = _parse(await self._get("/model_info"))
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(
                 f"{self.url} answers, but is no SGLang server: its /model_info has no weight_version"
             )
-        return str(info["weight_version"])
+        return self._own(str(info["weight_version"]))
+
+    def _own(self, label: str) -> str:
+        """A label without its owner. Raises Stranger when that is somebody else."""
+        if (what := self.identity.what(label)) is None:
+            raise Stranger(
+                f"{self.url} is no engine of this run: it calls its weights {label[:100]!r}", _BAD_ANSWER
+            )
+        return what
 
     async def generated_tokens(self) -> int:
         """Tokens of all requests that ended since its start, aborted ones included (its own Prometheus counter)."""
@@ -255,7 +291,13 @@ class EngineClient:
         meta = (await self._post("/generate", body if rid is None else {**body, "rid": rid}))["meta_info"]
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             raise Aborted(f"{self.url}/generate: {rid} was aborted")
+        self._own(str(meta.get("weight_version")))
         return [entry[0] for entry in meta["input_token_logprobs"][1:]]
+
+    def _version_of(self, label: str) -> int:
+        """Of weights that made tokens; of another run's, none that anybody has pushed."""
+        what = self.identity.what(label)
+        return _UNKNOWN if what is None else _version(what)
 
     @asynccontextmanager
     async def _request(
@@ -266,10 +308,17 @@ class EngineClient:
         Raises one of DeadEngine when nobody answers, EngineError for an answer that is no HTTP or no text, and
         RunError when this process is out of what a connection takes: no server is to blame for that.
         """
+        if headers := self.identity.headers(path):
+            what["headers"] = headers
         try:
             async with self._session.request(
                 method, self.url + path, allow_redirects=False, **what
             ) as answer:
+                if answer.status in _NO_KEY and self.identity.owner:
+                    raise Stranger(
+                        f"{self.url} is no engine of this run: {path} answers {answer.status} to its key",
+                        _BAD_ANSWER,
+                    )
                 yield answer
         except DeadEngine as e:
             if isinstance(e, OSError) and e.errno in _LOCAL_ERRNOS:
@@ -307,66 +356,9 @@ def _parse(text: str) -> Any:
         return None
 
 
+def _version(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else _UNKNOWN
+
+
 def _control() -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=CONTROL_TIMEOUT)
-
-
-def _segment(chunk: dict[str, Any], received: int, url: str) -> Segment:
-    """One chunk of a stream of which `received` tokens have come before."""
-    if "meta_info" not in chunk:
-        error = chunk.get("error", chunk)
-        code = error.get("code") if isinstance(error, dict) else None
-        raise EngineError(f"{url}/generate: {error}", code if isinstance(code, int) else 400)
-    meta = chunk["meta_info"]
-    reason = meta.get("finish_reason")
-    if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-        code = int(reason["status_code"])
-        raise EngineError(f"{url}/generate: {code} {reason.get('message')}", code)
-    ids = chunk["output_ids"]
-    mu = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-    prompt_tokens = meta.get("prompt_tokens", 0)
-    if not prompt_tokens:
-        # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
-        # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
-        new = meta["completion_tokens"] - received
-        ids, mu = ids[:new], mu[:new]
-    return Segment(
-        ids=ids,
-        mu=mu,
-        spans=[VersionSpan(int(meta["weight_version"]), 0, len(ids))],
-        finish=reason["type"] if reason else None,
-        cached_tokens=meta.get("cached_tokens", 0),
-        prompt_tokens=prompt_tokens,
-        call_spans=_call_spans(meta, received + len(ids)) if reason else None,
-    )
-
-
-def _call_spans(meta: dict[str, Any], tokens: int) -> list[VersionSpan] | None:
-    """Of all `tokens` of a request that ended, when more than one version made them."""
-    spans = meta.get("weight_versions") or []
-    if len(spans) < 2 or not tokens:
-        return None
-    return [
-        VersionSpan(int(s["version"]), s["start"], min(s["end"], tokens))
-        for s in spans
-        if s["start"] < tokens
-    ]
-
-
-def _routes(meta: dict[str, Any], prompt: int, received: int, first: int) -> RouteSpan | None:
-    """Of a request's whole sequence from position `first` on; None where the engine has none.
-
-    When the weights changed under the request, only positions that the new ones predicted from: the old ones' routes
-    are gone, since the prefix was read again.
-    """
-    encoded = meta.get("routed_experts")
-    end = prompt + received - 1
-    rows = end - first
-    if encoded is None or rows <= 0:
-        return None
-    experts = np.frombuffer(base64.b64decode(encoded), dtype="<i4").reshape(rows, -1)
-    versions = meta.get("weight_versions") or []
-    if len(versions) > 1:
-        seam = prompt + versions[-1]["start"] - 1
-        first, experts = seam, experts[seam - first :]
-    return RouteSpan(first, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())

@@ -1,4 +1,4 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`; on a CPU, seeded sampling and returned routes too.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling and returned routes too.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -37,13 +37,22 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
+def without_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The server's arguments as it logs them: SGLang writes its keys there."""
+    return arguments | {name: "***" for name in ("api_key", "admin_api_key") if arguments.get(name)}
+
+
 def register() -> None:
     """Without CUDA, replace what only a CUDA runtime or a Triton kernel can do."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     show_stack_on_signal(f"process{os.getpid()}")
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER
+    )
     if torch.cuda.is_available():
         return
     from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 

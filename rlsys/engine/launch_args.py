@@ -31,7 +31,6 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--random-seed", str(config.run.seed + index),
         "--stream-interval", str(e.stream_interval),
         "--incremental-streaming-output",
-        "--weight-version", "0",
         "--enable-metrics",
         "--skip-server-warmup",
         "--sleep-on-idle",  # an idle scheduler would burn a core

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RunError
+from rlsys.identity import Identity, engine_identity
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
+from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.generator import build_generator, greedy_turns
@@ -55,21 +57,22 @@ async def judge(answered: list[Probe], scorer: Scorer) -> EvalResult:
 
 
 @asynccontextmanager
-async def open_engines(config: Config, urls: list[str]) -> AsyncIterator[list[EngineClient]]:
-    """Clients of these engines, once all of them answer."""
+async def open_engines(config: Config, whose: Mapping[str, Identity]) -> AsyncIterator[list[EngineClient]]:
+    """Clients of these engines, by URL, once all of them answer."""
     async with make_session() as session:
-        engines = [EngineClient(url, session, tp=config.engine.tp) for url in urls]
+        tp = config.engine.tp
+        engines = [EngineClient(url, session, tp=tp, identity=of) for url, of in whose.items()]
         while not all(await asyncio.gather(*(e.healthy() for e in engines))):
             await asyncio.sleep(PROBE_SECONDS)
         yield engines
 
 
-async def evaluate(config: Config, urls: list[str]) -> EvalResult:
-    """By engines that serve the model already; waits until all of them answer."""
+async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
+    """By engines that serve the model already, by URL; waits until all of them answer."""
     tokenizer = Tokenizer(config.model.path)
     source, rewards = build_source(config, tokenizer), Rewards(config)
     try:
-        async with open_engines(config, urls) as engines:
+        async with open_engines(config, whose) as engines:
             router = build_router(config, engines, tokenizer, trusted=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()
@@ -91,8 +94,10 @@ def main() -> None:
 
     def run() -> None:
         config = load_config(args.config)
+        owner, _ = of_process(config.run.dir)
         metrics = MetricsWriter(config.run.dir)
-        result = asyncio.run(evaluate(config, args.engine))
+        whose = {url: engine_identity(owner, url) for url in args.engine}
+        result = asyncio.run(evaluate(config, whose))
         metrics.write(
             "eval", 0, accuracy=result.accuracy, mean_length=result.mean_length, prompts=result.prompts,
             truncated=result.truncated,

@@ -23,6 +23,7 @@ from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.identity import NOBODY, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import run_role
@@ -230,9 +231,15 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     try:
         async with make_session() as session:
             tp = config.engine.tp
-            engines = [EngineClient(url, session, tp=tp, index=i) for i, url in enumerate(urls)]
+            engines = [
+                EngineClient(url, session, tp=tp, index=i, identity=engine_identity(owner, url))
+                for i, url in enumerate(urls)
+            ]
             router = build_router(config, engines, tokenizer)
-            references = [] if reference is None else [EngineClient(reference, session)]
+            references = []
+            if reference is not None:
+                whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
+                references = [EngineClient(reference, session, identity=whose)]
             if references:
                 patience = config.start_seconds
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)

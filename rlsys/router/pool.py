@@ -12,7 +12,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens
+from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
 from rlsys.router.attest import Agreement, Match
 from rlsys.router.breaker import Breaker
 from rlsys.router.strategy import Candidate
@@ -146,9 +146,11 @@ class EngineState:
             return
         except EngineError as e:
             self.silent = 0
-            if not self.alive and self.refusal is None:
+            if self.refusal is None:
                 log.warning("%s", e)
             self.refusal = str(e)
+            if isinstance(e, Stranger) and (self.alive or self.flights):
+                self.died()  # somebody else has its port
             return
         except DeadEngine:
             self.silent += 1

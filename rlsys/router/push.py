@@ -71,7 +71,10 @@ class WeightPush:
             raise RunError(
                 f"no engine was there for weight version {version} within {self._patience:g} s: {states(self._pool)}"
             ) from None
-        return [EngineAddress(e.url, e.client.tp, held[e.url], e.client.index) for e in self._pushing]
+        return [
+            EngineAddress(e.url, e.client.tp, held[e.url], e.client.index, e.client.identity.admin_key)
+            for e in self._pushing
+        ]
 
     async def _prepare(self, engine: EngineState) -> None:
         """A hung engine may come to itself, or another one come back: so it is not waited for to the end."""

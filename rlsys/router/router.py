@@ -274,9 +274,10 @@ class Router:
         """Add what came to the sample. Returns how the request ended, None while it goes on."""
         sample, tokens = flight.sample, len(segment.ids)
         assert sample is not None
-        if not engine.pushed.issuperset(s.version for s in segment.spans):
+        versions = {s.version for s in [*segment.spans, *(segment.call_spans or [])]}
+        if not engine.pushed.issuperset(versions):
             self._counts["discarded_tokens"] += tokens
-            if not await self._attested(engine):
+            if not await self._attested(engine, versions):
                 return None
             self._counts["discarded_tokens"] -= tokens
         sample.append(segment)
@@ -300,14 +301,16 @@ class Router:
             sample.prefilled_tokens += segment.prompt_tokens
         return segment.finish
 
-    async def _attested(self, engine: EngineState) -> bool:
+    async def _attested(self, engine: EngineState, versions: set[int]) -> bool:
         """Tokens came of a version that nobody attested here. In a push: wait for it, as long as the request is not
-        cut off. Else the engine was restarted between two probes, and these weights are not what anybody pushed.
+        cut off. Else the engine was restarted between two probes, or another run has pushed to it: these weights are
+        not what anybody pushed here.
         """
-        if engine.attested.is_set():
-            engine.lost_weights()
-            return False
-        await engine.attested.wait()
+        while not engine.pushed.issuperset(versions):
+            if engine.attested.is_set():
+                engine.lost_weights()
+                return False
+            await engine.attested.wait()
         return True
 
     # -- all samples --------------------------------------------------------------------------------------------

@@ -62,9 +62,10 @@ class Receivers:
 
 def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
     """Raises Gone when the engine does not answer, RunError when it refuses."""
-    request = urllib.request.Request(
-        engine.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    if engine.key:
+        headers["Authorization"] = f"Bearer {engine.key}"
+    request = urllib.request.Request(engine.url + path, data=json.dumps(body).encode(), headers=headers)
     try:
         with _opener.open(request, timeout=SEND_TIMEOUT) as answer:
             result = json.loads(answer.read())

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlsys.engine.client import EngineClient
+from rlsys.identity import NOBODY, Identity
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
@@ -37,11 +38,12 @@ class Rig:
         context: int = 200,
         interruption: Interruption = "abort",
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
+        identity: Identity = NOBODY,
     ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]
         network: Any = Network(*self.engines)
         self.router = Router(
-            [EngineClient(e.url, network) for e in self.engines],
+            [EngineClient(e.url, network, identity=identity) for e in self.engines],
             vocab_size=128,
             context_length=context,
             stop_ids={EOS},

@@ -96,7 +96,7 @@ class Request:
     budget: int
     made: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)  # that made each token
-    versions: list[int] = field(default_factory=list)  # and what they were called
+    versions: list[int | str] = field(default_factory=list)  # and what they were called
     sent: int = 0
     aborted: bool = False
     running: bool = False
@@ -118,8 +118,11 @@ class ScriptedEngine:
         ends_at: Callable[[int], int] = lambda seed: 40,
         chunk: int = 4,
         max_running: int = 1000,
+        label: str = "0",
     ) -> None:
+        """`label`: what it calls the weights that it starts with."""
         self.url = url
+        self._label = label
         self.chunk = chunk
         self.max_running = max_running
         self.ends_at = ends_at
@@ -134,7 +137,7 @@ class ScriptedEngine:
         self.weights = 0
         self.loading: int | None = None  # weights of an open update
         self.update_open = False
-        self.version: int | str = 0
+        self.version: int | str = self._label
         self.released: set[str] = set()
         self.generated = 0
         self.paused: str | None = None
@@ -224,7 +227,7 @@ class ScriptedEngine:
 
     def _update_weight_version(self, body: dict[str, Any]) -> tuple[int, str]:
         text = body["new_version"]
-        self.version = int(text) if text.isdecimal() else text
+        self.version = text
         return 200, json.dumps({"success": True})
 
     def _release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, str]:
@@ -251,7 +254,8 @@ class ScriptedEngine:
         self.generated += 1
         entries = [[None, body["input_ids"][0], None]]
         entries += [[x, 0, None] for x in canary_logprobs(body["input_ids"], self.weights)]
-        return 200, json.dumps({"meta_info": {"input_token_logprobs": entries}})
+        meta = {"input_token_logprobs": entries, "weight_version": str(self.version)}
+        return 200, json.dumps({"meta_info": meta})
 
     # Generation
 
@@ -314,7 +318,7 @@ class ScriptedEngine:
             return aborted
         position = len(request.ids) + len(request.made)
         request.weights.append(self.weights)
-        request.versions.append(int(self.version))
+        request.versions.append(self.version)
         if position == self.ends_at(request.seed):
             request.made.append(EOS)
             return aborted or {"type": "stop", "matched": EOS}
@@ -391,6 +395,7 @@ class Network:
         *,
         json: dict[str, Any] | None = None,
         timeout: aiohttp.ClientTimeout | None = None,
+        headers: dict[str, str] | None = None,
         allow_redirects: bool,
     ) -> Any:
         assert not allow_redirects, f"{method} {url} would follow a redirect"

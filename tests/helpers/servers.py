@@ -53,6 +53,7 @@ def running_engine(config: Config, folder: Path) -> Iterator[str]:
     """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end."""
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
+    argv += ["--weight-version", "0"]  # of no run, which would tell it in a file
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
     url = f"http://{config.engine.host}:{port}"
     with (

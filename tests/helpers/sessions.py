@@ -47,10 +47,14 @@ class Session:
         """Until this session has trained `more` steps. Fails the test when the run ends before."""
         self.wait_for(lambda: step_lines(self._run_dir) >= self._lines_before + more)
 
+    def processes(self) -> list[psutil.Process]:
+        """All that the supervisor started, directly or not."""
+        self._seen = psutil.Process(self._process.pid).children(recursive=True)
+        return self._seen
+
     def find(self, *words: str) -> psutil.Process:
         """The innermost process whose command line has all of `words`."""
-        self._seen = psutil.Process(self._process.pid).children(recursive=True)
-        return [p for p in self._seen if set(words) <= set(command_line(p))][-1]
+        return [p for p in self.processes() if set(words) <= set(command_line(p))][-1]
 
     def send(self, number: signal.Signals) -> None:
         """To the supervisor."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.metrics import read_metrics
+from tests.helpers.secrets import check_secrets
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import GROUPS, PATIENCE, RLSYS, Session, as_json, check_ledger
 
@@ -38,8 +39,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Session]]:
 
 @pytest.mark.gate
 def test_a_killed_trainer_costs_no_step_and_no_token(start: Callable[[int], Session], tmp_path: Path) -> None:
-    """kill -9 in its third step or after it: what no checkpoint holds is trained again, from the same groups."""
+    """kill -9 in its third step or after it: what no checkpoint holds is trained again, from the same groups.
+
+    Before it: nobody but the run's user can read the keys of its engine, and they are needed.
+    """
     session = start(4)
+    session.wait_for_steps(1)
+    check_secrets(tmp_path / "run", session.processes())
     session.wait_for_steps(3)
     session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
     code, output = session.end()

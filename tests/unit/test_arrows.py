@@ -16,6 +16,7 @@ BASE = {
     "types",
     "errors",
     "owner",
+    "identity",
     "section",
     "algo_section",
     "config_sections",
@@ -40,13 +41,14 @@ ALLOWED: dict[str, set[str]] = {
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.
-    "launch": {"errors", "config", "obs", "owner", "convert", "weights"},
+    "launch": {"errors", "config", "obs", "owner", "identity", "convert", "weights"},
 }
 FREE = {"train", "cli", "cli_models", "cli_own", "preflight"}  # these may import every room
 
 TORCH_FREE = (
     "types",
     "owner",
+    "identity",
     "errors",
     "section",
     "algo_section",

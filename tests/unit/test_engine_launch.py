@@ -44,7 +44,6 @@ def test_a_cpu_engine() -> None:
     assert option(argv, "--device") == "cpu"
     assert option(argv, "--max-total-tokens") == "999"
     assert option(argv, "--random-seed") == "6"
-    assert option(argv, "--weight-version") == "0", "versions are numbers from the start"
     assert "--enable-deterministic-inference" in argv
     assert "--incremental-streaming-output" in argv
     assert argv[-2:] == ["--log-level", "warning"]

@@ -66,7 +66,7 @@ def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -
     plan = planned("engine.reference=own", "engine.count=2")
     assert [r.name for r in plan.roles] == ["engine-0", "engine-1", "reference", "rollout", "trainer"]
     reference, rollout = plan.roles[2], plan.roles[3]
-    assert reference.argv[-2:] == ["2", "6200"]
+    assert reference.argv[-4:-2] == ["2", "6200"]
     assert rollout.argv[-2:] == ["--reference", "http://127.0.0.1:6200"]
     plan = planned("engine.reference=http://judge:30000")
     assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
