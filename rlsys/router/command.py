@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from rlsys.errors import UserError
-from rlsys.router.fleet import FleetInterruption
+from rlsys.router.fleet import FleetInterruption, is_host
 from rlsys.router.front import FrontLimits
 from rlsys.router.serve import RouterOptions, run_router
 from rlsys.router.strategy import STRATEGIES
@@ -27,6 +27,9 @@ def router(args: argparse.Namespace) -> int:
         raise UserError(f"--queue {args.queue}: expected 0 or more")
     if args.vocab_size is not None and args.vocab_size < 1:
         raise UserError(f"--vocab-size {args.vocab_size}: expected 1 or more")
+    for host in args.allow_engine or ():
+        if not is_host(host):
+            raise UserError(f"--allow-engine {host[:200]!r}: expected a host name, an address or a network")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: expected 0 to 65535")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -36,6 +39,9 @@ def router(args: argparse.Namespace) -> int:
             port=args.port,
             host=args.host,
             token_file=args.token_file,
+            admin_token_file=args.admin_token_file,
+            allowed=tuple(args.allow_engine or ()),
+            engine_keys=args.engine_keys,
             strategy=args.strategy,
             interruption=args.interruption,
             vocab_size=args.vocab_size,
@@ -54,6 +60,21 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--port", type=int, required=True, help="0 takes a free one")
     sub.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback needs a token")
     sub.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token that clients must send")
+    sub.add_argument(
+        "--admin-token-file", type=Path, metavar="FILE", help="the one that opens /engines and weight updates"
+    )
+    sub.add_argument(
+        "--allow-engine",
+        action="append",
+        metavar="HOST",
+        help="host or network of engines that may join by POST /engines; by default the hosts of --engine",
+    )
+    sub.add_argument(
+        "--engine-keys",
+        type=Path,
+        metavar="FILE",
+        help="the engines' own --config file, with api-key, admin-api-key",
+    )
     sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
     sub.add_argument(
         "--interruption",

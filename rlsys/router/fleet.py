@@ -8,8 +8,11 @@ folder before it serves. Before the first such update there is no folder: an eng
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +22,7 @@ from yarl import URL
 from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
+from rlsys.identity import NOBODY, Identity
 from rlsys.router.checks import Limits
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.pool import EngineState, Flight, Pool
@@ -42,23 +46,57 @@ def is_engine_url(text: str) -> bool:
             return False
     except ValueError:
         return False
-    return bool(url.scheme in ("http", "https") and host and url.port and not url.query and not url.fragment)
+    plain = not url.query and not url.fragment and not url.user and not url.password
+    return bool(url.scheme in ("http", "https") and host and url.port and plain)
+
+
+def is_allowed(host: str, allowed: Sequence[str]) -> bool:
+    """Whether a host is one of these names or addresses, or in one of these networks."""
+    if host in allowed:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False  # a name may lead anywhere: it has to be given itself
+    return any(address in network for text in allowed if (network := network_of(text)) is not None)
+
+
+def is_host(text: str) -> bool:
+    """Whether it can be in a list of hosts: a name, an address, or a network."""
+    return network_of(text) is not None or bool(
+        re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text)
+    )
+
+
+def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        return None
 
 
 class Fleet:
-    """Owns the pool of a stand-alone router. `limits` are None until an engine has answered."""
+    """Owns the pool of a stand-alone router. `limits` are None until an engine has answered.
+
+    `allowed`: where engines that join may be, host names, addresses or networks; none given: on the hosts of `urls`.
+    `identity`: the keys that all engines ask for.
+    """
 
     def __init__(
         self,
         urls: list[str],
         session: aiohttp.ClientSession,
         *,
+        allowed: Sequence[str] = (),
+        identity: Identity = NOBODY,
         strategy: str,
         interruption: FleetInterruption,
         queue_seconds: float,
         vocab_size: int | None = None,
     ) -> None:
         self._session = session
+        self._identity = identity
+        self._allowed = tuple(allowed) or tuple({URL(url).host or "" for url in urls if is_engine_url(url)})
         self.pool = Pool([], trusted=True)
         for url in urls:
             self.add(url)
@@ -77,9 +115,18 @@ class Fleet:
         if not is_engine_url(url):
             raise UserError(f"engine URL {url[:200]!r}: expected http://HOST:PORT")
         try:
-            self.pool.add(EngineClient(url, self._session))
+            self.pool.add(EngineClient(url, self._session, identity=self._identity))
         except ValueError as e:
             raise UserError(str(e)) from None
+
+    def join(self, url: str) -> None:
+        """As `add`, for an engine that asks by HTTP. Raises UserError for one on a host that is not allowed."""
+        if is_engine_url(url) and not is_allowed(URL(url).host or "", self._allowed):
+            raise UserError(
+                f"engine URL {url[:200]!r}: no engine may join from there; expected {', '.join(self._allowed)} "
+                "(--allow-engine)"
+            )
+        self.add(url)
 
     def drain(self, url: str) -> None:
         """It gets nothing new and leaves when it is empty. Raises UserError when it is not here."""

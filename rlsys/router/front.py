@@ -6,6 +6,9 @@
     GET, POST, DELETE /engines                                list, add {"url": ...}, drain {"url": ...}
     POST /update_weights_from_disk {"model_path": ..., "weight_version": ...}
 
+Two tokens: clients' opens requests for engines, the administrators' opens everything. Without the second, nobody who
+has to show the first may change engines or weights.
+
 Every refusal is JSON: {"error": {"message", "type", "code"}}.
 """
 
@@ -36,6 +39,10 @@ FORWARDED = ("/generate", "/v1/completions", "/v1/chat/completions")
 ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 OPEN = ("/health", "/ready")
 """What needs no token: it tells nothing and costs nothing."""
+ADMIN = ("/engines", "/update_weights_from_disk")
+"""For administrators alone: others' prompts go where these say."""
+_SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""What engines tell of their arguments, and clients must not hear."""
 RETRY_SECONDS = "1"
 
 
@@ -54,9 +61,13 @@ class FrontLimits:
 class Front:
     """Owns how many samples are inside."""
 
-    def __init__(self, fleet: Fleet, token: str | None, limits: FrontLimits) -> None:
+    def __init__(
+        self, fleet: Fleet, token: str | None, limits: FrontLimits, admin_token: str | None = None
+    ) -> None:
+        """Without any token everything is open: for loopback alone."""
         self._fleet = fleet
         self._token = token.encode() if token is not None else None
+        self._admin_token = admin_token.encode() if admin_token is not None else None
         self._limits = limits
         self._metrics = Metrics(fleet, lambda: self._inside)
         self._inside = 0
@@ -86,8 +97,7 @@ class Front:
         """Tokens, errors as JSON, counts."""
         start = time.monotonic()
         try:
-            if self._token is not None and request.path not in OPEN and not self._knows(request):
-                raise _Refused(401, "a bearer token is required: Authorization: Bearer TOKEN")
+            self._check_token(request)
             response = await handler(request)
         except _Refused as e:
             response = _error(e.status, str(e))
@@ -109,14 +119,23 @@ class Front:
         )
         return response
 
-    def _knows(self, request: web.Request) -> bool:
+    def _check_token(self, request: web.Request) -> None:
+        if request.path in OPEN or (self._token is None and self._admin_token is None):
+            return
+        if self._knows(request, self._admin_token):
+            return
+        if request.path in ADMIN:
+            if self._knows(request, self._token):
+                raise _Refused(403, f"{request.path} is for administrators (--admin-token-file)")
+        elif self._token is None or self._knows(request, self._token):
+            return
+        raise _Refused(401, "a bearer token is required: Authorization: Bearer TOKEN")
+
+    def _knows(self, request: web.Request, token: bytes | None) -> bool:
         """Compared in constant time, whatever was sent."""
-        assert self._token is not None
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        return (
-            hmac.compare_digest(given.strip().encode(errors="replace"), self._token)
-            and kind.lower() == "bearer"
-        )
+        sent = given.strip().encode(errors="replace")
+        return token is not None and hmac.compare_digest(sent, token) and kind.lower() == "bearer"
 
     # -- requests for engines -----------------------------------------------------------------------------------
 
@@ -160,6 +179,8 @@ class Front:
                 status, body = await engine.client.fetch(request.path)
             except DeadEngine:
                 continue
+            if status == 200 and request.path.endswith("server_info"):
+                body = msgspec.json.encode({k: v for k, v in _object(body).items() if k not in _SECRET})
             return web.Response(status=status, body=body, content_type="application/json")
         raise Unavailable("no engine serves")
 
@@ -189,7 +210,7 @@ class Front:
 
     async def _add(self, request: web.Request) -> web.Response:
         url = _text(_object(await _read(request)), "url")
-        self._fleet.add(url)
+        self._fleet.join(url)
         return web.json_response({"url": url}, status=201)
 
     async def _drain(self, request: web.Request) -> web.Response:

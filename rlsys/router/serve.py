@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
+from rlsys.identity import NOBODY, Identity, read_keys
 from rlsys.obs.descriptors import RESERVE, raise_descriptors
 from rlsys.router.door import Door, DoorLimits
 from rlsys.router.fleet import Fleet, FleetInterruption
@@ -34,6 +35,9 @@ class RouterOptions:
     port: int
     host: str = "127.0.0.1"
     token_file: Path | None = None
+    admin_token_file: Path | None = None
+    allowed: tuple[str, ...] = ()
+    engine_keys: Path | None = None
     strategy: str = "prefix_affinity"
     interruption: FleetInterruption = "retract"
     vocab_size: int | None = None
@@ -41,20 +45,34 @@ class RouterOptions:
     limits: FrontLimits = field(default_factory=FrontLimits)
 
 
-def read_token(options: RouterOptions) -> str | None:
-    """Raises UserError for a token that is missing where others can reach us, unreadable, or too short."""
-    if options.token_file is None:
-        if not is_loopback(options.host):
-            raise UserError(f"--host {options.host}: other machines can reach it; --token-file is required")
+@dataclass(frozen=True)
+class Tokens:
+    """Of clients and of administrators; None: nobody has to show one, or nobody can."""
+
+    client: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+
+def read_tokens(options: RouterOptions) -> Tokens:
+    """Raises UserError for a token that is missing where others can reach us, unreadable, too short, or both."""
+    if options.token_file is None and not is_loopback(options.host):
+        raise UserError(f"--host {options.host}: other machines can reach it; --token-file is required")
+    client = _read_token("--token-file", options.token_file)
+    admin = _read_token("--admin-token-file", options.admin_token_file)
+    if client is not None and client == admin:
+        raise UserError("--admin-token-file: the clients' token; expected another one")
+    return Tokens(client, admin)
+
+
+def _read_token(option: str, file: Path | None) -> str | None:
+    if file is None:
         return None
     try:
-        token = options.token_file.read_text(encoding="utf-8").strip()
+        token = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--token-file {options.token_file}: {getattr(e, 'strerror', None) or e}") from None
+        raise UserError(f"{option} {file}: {getattr(e, 'strerror', None) or e}") from None
     if len(token) < SHORTEST_TOKEN:
-        raise UserError(
-            f"--token-file {options.token_file}: {len(token)} characters, expected at least {SHORTEST_TOKEN}"
-        )
+        raise UserError(f"{option} {file}: {len(token)} characters, expected at least {SHORTEST_TOKEN}")
     return token
 
 
@@ -69,11 +87,12 @@ def is_loopback(host: str) -> bool:
 
 def run_router(options: RouterOptions) -> None:
     """Raises UserError for a taken port, a missing token, or a vocabulary that nothing tells."""
-    token = read_token(options)
-    asyncio.run(serve(options, token))
+    tokens = read_tokens(options)
+    identity = NOBODY if options.engine_keys is None else read_keys(options.engine_keys)
+    asyncio.run(serve(options, tokens, identity))
 
 
-async def serve(options: RouterOptions, token: str | None) -> None:
+async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOBODY) -> None:
     places = options.limits.concurrency + options.limits.queue
     raise_descriptors(
         2 * places, "rlsys router: a connection of the client and one of the engine for each place"
@@ -89,8 +108,10 @@ async def serve(options: RouterOptions, token: str | None) -> None:
             interruption=options.interruption,
             queue_seconds=options.queue_seconds,
             vocab_size=options.vocab_size,
+            allowed=options.allowed,
+            identity=identity,
         )
-        app = Front(fleet, token, options.limits).app()
+        app = Front(fleet, tokens.client, options.limits, tokens.admin).app()
         door = Door(DoorLimits(places + RESERVE))
         app.middlewares.insert(0, door.middleware)
         # A client that is gone must not keep an engine busy.

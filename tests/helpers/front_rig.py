@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
 from rlsys.engine.client import make_session
+from rlsys.identity import NOBODY, Identity
 from rlsys.router.fleet import Fleet, FleetInterruption
 from rlsys.router.front import Front, FrontLimits
 from tests.helpers.http_engine import HttpEngine, token_at
@@ -38,6 +39,9 @@ async def serving(
     engines: int = 1,
     *,
     token: str | None = None,
+    admin_token: str | None = None,
+    identity: Identity = NOBODY,
+    allowed: Sequence[str] = ("127.0.0.1",),
     limits: FrontLimits | None = None,
     interruption: FleetInterruption = "abort",
     queue_seconds: float = 10.0,
@@ -52,8 +56,10 @@ async def serving(
             interruption=interruption,
             queue_seconds=queue_seconds,
             vocab_size=100,
+            allowed=allowed,
+            identity=identity,
         )
-        app = Front(fleet, token, limits or FrontLimits()).app()
+        app = Front(fleet, token, limits or FrontLimits(), admin_token).app()
         watch = asyncio.create_task(fleet.watch())
         async with TestClient(TestServer(app)) as client:
             rig = Rig(fakes, urls, fleet, client)

@@ -36,10 +36,18 @@ class HttpEngine:
         self.calls: list[str] = []  # of what changes the server, in order
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.keys: dict[str, set[str]] = {}  # that came with requests, by path
+        self.secrets: dict[str, str] = {}  # among what it tells of itself
         self._server: TestServer | None = None
 
     async def start(self) -> str:
-        app = web.Application()
+        @web.middleware
+        async def heard(request: web.Request, handler: Any) -> web.StreamResponse:
+            self.keys.setdefault(request.path, set()).add(request.headers.get("Authorization", ""))
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        app = web.Application(middlewares=[heard])
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
         app.router.add_post("/abort_request", self._abort)
@@ -66,7 +74,12 @@ class HttpEngine:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return web.json_response(
-            {"model_path": "nowhere", "max_req_input_len": 194, "incremental_streaming_output": True}
+            {
+                "model_path": "nowhere",
+                "max_req_input_len": 194,
+                "incremental_streaming_output": True,
+                **self.secrets,
+            }
         )
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.metrics import read_metrics
-from tests.helpers.secrets import check_secrets
+from tests.helpers.run_keys import check_secrets
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import GROUPS, PATIENCE, RLSYS, Session, as_json, check_ledger
 

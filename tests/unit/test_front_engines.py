@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rlsys.identity import Identity
 from rlsys.router.fleet import FleetInterruption
 from tests.helpers.front_rig import PROMPT, generate, serving
 from tests.helpers.http_engine import HttpEngine
@@ -146,3 +147,82 @@ async def test_a_prefix_stays_with_its_engine() -> None:
             for first in (1, 2)
         }
         assert all(len(o) == 1 for o in owners.values())
+
+
+CLIENT = {"Authorization": "Bearer the-clients-own-token"}
+ADMIN = {"Authorization": "Bearer the-admins-own-token"}
+
+
+async def test_clients_change_neither_engines_nor_weights() -> None:
+    """Before: one token for all; a client could add an engine of his own, which then got others' prompts."""
+    async with serving(token="the-clients-own-token") as rig:
+        for path, body in (
+            ("/engines", {"url": rig.urls[0]}),
+            ("/update_weights_from_disk", {"model_path": "x"}),
+        ):
+            status, answer = await rig.post(path, body, headers=CLIENT)
+            assert (status, answer["error"]["code"]) == (403, 403)
+        async with rig.client.get("/engines", headers=CLIENT) as listed:
+            assert listed.status == 403
+        async with rig.client.delete(f"/engines?url={rig.urls[0]}", headers=CLIENT) as gone:
+            assert gone.status == 403
+        assert (await rig.post("/generate", generate(), headers=CLIENT))[0] == 200
+        assert (len(rig.fleet.pool.engines), rig.engines[0].loads) == (1, [])
+
+
+async def test_administrators_have_a_token_of_their_own() -> None:
+    async with serving(token="the-clients-own-token", admin_token="the-admins-own-token") as rig:
+        assert (await rig.post("/engines", {"url": rig.urls[0]}, headers=CLIENT))[0] == 403
+        assert (await rig.post("/engines", {"url": rig.urls[0]}))[0] == 401
+        assert (await rig.post("/update_weights_from_disk", {"model_path": "x"}, headers=ADMIN))[0] == 200
+        for headers in (CLIENT, ADMIN):
+            assert (await rig.post("/generate", generate(), headers=headers))[0] == 200
+    async with serving(admin_token="the-admins-own-token") as rig:  # loopback: clients need none
+        assert (await rig.post("/generate", generate()))[0] == 200
+        assert (await rig.post("/engines", {"url": rig.urls[0]}))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("url", "may"),
+    [
+        ("http://10.1.2.3:30000", True),
+        ("http://gpu-7:30000", True),
+        ("http://10.2.2.3:30000", False),
+        ("http://169.254.169.254:80", False),
+        ("http://gpu-7.evil.org:30000", False),
+        ("http://10.1.2.3@evil.org:80", False),
+        ("http://evil.org:80/10.1.2.3", False),
+    ],
+)
+async def test_engines_join_from_allowed_hosts_only(url: str, may: bool) -> None:
+    """Before: the router asked whatever address it was given, and showed the answer."""
+    async with serving(allowed=["10.1.0.0/16", "gpu-7"]) as rig:
+        status, answer = await rig.post("/engines", {"url": url})
+        assert status == (201 if may else 400)
+        assert (
+            may
+            or "no engine may join from there" in str(answer)
+            or "expected http://HOST:PORT" in str(answer)
+        )
+        assert (rig.fleet.pool.find(url) is not None) == may
+
+
+async def test_by_default_engines_join_from_the_hosts_that_are_there() -> None:
+    async with serving(allowed=()) as rig:
+        assert (await rig.post("/engines", {"url": "http://127.0.0.1:9"}))[0] == 201
+        assert (await rig.post("/engines", {"url": "http://127.0.0.2:9"}))[0] == 400
+
+
+async def test_engines_that_ask_for_keys_get_them_and_clients_do_not() -> None:
+    keys = Identity(api_key="the engines' key", admin_key="their admins' key")
+    async with serving(identity=keys) as rig:
+        rig.engines[0].secrets = {"api_key": keys.api_key, "admin_api_key": keys.admin_key}
+        await rig.post("/generate", generate())
+        await rig.post("/update_weights_from_disk", {"model_path": "next"})
+        heard = rig.engines[0].keys
+        assert heard["/generate"] == heard["/model_info"] == {"Bearer the engines' key"}
+        assert heard["/update_weights_from_disk"] == heard["/flush_cache"] == {"Bearer their admins' key"}
+        async with rig.client.get("/server_info") as answer:
+            text = await answer.text()
+        assert "incremental_streaming_output" in text
+        assert "key" not in text

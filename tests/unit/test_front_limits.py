@@ -16,7 +16,7 @@ from rlsys.router.checks import samples_of
 from rlsys.router.fleet import Fleet
 from rlsys.router.front import FORWARDED, FrontLimits
 from rlsys.router.places import Places
-from rlsys.router.serve import RouterOptions, is_loopback, read_token
+from rlsys.router.serve import RouterOptions, Tokens, is_loopback, read_tokens
 from tests.helpers.front_rig import PROMPT, generate, serving
 
 
@@ -254,12 +254,12 @@ async def test_a_token_is_asked_for() -> None:
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
-    assert read_token(RouterOptions([], 0)) is None
+    assert read_tokens(RouterOptions([], 0)) == Tokens()
     with pytest.raises(UserError, match=r"--host 0.0.0.0: other machines can reach it; --token-file"):
-        read_token(RouterOptions([], 0, host="0.0.0.0"))
+        read_tokens(RouterOptions([], 0, host="0.0.0.0"))
     file = tmp_path / "token"
     with pytest.raises(UserError, match="No such file"):
-        read_token(RouterOptions([], 0, token_file=file))
+        read_tokens(RouterOptions([], 0, token_file=file))
     file.write_text("short\n")
     with pytest.raises(UserError, match="5 characters, expected at least 16"):
-        read_token(RouterOptions([], 0, token_file=file))
+        read_tokens(RouterOptions([], 0, token_file=file))
