@@ -25,7 +25,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient, make_session
-from rlsys.router.attest import Checksums
+from rlsys.router.holdings import Checksums
 from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
@@ -77,7 +77,7 @@ async def checksum_seconds(client: EngineClient, hf: HFConfig, tensors: dict[str
     checksums = EngineChecksums(hf, client.tp)
     for _ in checksums.watch(tensors.items()):
         pass
-    match = Checksums().compare(checksums.digests(), await client.checksums())
+    match = Checksums().compare(client.url, checksums.digests(), await client.checksums())
     assert match.equal and not match.wrong, match
     return time.perf_counter() - start
 

@@ -325,6 +325,10 @@ class WeightsConfig(Section):
     for float32, 2e-2 for bfloat16."""
     canary_p999: Annotated[float, Field(gt=0)] | None = None
     """Largest 99.9th percentile of the same differences. Unset: 1e-4 for float32, 0.5 for bfloat16."""
+    uncompared: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Largest share of an engine's tensors in layouts that cannot be compared with the trainer's; an engine with
+    more does not serve. Such tensors must change when the trainer's do, and only then. Unset: 0, with model.fp8
+    0.75. Raise it for kernels that rearrange their weights."""
 
 
 class LaunchConfig(Section):

@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
+from rlsys.identity import Identity, engine_identity
 from rlsys.obs.role import run_role
+from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.evaluation import open_engines
@@ -29,7 +32,7 @@ PROMPTS, SAMPLES = 3, 4
 """Training prompts that are asked, and how often each."""
 
 
-async def try_out(config: Config, urls: list[str]) -> list[dict[str, Any]]:
+async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
     """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none."""
     tokenizer = Tokenizer(config.model.path)
     source, rewards = build_source(config, tokenizer), Rewards(config)
@@ -38,7 +41,7 @@ async def try_out(config: Config, urls: list[str]) -> list[dict[str, Any]]:
         (p, [Sample(EVALUATION, EVALUATION, i, p.ids, seed=i) for i in range(SAMPLES)]) for p in prompts
     ]
     try:
-        async with open_engines(config, urls) as engines:
+        async with open_engines(config, whose) as engines:
             router = build_router(config, engines, tokenizer, trusted=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()
@@ -70,7 +73,8 @@ def main() -> None:
 
     def run() -> None:
         config = load_config(args.config)
-        found = asyncio.run(try_out(config, args.engine))
+        owner, _ = of_process(config.run.dir)
+        found = asyncio.run(try_out(config, {url: engine_identity(owner, url) for url in args.engine}))
         (config.run.dir / FILE_NAME).write_text(json.dumps(found, indent=1))
 
     run_role(run)

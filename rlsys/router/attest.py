@@ -1,8 +1,7 @@
-"""Do trainer and engine agree after a push? Pure: checksums of tensors, log-probs of canaries (invariant 8)."""
+"""Do trainer and engine agree after a push? Pure: log-probs of canaries (invariant 8); tensors are in holdings.py."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,11 @@ WARNING = 5.0
 """An engine whose tensors agree is quarantined for its canaries only beyond so many times the bounds; below, it is
 warned of. In half precision, experts that score nearly the same are chosen otherwise here and there, and what follows
 differs (docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). Other weights show as 0.2 and more."""
+UNCOMPARED = {False: 0.0, True: 0.75}
+"""Share of an engine's tensors that no checksum needs to speak for, without and with FP8, whose kernels keep scales
+and weights in orders of their own."""
+CHANCE = 6.0
+"""Standard errors beyond which canaries are nearer to the old weights: tokens of a sequence are not independent."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,16 @@ class Bounds:
     p999: float
     exact: bool = True
     """Whether both sides compute in float32, or somebody has set the bounds: then what exceeds them is wrong."""
+    uncompared: float = 0.0
+    """Largest share of an engine's tensors that may be unknown (holdings.py)."""
 
     @classmethod
     def of(cls, config: Config) -> Bounds:
         mean, p999 = DEFAULT_BOUNDS["fp8" if config.model.fp8 != "none" else config.model.dtype]
         w = config.weights
         exact = config.model.dtype == "float32" or w.canary_mean is not None or w.canary_p999 is not None
-        return cls(w.canary_mean or mean, w.canary_p999 or p999, exact)
+        uncompared = UNCOMPARED[config.model.fp8 != "none"] if w.uncompared is None else w.uncompared
+        return cls(w.canary_mean or mean, w.canary_p999 or p999, exact, uncompared)
 
 
 @dataclass(frozen=True)
@@ -69,40 +76,16 @@ class Agreement:
         return self.mean <= times * bounds.mean and self.p999 <= times * bounds.p999
 
 
-@dataclass(frozen=True)
-class Match:
-    """Checksums of an engine against the trainer's. Counts are tensors of all its ranks."""
+def nearness(old: Sequence[float], new: Sequence[float], seen: Sequence[float]) -> tuple[float, float]:
+    """How much nearer log-probs `seen` in an engine are to the trainer's new ones than to those before its step, and
+    the standard error of that: 1 at the new ones, -1 at the old ones, in units of the step's own movement.
 
-    equal: int
-    unknown: tuple[str, ...]
-    """Held in a layout that the trainer cannot foretell: nothing is known of them."""
-    wrong: tuple[str, ...]
-
-
-class Checksums:
-    """Compares, and learns which tensors can be compared: where one tensor of a kind has ever agreed (the same name
-    in another layer, another engine, an earlier push), the trainer knows how engines hold this kind, and a difference
-    means other values. A kind that never agreed is kept in another order or precision by the engine's kernels.
+    Rounding moves a token's figure by no more than the step itself moved its log-prob, however large the rounding is.
+    (1, 0) where the step moved nothing.
     """
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def compare(self, expected: Sequence[dict[str, str]], reported: Sequence[dict[str, str]]) -> Match:
-        """Both: for each tensor-parallel rank, name -> checksum."""
-        if len(expected) != len(reported):
-            return Match(0, tuple(name for held in reported for name in held), ())
-        pairs = [
-            (name, mine.get(name) == theirs)
-            for mine, held in zip(expected, reported, strict=True)
-            for name, theirs in held.items()
-        ]
-        self._known |= {_kind(name) for name, same in pairs if same}
-        differing = [name for name, same in pairs if not same]
-        wrong = tuple(name for name in differing if _kind(name) in self._known)
-        unknown = tuple(name for name in differing if _kind(name) not in self._known)
-        return Match(len(pairs) - len(differing), unknown, tuple(dict.fromkeys(wrong)))
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    a, b, x = (np.asarray(values, dtype=np.float64) for values in (old, new, seen))
+    moved = float(np.abs(b - a).mean()) if len(a) else 0.0
+    if not moved:
+        return 1.0, 0.0
+    gains = (np.abs(x - a) - np.abs(x - b)) / moved
+    return float(gains.mean()), float(gains.std() / len(gains) ** 0.5)

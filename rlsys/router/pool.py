@@ -13,8 +13,9 @@ import logging
 from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
-from rlsys.router.attest import Agreement, Match
+from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
+from rlsys.router.holdings import Match
 from rlsys.router.strategy import Candidate
 from rlsys.types import Sample
 

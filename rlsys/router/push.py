@@ -12,8 +12,9 @@ import logging
 from collections.abc import Sequence
 
 from rlsys.errors import RunError
-from rlsys.router.attest import WARNING, Agreement, Bounds, Checksums, Match
+from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
 from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.holdings import Checksums, Match
 from rlsys.router.pool import NEVER, EngineState, Pool
 from rlsys.types import Canary, EngineAddress
 
@@ -40,6 +41,8 @@ class WeightPush:
         self._pushing: list[EngineState] = []
         self._checksums = Checksums()
         self._told = False  # that some tensors cannot be compared
+        self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
+        """The trainer's log-probs of each canary, of the last two versions."""
         self._comparing = 0.0  # seconds of this push, in the slowest engine
         self._warned = 0  # engines of this push beyond the bounds of canaries, and let pass
 
@@ -96,6 +99,8 @@ class WeightPush:
         """
         pushing, self._pushing = self._pushing, []
         self._comparing, self._warned = 0.0, 0
+        self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
+        self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}
         finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
         await asyncio.gather(
             *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
@@ -114,6 +119,7 @@ class WeightPush:
             "push_canary_warnings": self._warned,
             "push_tensors_equal": min((m.equal for m in matches), default=0),
             "push_tensors_unknown": max((len(m.unknown) for m in matches), default=0),
+            "push_share_unknown": max((m.share_unknown for m in matches), default=0.0),
             "time_checksums": self._comparing,
         }
 
@@ -141,22 +147,58 @@ class WeightPush:
         engine.received += len(canaries)  # each asked for one token more
         engine.counting = counting
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
-        if reported != version:
-            self._quarantine(engine, f"reports weight version {reported}, {version} was pushed")
-        elif engine.match is not None and engine.match.wrong:
-            wrong = engine.match.wrong
-            self._quarantine(engine, f"holds other values in {len(wrong)} tensor(s), first: {wrong[0]}")
-        elif not engine.agreement.within(self._bounds, self._patience_with(engine.match)):
+        if (objection := self._objection(engine, version, reported, canaries, seen)) is not None:
+            self._quarantine(engine, objection)
+            return
+        if not engine.agreement.within(self._bounds):
+            self._warned += 1
             gaps = engine.agreement.against(self._bounds)
-            self._quarantine(engine, f"canary log-probs differ from the trainer's: {gaps}")
-        else:
-            if not engine.agreement.within(self._bounds):
-                self._warned += 1
-                gaps = engine.agreement.against(self._bounds)
-                log.warning(
-                    "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
-                )
-            engine.has(version)
+            log.warning(
+                "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
+            )
+        self._checksums.attest(engine.url)
+        engine.has(version)
+
+    def _objection(
+        self,
+        engine: EngineState,
+        version: int,
+        reported: int,
+        canaries: list[Canary],
+        seen: list[list[float]],
+    ) -> str | None:
+        """Why it must not serve, in words; None: it is attested."""
+        match, agreement, uncompared = engine.match, engine.agreement, self._bounds.uncompared
+        assert agreement is not None
+        if reported != version:
+            return f"reports weight version {reported}, {version} was pushed"
+        if match is not None and match.wrong:
+            return match.complaint()
+        if match is not None and match.share_unknown > uncompared:
+            return (
+                f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than "
+                f"weights.uncompared = {uncompared:g}, first: {match.unknown[0]}"
+            )
+        if not agreement.within(self._bounds, self._patience_with(match)):
+            return f"canary log-probs differ from the trainer's: {agreement.against(self._bounds)}"
+        if not self._follows(version, canaries, seen, match):
+            return "canary log-probs are nearer to those before the trainer's step than to those after it"
+        return None
+
+    def _follows(
+        self, version: int, canaries: list[Canary], seen: list[list[float]], match: Match | None
+    ) -> bool:
+        """Where checksums do not speak for every tensor: whether the engine went the trainer's last step with it."""
+        earlier = min(self._canaries)
+        if earlier == version or (match is not None and not match.unknown):
+            return True
+        before = self._canaries[earlier]
+        old, new, here = [], [], []
+        for canary, found in zip(canaries, seen, strict=True):
+            if (was := before.get(tuple(canary.ids))) is not None:
+                old, new, here = old + was, new + canary.logp, here + found
+        gain, error = nearness(old, new, here)
+        return gain + CHANCE * error >= 0
 
     def _patience_with(self, match: Match | None) -> float:
         """Times the bounds. Only rounding to half precision earns any, and only where tensors were seen to agree."""
@@ -165,7 +207,7 @@ class WeightPush:
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
         clock = asyncio.get_running_loop().time
         start = clock()
-        match = self._checksums.compare(checksums, await engine.client.checksums())
+        match = self._checksums.compare(engine.url, checksums, await engine.client.checksums())
         self._comparing = max(self._comparing, clock() - start)
         if match.unknown and not self._told:
             self._told = True

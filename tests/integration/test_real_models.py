@@ -18,7 +18,7 @@ import torch
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.obs.metrics import read_metrics
-from rlsys.router.attest import Checksums
+from rlsys.router.holdings import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
@@ -84,7 +84,7 @@ def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> N
         float((torch.tensor([x for logps in found for x in logps]) - expected).abs().max())
         for found in (trained, served)
     ]
-    match = Checksums().compare(checksums.digests(), reported)
+    match = Checksums().compare("engine", checksums.digests(), reported)
     print(
         f"{family}: trainer {gaps[0]:.1e}, engine {gaps[1]:.1e}, {match.equal} tensors equal, unknown {match.unknown}"
     )

@@ -1,0 +1,73 @@
+"""What SGLang holds of a Qwen3-MoE folder, and its checksums: written from what its model files do, not from ours."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+VOCABULARY_STEP = 64
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)\d+\.(\w+)\.weight")
+
+
+class HeldWeights:
+    """The tensors of one engine of `tp` ranks. What comes replaces what was there, as in `load_weights`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], tp: int = 1) -> None:
+        self._tensors = dict(tensors)
+        self._tp = tp
+        self._digests: dict[str, list[str]] = {}
+
+    def copy(self) -> HeldWeights:
+        made = HeldWeights(self._tensors, self._tp)
+        made._digests = dict(self._digests)
+        return made
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors.update(tensors)
+        for name in tensors:
+            self._digests.pop(held_in(name), None)
+
+    def report(self) -> list[dict[str, str]]:
+        """Of each rank, as `/weights_checker` answers."""
+        for held in dict.fromkeys(map(held_in, self._tensors)):
+            if held not in self._digests:
+                self._digests[held] = [_sha(self._part(held, rank)) for rank in range(self._tp)]
+        return [{name: ranks[rank] for name, ranks in self._digests.items()} for rank in range(self._tp)]
+
+    def _part(self, held: str, rank: int) -> Tensor:
+        t = self._tensors
+        if held in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = torch.nn.functional.pad(t[held], (0, 0, 0, -len(t[held]) % VOCABULARY_STEP))
+            return rows.chunk(self._tp)[rank]
+        if held.endswith("qkv_proj.weight"):
+            return torch.cat([t[held.replace("qkv_proj", f"{x}_proj")].chunk(self._tp)[rank] for x in "qkv"])
+        if held.endswith("o_proj.weight"):
+            return t[held].chunk(self._tp, dim=1)[rank]
+        if ".experts." not in held:
+            return t[held]
+        stem, count = held.rsplit("experts.", 1)[0] + "experts.", 0
+        while f"{stem}{count}.up_proj.weight" in t:
+            count += 1
+        if held.endswith("w2_weight"):
+            parts = [t[f"{stem}{e}.down_proj.weight"].chunk(self._tp, dim=1)[rank] for e in range(count)]
+        else:
+            parts = [
+                torch.cat([t[f"{stem}{e}.{x}_proj.weight"].chunk(self._tp)[rank] for x in ("gate", "up")])
+                for e in range(count)
+            ]
+        return torch.stack(parts)
+
+
+def held_in(name: str) -> str:
+    """The engine's tensor that a tensor of the folder is a part of."""
+    if match := _EXPERT.fullmatch(name):
+        return match[1] + ("w2_weight" if match[2] == "down_proj" else "w13_weight")
+    return re.sub(r"self_attn\.[qkv]_proj", "self_attn.qkv_proj", name)
+
+
+def _sha(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
