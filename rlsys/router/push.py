@@ -193,10 +193,12 @@ class WeightPush:
         if earlier == version or (match is not None and not match.unknown):
             return True
         before = self._canaries[earlier]
-        old, new, here = [], [], []
+        old: list[float] = []
+        new: list[float] = []
+        here: list[float] = []
         for canary, found in zip(canaries, seen, strict=True):
             if (was := before.get(tuple(canary.ids))) is not None:
-                old, new, here = old + was, new + canary.logp, here + found
+                old, new, here = [*old, *was], [*new, *canary.logp], [*here, *found]
         gain, error = nearness(old, new, here)
         return gain + CHANCE * error >= 0
 
