@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -56,12 +57,17 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         assert status["engines"] == {"http://engine:1": "version 2"}
 
 
-async def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
+async def test_errors_arrive_as_they_were_raised_and_stay_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 9"):
             await ticking(r, client.restore, 9)
         with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
             await ticking(r, client.take, 1)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [line.split(":")[0] for line in told] == ["/restore", "/take"]
+    assert "but the checkpoint has 9" in told[0] and "take(1) after 0 steps" in told[1]
 
 
 async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
