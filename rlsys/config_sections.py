@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsys.section import Beta, FilePath, NonNegative, Positive, Section, Share
+from rlsys.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     auto_hold: Literal["off_policy", "idle"] = "off_policy"
     """What over_provision = auto steers: off_policy, the share of trained tokens that older weights sampled, or
     idle, the share of slots without a sample."""
-    auto_share: Share = 0.4
+    auto_share: Fraction = 0.4
     """The share that over_provision = auto aims at."""
     resume_order: Literal["oldest", "nearest_done", "longest"] = "oldest"
     """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest samples, or
@@ -119,7 +119,7 @@ class RolloutConfig(Section):
     repeat: FilePath | None = None
     """Folder of an earlier run of the same config, whose groups, interruptions and tokens this run repeats. Use
     it to debug a run with over_provision above 1."""
-    length_bias_bound: Share = 0.1
+    length_bias_bound: Fraction = 0.1
     """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     flush_tokens: Positive = 16384
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
@@ -366,5 +366,5 @@ class SFTConfig(Section):
     or `path/to/file.py:function`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the trace writer."""
-    lr_end: Share = 0.02
+    lr_end: Fraction = 0.02
     """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""

@@ -19,7 +19,7 @@ from pydantic import (
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

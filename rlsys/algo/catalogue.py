@@ -165,7 +165,7 @@ plug-in of yours that states none is `own`. A run that uses a method known only 
 Where the twelve interfaces of the method catalogue are: PromptSource = `rlsys.data` and kind `prompt`; GroupPlanner =
 `planner` (it filters too); Rewarder = `rlsys.rewards` and `group_reward`; Selector = `selector`, AdvantageEstimator =
 `advantage` and `shaping`, Correction = `correction` and the field `anchor`, PolicyLoss + Reducer = `loss` and
-`reducer`, OptimizerHook = `hook`; ReplayStore = `rlsys.algo.replay` for what a selector puts off, the rollout buffer
+`reducer`, OptimizerHook = `hook`; ReplayStore = `rlsys.algo.put_off` for what a selector puts off, the rollout buffer
 for all else; RolloutScheduler and Generator belong to the rollout service and the router; PrecisionPlan is the field
 `model.fp8` (rlsys.precision), never run on a GPU yet.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_gradient
 from rlsys.algo.reduction import Reduce, threshold
+from rlsys.section import Fraction
 
-Share = Annotated[float, Field(gt=0, le=1)]
 ROUNDING = 1e-3
 """What two layouts or kernels may differ by in a log-ratio, and more: no sign is taken of less."""
 GRID = 2.0**-13
@@ -70,7 +70,7 @@ class ClipCov(Clip):
     paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): Clip-Cov"
     evidence: ClassVar[str] = "R"
     every_sample: ClassVar[bool] = True
-    share: Share = 2e-4
+    share: Fraction = 2e-4
     """Tokens dropped, as a share of all tokens of the update."""
     cov_low: float = 1.0
     """Tokens above this covariance are drawn from."""
@@ -118,7 +118,7 @@ class KlCov(Loss):
     paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): KL-Cov"
     evidence: ClassVar[str] = "R"
     every_sample: ClassVar[bool] = True
-    share: Share = 2e-4
+    share: Fraction = 2e-4
     """Tokens held, as a share of all tokens of the update."""
     coefficient: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the penalty: verl's configuration; its code falls back to 1."""

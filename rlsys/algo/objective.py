@@ -32,10 +32,10 @@ from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
 from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
 from rlsys.algo.plan import Plan
 from rlsys.algo.plugin import Plugin
+from rlsys.algo.put_off import PutOff
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
-from rlsys.algo.replay import Replay
 from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
@@ -50,7 +50,7 @@ MEANS = (
 
 Later = tuple[SampleGroup, float]
 """One sample that was put off, as a group of one, and its advantage."""
-REPLAY = "replay"
+PUT_OFF = "put_off"
 """Key of what was put off in the objective's state."""
 
 
@@ -83,7 +83,7 @@ class Objective:
         self._prepared: dict[int, Any] = {}
 
         putting_off = [s for s in self.selectors if s.defers]
-        self._replay: Replay[Later] | None = putting_off[0].store() if putting_off else None
+        self._put_off: PutOff[Later] | None = putting_off[0].store() if putting_off else None
 
     # -- one train step -----------------------------------------------------------------------------------------
 
@@ -104,14 +104,14 @@ class Objective:
 
     def put_off(self, plan: Plan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
         """Store what a selector deferred; what is due for an extra update now. After `finish`, if that was called."""
-        if self._replay is None:
+        if self._put_off is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
         for row in plan.deferred:
             assert plan.advantages is not None
             group, sample = samples[row]
-            self._replay.put(step, [(replace(group, samples=[sample]), float(plan.advantages[row]))])
-        return self._replay.take(step)
+            self._put_off.put(step, [(replace(group, samples=[sample]), float(plan.advantages[row]))])
+        return self._put_off.take(step)
 
     def plan_again(self, samples: Samples, advantages: Tensor) -> Plan:
         """All of these samples, with the advantages that they had in their own groups."""
@@ -298,16 +298,16 @@ class Objective:
         states = {key: state for key, plugin in self._named() if (state := plugin.state_dict())}
         return (
             states
-            if self._replay is None
-            else {**states, REPLAY: self._replay.state_dict(msgspec.to_builtins)}
+            if self._put_off is None
+            else {**states, PUT_OFF: self._put_off.state_dict(msgspec.to_builtins)}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, plugin in self._named():
             if key in state:
                 plugin.load_state_dict(state[key])
-        if self._replay is not None and REPLAY in state:
-            self._replay.load_state_dict(state[REPLAY], lambda item: msgspec.convert(item, Later))
+        if self._put_off is not None and PUT_OFF in state:
+            self._put_off.load_state_dict(state[PUT_OFF], lambda item: msgspec.convert(item, Later))
 
     def average(self) -> dict[str, Tensor]:
         """The averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""

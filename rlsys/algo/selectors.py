@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.plugin import Plugin
+from rlsys.algo.put_off import PutOff
 from rlsys.algo.reduction import Reduce, threshold
-from rlsys.algo.replay import Replay
 from rlsys.algo.segments import groups_of
+from rlsys.section import Fraction
 
-Share = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -29,9 +29,9 @@ class Selector(Plugin):
     before: ClassVar[bool] = False
     """Before the advantages: dropped samples were never there, for baselines and denominators too."""
     defers: ClassVar[bool] = False
-    """Dropped samples are kept for a later extra update (see rlsys.algo.replay)."""
+    """Dropped samples are kept for a later extra update (see rlsys.algo.put_off)."""
 
-    def store(self) -> Replay[Any]:
+    def store(self) -> PutOff[Any]:
         """Of a selector that defers: where to."""
         raise NotImplementedError
 
@@ -87,13 +87,13 @@ class D3S(Selector):
 
     paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
     evidence: ClassVar[str] = "P"
-    samples_start: Share = 0.5
+    samples_start: Fraction = 0.5
     """Share of samples at the first step."""
-    samples_end: Share = 1.0
+    samples_end: Fraction = 1.0
     """Share of samples after `steps`."""
-    tokens_start: Share = 0.2
+    tokens_start: Fraction = 0.2
     """Share of tokens at the first step."""
-    tokens_end: Share = 1.0
+    tokens_end: Fraction = 1.0
     """Share of tokens after `steps`."""
     steps: Annotated[int, Field(gt=0)] = 100
     """Train steps over which the shares grow."""
@@ -186,7 +186,7 @@ class GrpoRoc(Selector):
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
     evidence: ClassVar[str] = "R"
     before: ClassVar[bool] = True
-    keep: Share = 0.5
+    keep: Fraction = 0.5
     """Share of each group that is trained."""
     least: Annotated[int, Field(ge=0)] = 2
     """Smallest number of successes and of failures kept, where a group has them."""
@@ -265,7 +265,7 @@ class Thin(Selector):
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"
     before: ClassVar[bool] = True
-    keep: Share = 0.5
+    keep: Fraction = 0.5
     """Share of each group that is trained."""
     seed: Seed = 0
     """Of the draw."""
@@ -286,14 +286,14 @@ class RoRecomp(Selector):
     """Of each group train the short correct and the long wrong responses now; the rest later, in an extra update.
 
     Baselines are those of the whole group. The share alpha is cut from each end: the shortest of the correct, the
-    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.replay). alpha, the store's size
-    and its schedule were not found; these values are ours.
+    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.put_off). The paper's values of
+    alpha, of the store's size and of its schedule were not found; these are ours.
     """
 
     paper: ClassVar[str] = "RoRecomp: rollout response recomposition"
     evidence: ClassVar[str] = "N"
     defers: ClassVar[bool] = True
-    alpha: Share = 0.75
+    alpha: Fraction = 0.75
     """Share of the correct (shortest) and of the wrong (longest) responses trained at once."""
     capacity: Annotated[int, Field(gt=0)] = 256
     """Stored samples that make an extra update."""
@@ -302,8 +302,8 @@ class RoRecomp(Selector):
     correct: float = 0.5
     """A response is correct when its reward is above this."""
 
-    def store(self) -> Replay[Any]:
-        return Replay(self.capacity, self.max_age)
+    def store(self) -> PutOff[Any]:
+        return PutOff(self.capacity, self.max_age)
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()

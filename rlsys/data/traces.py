@@ -18,7 +18,7 @@ from rlsys.data.chain_sum import ChainSumParams, expression
 from rlsys.data.source import ReasoningGymSource, stable_hash
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.plugins import call, parse_params, resolve
-from rlsys.section import Positive, Section, Share
+from rlsys.section import Fraction, Positive, Section
 
 Part = Annotated[float, Field(ge=0, le=1)]
 
@@ -56,7 +56,7 @@ class ChainSumTraceParams(Section):
     """Traces per step that work the sum out."""
     long_share: Part = 0.3
     """Share of these with more terms than a short problem has."""
-    ramp: Share = 0.4
+    ramp: Fraction = 0.4
     """Part of the steps over which their most terms grow to the longest problem's."""
     guess_from: Part = 0.9
     """Part of the steps after which direct guesses are mixed in."""

@@ -16,8 +16,8 @@ from rlsys.algo.hooks import effective_share
 from rlsys.algo.losses import View
 from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
 from rlsys.algo.objective import Objective
+from rlsys.algo.put_off import PutOff
 from rlsys.algo.reduction import alone
-from rlsys.algo.replay import Replay
 from rlsys.algo.selectors import widest_subset
 from tests.helpers.algo_world import DOUBLE, packed, section, table
 
@@ -262,12 +262,12 @@ def test_ttrl_trains_a_share_of_the_votes() -> None:
     assert weight[:8].sum() == weight[8:].sum() == 4
 
 
-def test_replay_is_first_in_first_out_bounded_in_age_and_resumes() -> None:
-    store: Replay[str] = Replay(capacity=2, max_age=3)
+def test_what_is_put_off_is_first_in_first_out_bounded_in_age_and_resumes() -> None:
+    store: PutOff[str] = PutOff(capacity=2, max_age=3)
     store.put(1, ["a"])
     assert store.take(1) == []
     store.put(3, ["b", "c"])
-    again: Replay[str] = Replay(capacity=2, max_age=3)
+    again: PutOff[str] = PutOff(capacity=2, max_age=3)
     again.load_state_dict(store.state_dict(str), str)
     assert again.take(4) == ["a", "b"]
     assert store.take(5) == ["b", "c"]  # "a" is four steps old

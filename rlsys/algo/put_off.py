@@ -1,4 +1,4 @@
-"""A first-in-first-out store of samples that a selector put off, for extra updates later. No torch."""
+"""Samples that a selector put off for an extra update in a later step, first in, first out. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Replay(Generic[Item]):
-    """Owns what was put off. Every rank keeps the same store, fed from what all ranks take.
+class PutOff(Generic[Item]):
+    """Owns them. Every rank keeps the same store, because all ranks take the same groups.
 
     `items` hold everything that a later update needs, advantages included: they are those of their own group.
     """
