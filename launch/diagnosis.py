@@ -15,6 +15,7 @@ from typing import Any
 from launch.status import is_locked, last_lines
 
 REQUEST, ANSWER, STACKS = ".diagnose", "diagnosis.txt", Path("logs/stacks")
+CLOCK = ".clock"
 ANSWER_SECONDS = 20.0
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -104,8 +105,15 @@ def describe(
     return "\n".join(lines) + "\n"
 
 
+def clock_of(run: Path) -> float:
+    """Now, by the clock that stamps the folder's files: a file server's may be another than this node's."""
+    mark = run / CLOCK
+    mark.touch()
+    return mark.stat().st_mtime
+
+
 def read_stacks(run: Path, since: float) -> dict[str, str]:
-    """What processes wrote after the time `since` (seconds since the epoch)."""
+    """What processes wrote after the time `since`, by `clock_of`."""
     files = (run / STACKS).glob("*.txt")
     fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= since}
     # A process that is asked again appends: its last answer counts.

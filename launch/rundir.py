@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rlsys.config import Config, dump_config, identity_fields, load_config
-from rlsys.errors import UserError
+from rlsys.errors import UserError, disk_errors
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.owner import Owner, claim
 
@@ -58,12 +58,14 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with disk_errors(path, UserError):
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _lock(fd, config, say)
-        resumed = _check_contents(config)
-        (path / "logs").mkdir(exist_ok=True)
-        write_whole(path / CONFIG_FILE, dump_config(config))
+        with disk_errors(path, UserError):
+            _lock(fd, config, say)
+            resumed = _check_contents(config)
+            (path / "logs").mkdir(exist_ok=True)
+            write_whole(path / CONFIG_FILE, dump_config(config))
         yield RunDir(path, fd, resumed, claim(path))
     finally:
         os.close(fd)
@@ -100,7 +102,8 @@ def _check_contents(config: Config) -> bool:
     """Whether there is a run of this config to go on with; one that never began binds nobody to its config."""
     path = config.run.dir
     if not (path / CONFIG_FILE).exists():
-        foreign = sorted(p.name for p in path.iterdir() if p.name not in (_LOCK, "logs"))
+        ours = (_LOCK, "logs", _part(path / CONFIG_FILE).name)  # of a start that the disk refused
+        foreign = sorted(p.name for p in path.iterdir() if p.name not in ours)
         if foreign:
             raise UserError(
                 f"run.dir = {path}: holds {foreign[0]} but no {CONFIG_FILE}; choose another folder"
@@ -136,6 +139,13 @@ def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str) -> Iterat
 
 def write_whole(path: Path, text: str) -> None:
     """Replace `path` in one step: a crash leaves the old text or the new."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    part = _part(path)
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")

@@ -338,7 +338,7 @@ class Supervisor:
             self._say(f"nothing has changed for {silence:.0f} s; see {self._run_dir.path / diagnosis.ANSWER}")
 
     def _diagnose(self, reason: str) -> None:
-        asked = time.time()
+        asked = diagnosis.clock_of(self._run_dir.path)
         for process in self._processes.values():
             process.ask_for_stacks()
         time.sleep(_STACKS_SECONDS)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 
 class RlsysError(Exception):
     """Base of every error we raise on purpose."""
@@ -17,3 +21,12 @@ class UserError(RlsysError):
 
 class RunError(RlsysError):
     """The run cannot go on: an engine died twice, a push failed attestation. Exit code 1, nothing lost."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, kind: type[RlsysError] = RunError) -> Iterator[None]:
+    """What a disk refuses (full, gone, read-only, no descriptor left) becomes one line that names `path`."""
+    try:
+        yield
+    except OSError as e:
+        raise kind(f"{path}: {e.strerror or type(e).__name__}") from None

@@ -10,6 +10,8 @@ the file server (NFS version 3 and later, Lustre), also where flock knows one ma
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import json
 import os
@@ -19,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, disk_errors
 
 FOLDER = "owners"
 EPOCH_VARIABLE = "RLSYS_EPOCH"
@@ -45,7 +47,12 @@ class Owner:
         path = _file(self.run_dir, self.epoch)
         try:
             os.close(os.open(path, os.O_RDONLY))
-        except OSError:  # also a stale handle: without its file, nobody can say that it still owns
+        except OSError as e:
+            if e.errno not in (
+                errno.ENOENT,
+                errno.ESTALE,
+            ):  # the disk's fault, or a lack of ours: nobody took it
+                raise RunError(f"{path}: cannot tell who owns the run: {e.strerror}") from None
             newest = max(_epochs(self.run_dir), default=0)
             raise Deposed(
                 f"{self.run_dir}: launch {self.epoch} no longer owns this run; launch {newest} has taken it"
@@ -62,6 +69,11 @@ class Owner:
 
 def claim(run_dir: Path) -> Owner:
     """Take the folder for a new launch; all earlier ones are deposed when this returns."""
+    with disk_errors(run_dir / FOLDER):
+        return _claim(run_dir)
+
+
+def _claim(run_dir: Path) -> Owner:
     folder = run_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     key = secrets.token_urlsafe(32)
@@ -72,10 +84,16 @@ def claim(run_dir: Path) -> Owner:
             break
         except FileExistsError:  # another launch took this number a moment ago
             continue
-    with os.fdopen(fd, "w", encoding="utf-8") as f:
-        json.dump({"epoch": epoch, "key": key, "host": socket.gethostname(), "pid": os.getpid()}, f)
-        f.flush()
-        os.fsync(f.fileno())
+    about = json.dumps({"epoch": epoch, "key": key, "host": socket.gethostname(), "pid": os.getpid()})
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            f.write(about)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError:  # a launch that could not take the folder leaves it to the one that has it
+        with contextlib.suppress(OSError):
+            _file(run_dir, epoch).unlink()
+        raise
     for earlier in _epochs(run_dir):
         if earlier < epoch:
             _file(run_dir, earlier).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlsys.errors import RunError
+from rlsys.errors import RunError, disk_errors
 from rlsys.owner import KEY_HEADER, Owner, current
 
 FILE_NAME = "coordinator.json"
@@ -46,7 +46,8 @@ class Address:
 def publish(owner: Owner, port: int) -> None:
     """The coordinator of this launch listens on loopback."""
     address = Address(owner.epoch, socket.gethostname(), port)
-    replace(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
+    with disk_errors(owner.run_dir / FILE_NAME):
+        replace(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
 
 
 def withdraw(owner: Owner) -> None:

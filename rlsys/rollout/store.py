@@ -36,7 +36,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
 from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
 
@@ -93,12 +93,20 @@ class WriterLock:
     """Keeps a second process from writing to the same file; free again when the process ends, however."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        with disk_errors(path):
+            self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with disk_errors(path):
+                self._take(path)
+        except RlsysError:
+            os.close(self._fd)
+            raise
+
+    def _take(self, path: Path) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
             raise UserError(f"{path}: in use by process {owner}") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

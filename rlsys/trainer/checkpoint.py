@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlsys.algo.objective import Objective
 from rlsys.convert.hf import publish
-from rlsys.errors import RunError
+from rlsys.errors import RunError, disk_errors
 from rlsys.owner import Owner
 from rlsys.trainer import manifest
 from rlsys.trainer.background import Writing
@@ -172,9 +172,10 @@ class Checkpoints:
         start = time.monotonic()
         partial = path_of(self._folder, step).with_suffix(".partial")
         if dist.get_rank() == 0:
-            for left_by_a_crash in self._folder.glob("*.partial"):
-                shutil.rmtree(left_by_a_crash)
-            partial.mkdir(parents=True)
+            with disk_errors(partial):
+                for left_by_a_crash in self._folder.glob("*.partial"):
+                    shutil.rmtree(left_by_a_crash)
+                partial.mkdir(parents=True)
         self._control.wait_for_all()
         state = _state(learners, objective, loading=False)
         state["step"] = step
@@ -206,11 +207,12 @@ class Checkpoints:
         if dist.get_rank() == 0:
             known = {name: value for part in sums for name, value in part.items()}
             so_far = pending.begin_seconds + pending.writing.seconds
-            manifest.write(pending.writing.folder, pending.step, pending.score, known, so_far)
-            if self._owner is not None:
-                self._owner.check()
-            publish(pending.writing.folder, target)
-            self._prune()
+            with disk_errors(target):
+                manifest.write(pending.writing.folder, pending.step, pending.score, known, so_far)
+                if self._owner is not None:
+                    self._owner.check()
+                publish(pending.writing.folder, target)
+                self._prune()
         here = pending.begin_seconds + pending.writing.seconds + time.monotonic() - start
         self.seconds = max(self._control.gather(here))  # a barrier, too
         return pending.step
@@ -221,8 +223,10 @@ class Checkpoints:
         scored = [(score, s) for s, score in scores.items() if score is not None]
         kept = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
         for step in present:
-            if step not in kept:
-                shutil.rmtree(path_of(self._folder, step))
+            if step not in kept:  # first its name: half of a checkpoint is none
+                going = path_of(self._folder, step).with_suffix(".partial")
+                path_of(self._folder, step).rename(going)
+                shutil.rmtree(going)
 
     def load(self, learners: Sequence[Learner], objective: Objective | None = None) -> int:
         """Load the newest checkpoint into models and optimizers; its step, or 0 when there is none.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.diagnosis import RoleState, ask, describe, frames, read_stacks, waits_for
+from launch.diagnosis import RoleState, ask, clock_of, describe, frames, read_stacks, waits_for
 from launch.keeper import catches, visible
 from launch.plan import Node
 from launch.status import is_locked, lost_seconds, role_logs, show_logs, status_lines
@@ -144,6 +144,13 @@ def test_time_lost_to_stops_is_until_the_first_new_step() -> None:
     assert lost_seconds([*whole, *again]) == 44.0 - 2.0 - 6.0
     leave = [run("leave", 7.0), run("resume", 20.0), step(4, 22.0)]
     assert lost_seconds([*whole, *leave]) == 22.0 - 2.0 - 7.0
+
+
+def test_stacks_are_fresh_by_the_folders_own_clock(run: Path) -> None:
+    asked = clock_of(run)
+    (run / "logs" / "stacks").mkdir()
+    (run / "logs" / "stacks" / "trainer.txt").write_text("Stack (most recent call first):\n")
+    assert list(read_stacks(run, asked)) == ["trainer"]
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:
