@@ -36,7 +36,7 @@ def trainer(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that all-gathers make."""
+    """Counts the bytes of parameters and states that all-gathers make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,9 @@ class GatheredBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func._opname:
-            self.total += sum(t.nbytes for t in (args[0] if isinstance(args[0], list) else [args[0]]))
+            made = args[0][0] if isinstance(args[0], list) and isinstance(args[0][0], list) else args[0]
+            made = made if isinstance(made, list) else [made]
+            self.total += sum(t.nbytes for t in made if t.is_floating_point())  # pickled objects are bytes
         return func(*args, **(kwargs or {}))
 
 
