@@ -33,12 +33,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-SAME_SUMS, OTHER_SUMS = 1e-6, 2e-6
-"""Relative, of loss, gradient norm and metric, each from equal weights. The first where both sides add the same
-numbers in the same order. The second where attention to padded rectangles and to single sequences adds in another
-order, by the float32 rounding of the kernels (measured: 8.7e-7). Steps from weights that such steps have moved are
-not held to either: Adam's first steps have the size of the learning rate whatever the gradient's is, so that they
-amplify rounding."""
+FROM_EQUAL_WEIGHTS = 1e-6
+"""Relative, of loss, gradient norm and metric. The stub takes the kernels and the order of sums that ours take, so that
+what is left is a few roundings (measured: at most 1.1e-7). Weights that such a step has moved are no longer equal:
+Adam's first steps have the size of the learning rate whatever the gradient's is."""
 
 
 def close(a: Any, b: Any) -> bool:
@@ -48,8 +46,7 @@ def close(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_step_is_that_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
     plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
-    assert stub["even"] == pytest.approx(plain["even"], rel=SAME_SUMS)
-    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=OTHER_SUMS)
+    assert stub["steps"][0] == pytest.approx(plain["steps"][0], rel=FROM_EQUAL_WEIGHTS)
     for name in ("before", "after"):
         assert close(stub[name], plain[name])
 
@@ -61,7 +58,7 @@ def test_a_checkpoint_crosses_transformer_engine_and_plain_torch(
 ) -> None:
     """With the optimizer: the next step is that of the run which saved it, and so are the weights behind it."""
     whole, loaded = seen[writer]["trained"][family], seen[reader]["loaded"][family]
-    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=OTHER_SUMS)
+    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=FROM_EQUAL_WEIGHTS)
     assert close(loaded["after"], whole["after"])
 
 

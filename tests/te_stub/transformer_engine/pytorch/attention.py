@@ -47,10 +47,11 @@ class DotProductAttention(nn.Module):
         assert min(sizes) > 0 and max(sizes) <= max_seqlen_q
         outputs = []
         for q, k, v in zip(*(t.split(sizes) for t in (query_layer, key_layer, value_layer)), strict=True):
-            q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [heads, tokens, head size]
-            shared = q.shape[0] != k.shape[0]
+            # [1, heads, tokens, head size]: without the 1, torch takes its plain kernel, ours the one in blocks
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+            shared = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self._scale, enable_gqa=shared
             )
-            outputs.append(out.transpose(0, 1).flatten(1))
+            outputs.append(out[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)

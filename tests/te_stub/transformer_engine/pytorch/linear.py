@@ -48,6 +48,11 @@ def _dtype(given: torch.dtype | None) -> torch.dtype:
     return torch.get_default_dtype() if given is None else given
 
 
+def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    """The bias comes last, as in cuBLAS's epilogue and in megatron's own layers; torch's kernel begins with it."""
+    return product if bias is None else product + bias
+
+
 class Linear(_Layer):
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
@@ -77,7 +82,7 @@ class Linear(_Layer):
     ) -> Any:
         if self._return_bias:
             return F.linear(inp, self.weight), self.bias
-        return F.linear(inp, self.weight, self.bias)
+        return _with_bias(F.linear(inp, self.weight), self.bias)
 
 
 class LayerNormLinear(_Layer):
@@ -113,7 +118,7 @@ class LayerNormLinear(_Layer):
         normed = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
         if self._return_bias:
             return F.linear(normed, self.weight), self.bias
-        return F.linear(normed, self.weight, self.bias)
+        return _with_bias(F.linear(normed, self.weight), self.bias)
 
 
 class GroupedLinear(_Layer):
