@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - first)
                 square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+                scale = (square.sqrt() / (1 - second**step) ** 0.5).add_(group["eps"])  # in torch's order
                 p.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
 
 
