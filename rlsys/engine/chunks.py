@@ -23,9 +23,13 @@ class Refused(Exception):
 
 
 def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> Segment:
-    """One chunk of a stream of which `received` tokens have come before. Raises Refused."""
+    """One chunk of a stream of which `received` tokens have come before.
+
+    Raises Refused for an error that the engine tells, and for what is no chunk of SGLang's whatever reading it comes to:
+    ValueError, TypeError, KeyError, IndexError or AttributeError.
+    """
     if "meta_info" not in chunk:
-        error = chunk.get("error", chunk)
+        error = chunk["error"]
         code = error.get("code") if isinstance(error, dict) else None
         raise Refused(f"{error}", code if isinstance(code, int) else 400)
     meta = chunk["meta_info"]
@@ -41,6 +45,8 @@ def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> S
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
         new = meta["completion_tokens"] - received
         ids, mu = ids[:new], mu[:new]
+    if len(ids) != len(mu) or {*map(type, ids)} - {int} or {*map(type, mu)} - {int, float}:
+        raise ValueError(f"ids {ids[:8]}, log-probs {mu[:8]}")
     return Segment(
         ids=ids,
         mu=mu,

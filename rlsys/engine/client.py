@@ -6,8 +6,8 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -140,14 +140,12 @@ class EngineClient:
             received = 0
             async for event in events(answer.content.iter_any()):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
-                    chunk = json.loads(event[6:])
-                    try:
+                    with self._understanding("/generate"):
+                        chunk = json.loads(event[6:])
                         segment = read_chunk(chunk, received, self._version_of)
-                    except Refused as e:
-                        raise EngineError(f"{self.url}/generate: {e}", e.status) from None
-                    received += len(segment.ids)
-                    if routes_from is not None and segment.prompt_tokens:
-                        segment.routes = read_routes(chunk["meta_info"], len(ids), received, routes_from)
+                        received += len(segment.ids)
+                        if routes_from is not None and segment.prompt_tokens:
+                            segment.routes = read_routes(chunk["meta_info"], len(ids), received, routes_from)
                     yield segment
                     if segment.finish is not None:
                         return
@@ -199,7 +197,8 @@ class EngineClient:
     async def checksums(self) -> list[dict[str, str]]:
         """Of each tensor-parallel rank: its name of a tensor -> a hash of the bytes that it holds."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, timeout=LOAD_TIMEOUT)
-        return [rank["checksums"] for rank in answer["ranks"]]
+        with self._understanding("/weights_checker"):
+            return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
@@ -215,7 +214,8 @@ class EngineClient:
     async def tokenize(self, text: str) -> list[int]:
         """As its own `/generate` does."""
         answer = await self._post("/tokenize", {"model": "", "prompt": text})
-        tokens: list[int] = answer["tokens"]
+        with self._understanding("/tokenize"):
+            tokens: list[int] = list(answer["tokens"])
         return tokens
 
     def open(self, path: str, body: bytes) -> Any:
@@ -279,7 +279,8 @@ class EngineClient:
     async def generated_tokens(self) -> int:
         """Tokens of all requests that ended since its start, aborted ones included (its own Prometheus counter)."""
         lines = (await self._get("/metrics")).splitlines()
-        return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
+        with self._understanding("/metrics"):
+            return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
 
     async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
         """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token.
@@ -288,11 +289,26 @@ class EngineClient:
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
-        meta = (await self._post("/generate", body if rid is None else {**body, "rid": rid}))["meta_info"]
-        if (meta.get("finish_reason") or {}).get("type") == "abort":
-            raise Aborted(f"{self.url}/generate: {rid} was aborted")
-        self._own(str(meta.get("weight_version")))
-        return [entry[0] for entry in meta["input_token_logprobs"][1:]]
+        answer = await self._post("/generate", body if rid is None else {**body, "rid": rid})
+        with self._understanding("/generate"):
+            meta = answer["meta_info"]
+            if (meta.get("finish_reason") or {}).get("type") == "abort":
+                raise Aborted(f"{self.url}/generate: {rid} was aborted")
+            self._own(str(meta.get("weight_version")))
+            found = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+            if len(found) != len(ids) - 1:
+                raise ValueError(f"{len(found)} log-probs of {len(ids) - 1} tokens")
+            return found
+
+    @contextmanager
+    def _understanding(self, path: str) -> Iterator[None]:
+        """An answer of another form than SGLang's is this server's fault, and nobody else's."""
+        try:
+            yield
+        except Refused as e:
+            raise EngineError(f"{self.url}{path}: {e}", e.status) from None
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+            raise EngineError(f"{self.url}{path}: not an answer of SGLang: {e!r:.200}", _BAD_ANSWER) from None
 
     def _version_of(self, label: str) -> int:
         """Of weights that made tokens; of another run's, none that anybody has pushed."""

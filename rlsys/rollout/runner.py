@@ -80,6 +80,7 @@ class SampleRunner:
         """Samples that may be generating at once; fewer take effect as samples finish."""
         self.occupancy = Occupancy(config.samples_per_step)
         router.on_tokens = self._heard
+        router.on_death = self._mourn
         router.priority = self._priority
 
     def go(self, policy_step: int) -> None:
@@ -169,6 +170,11 @@ class SampleRunner:
             self._buffer.save(s for s in self._running() if self._buffer.unsaved(s))
             self._unsaved_tokens = 0
             self.flush()
+
+    def _mourn(self, sample: Sample) -> None:
+        """An engine died with it: how often that happened must outlive this process, or it never ends."""
+        self._buffer.save([sample])
+        self._flush_soon()
 
     def raise_failure(self) -> None:
         if isinstance(self._failure, RlsysError):

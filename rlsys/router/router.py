@@ -78,6 +78,8 @@ class Router:
         self._order = itertools.count()
         self.on_tokens: Callable[[int], None] = lambda tokens: None
         """Told how many tokens a sample of the ledger has just got."""
+        self.on_death: Callable[[Sample], None] = lambda sample: None
+        """Told of a sample of the ledger whose engine has just died."""
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
         """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
         self._run_id = uuid.uuid4().hex[:8]
@@ -226,6 +228,8 @@ class Router:
                                 engine.received -= len(sample.response_ids) - start
         except DeadEngine as e:
             sample.deaths += 1
+            if sample.sample_id != EVALUATION:
+                self.on_death(sample)
             if not scope.expired():
                 log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                 engine.died()
@@ -233,6 +237,7 @@ class Router:
             if e.status < _SERVER_FAULT:
                 raise RunError(f"sample {sample.sample_id}: {e}") from None
             self._counts["engine_faults"] += 1  # it goes on elsewhere, or here after a back-off
+            engine.counting = False  # it counts what it made, also what it could not say: that is made again
             engine.failed()
         finally:
             sample.status = self._status(sample, finish, limit)

@@ -102,13 +102,16 @@ class Request:
     running: bool = False
     preempted: bool = False
     routes_from: int | None = None
+    delivered: int = 0  # tokens that the client has read, where somebody counts them
+    died: bool = False  # with its server
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedEngine:
     """One server process after another on the same URL. `ends_at(seed)`: position of the token that ends a sequence.
 
-    `calls` has the control requests in the order of their arrival, `started` the prompts in theirs.
+    `calls` has the control requests in the order of their arrival, `started` the prompts in theirs, `history` all
+    requests that were ever streamed.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class ScriptedEngine:
         self.dead = self.hung = False
         self.aborting = 0  # so many of the requests that do not stream
         self.requests: dict[str, Request] = {}
+        self.history: list[Request] = []
         self._boot()
 
     def _boot(self) -> None:
@@ -147,6 +151,7 @@ class ScriptedEngine:
     def die(self) -> None:
         self.dead = True
         for request in self.requests.values():
+            request.died = True
             request.changed.set()
 
     def restart(self) -> None:
@@ -272,6 +277,7 @@ class ScriptedEngine:
             request.routes_from = body["routed_experts_start_len"]
         generation = self.requests  # a restarted server has a new dict
         generation[request.rid] = request
+        self.history.append(request)
         self.started.append(request.ids)
         try:
             finish = None

@@ -27,7 +27,7 @@ WORDS = {
     "rollout": ("rlsys.rollout.service",),
     "trainer": ("rlsys.train", "--config"),
 }
-VICTIMS = (*WORDS, "supervisor")
+VICTIMS = (*WORDS, *(f"{role}'s keeper" for role in WORDS), "supervisor")
 
 
 def rows(table: str) -> Callable[[Path], int]:
@@ -46,6 +46,11 @@ def asked(path: str) -> Callable[[Path], int]:
     return lambda run_dir: (run_dir / "logs" / "engine-0.log").read_bytes().count(f"POST {path} ".encode())
 
 
+def some_tensors(run_dir: Path) -> int:
+    """Requests that brought some, by whatever transport."""
+    return sum(asked(f"/update_weights_from_{how}")(run_dir) for how in ("tensor", "distributed", "disk"))
+
+
 def checkpoints_begun(run_dir: Path) -> int:
     """The name of the one that is being written, or was last: its step."""
     names = [p.name for p in (run_dir / "checkpoints").glob("step-*")]
@@ -57,14 +62,15 @@ MOMENTS: dict[str, Callable[[Path], int]] = {
     "an engine has heard the abort": asked("/abort_request"),
     "groups are taken, no checkpoint has them": rows("takes"),
     "a push has begun": rows("pushes"),
-    "some of the tensors are there": asked("/update_weights_from_tensor"),
+    "some of the tensors are there": some_tensors,
     "the engines are attested": asked("/update_weight_version"),
     "a step is trained": step_lines,
     "a checkpoint is begun": checkpoints_begun,
 }
 """A moment is when such a count has grown."""
 
-PARTS = 8
+PARTS = 14
+TRANSPORTS = ("tensor", "broadcast", "disk")
 KILLS = [(victim, moment) for victim in VICTIMS for moment in MOMENTS]
 random.Random(0).shuffle(KILLS)
 
@@ -74,19 +80,24 @@ def check_whole(run_dir: Path, steps: int) -> None:
     assert [s["step"] for s in read_metrics(run_dir).steps] == list(range(1, steps + 1))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_role_at_every_moment(part: int, tmp_path: Path) -> None:
-    """In random order, with a trained step between two deaths: then all roles are up again."""
+def test_every_role_at_every_moment(part: int, transport: str, tmp_path: Path) -> None:
+    """In random order, with a trained step between two deaths: then all roles are up again. A keeper's death takes
+    its role along."""
     run_dir, rng, kills = tmp_path / "run", random.Random(part), KILLS[part::PARTS]
     steps = 5 * len(kills)
-    overrides = (f"trainer.steps={steps}", "weights.bucket_mb=1", "rollout.flush_tokens=64")
+    overrides = (
+        f"trainer.steps={steps}", "weights.bucket_mb=1", "rollout.flush_tokens=64", f"weights.method={transport}",
+    )  # fmt: skip
     session = Session(run_dir, *overrides)
     try:
         for victim, moment in kills:
             lines = step_lines(run_dir)
             session.wait_for(lambda lines=lines: step_lines(run_dir) > lines)  # type: ignore[misc]
             count, times = MOMENTS[moment], rng.randint(1, 2)
-            target = session.find(*WORDS.get(victim, ()))
+            role, _, keeper = victim.partition("'s ")
+            target = session.find(*WORDS.get(role, ()), *(["launch.keeper"] if keeper else []))
             before = count(run_dir)
             session.wait_for(
                 lambda c=count, n=before + times: c(run_dir) >= n,  # type: ignore[misc]

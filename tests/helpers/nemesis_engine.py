@@ -1,0 +1,262 @@
+"""A scripted engine as a process on virtual wires, and what an engine client takes for aiohttp's session."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.client_reqrep import ConnectionKey
+
+from rlsys.config import Config
+from rlsys.identity import Identity
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.types import Prompt
+from tests.helpers.history import Emission, History
+from tests.helpers.scripted_engine import Request, ScriptedEngine, logprob
+from tests.helpers.virtual_processes import (
+    Connection,
+    Process,
+    Refused,
+    Reset,
+    Wires,
+    current_process,
+    lines,
+)
+
+INITIAL = 0
+"""The state of the weights that everybody starts with."""
+BUCKETS = 3
+"""In which a push comes."""
+
+
+def mixed(*parts: object) -> int:
+    """A state of weights: equal for equal parts only, as far as anybody will see."""
+    return 1 + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % 999_983
+
+
+class NemesisEngine(ScriptedEngine):
+    """Loads a push in buckets: an engine that got some of one and some of another holds a mixture of its own."""
+
+    def __init__(self, url: str, identity: Identity, poison: int | None) -> None:
+        """`identity`: whose it is; who has not its key is refused."""
+        self._poison = poison
+        self._identity = identity
+        self.deaf = False
+        """It says that it has loaded tensors, and has not."""
+        self.process: Process | None = None
+        self.poisoned = 0
+        """How often it died of that sample."""
+        self.nonsense: random.Random | None = None
+        super().__init__(url, ends_at=lambda seed: 10 + seed % 100, label=identity.label(0))
+
+    def _boot(self) -> None:
+        super()._boot()
+        self._buckets = [INITIAL] * BUCKETS
+        self.weights = INITIAL
+
+    def start(self) -> None:
+        self.restart()
+        self.nonsense, self.deaf = None, False
+        self.process = Process("engine", self._ended)
+
+    def _ended(self, _: Process) -> None:
+        self.die()
+        self.process = None
+
+    def _health(self, _: dict[str, Any]) -> tuple[int, str]:
+        return 200, ""
+
+    def _tensors(self, body: dict[str, Any]) -> tuple[int, str]:
+        if not self.update_open:
+            return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
+        if not self.deaf:
+            self._buckets[body["bucket"]] = body["weights"]
+        same = len(set(self._buckets)) == 1
+        self.weights = self._buckets[0] if same else mixed(*self._buckets)
+        return 200, json.dumps({"success": True, "message": ""})
+
+    async def serve(
+        self, connection: Connection, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> None:
+        """As its process: the status and the text, or the lines of a stream."""
+        if path != "/health" and headers != self._identity.headers(path):
+            connection.send((401, "Unauthorized"))
+            return
+        if not body.get("stream"):
+            status, text = await self.answer(path, body)
+            connection.send(self._garbled(status, text))
+            return
+        connection.send((200, ""))
+        stream, clean = self.stream(body), True
+        try:
+            async for line in stream:
+                if body["sampling_params"]["sampling_seed"] == self._poison and self.process is not None:
+                    self.poisoned += 1
+                    self.process.end("poison")
+                    return
+                request = (
+                    self.history[-1] if self.history[-1].rid == body["rid"] else self._asked(body["rid"])
+                )
+                said = self._garbled_line(line)
+                clean = clean and said == line
+                connection.send((said, request, request.sent if clean else 0))
+            connection.send(None)
+        finally:
+            await stream.aclose()
+
+    def _asked(self, rid: str) -> Request:
+        return next(r for r in reversed(self.history) if r.rid == rid)
+
+    def _garbled(self, status: int, text: str) -> tuple[int, str]:
+        if self.nonsense is None:
+            return status, text
+        return self.nonsense.choice([
+            (status, text), (500, "Internal Server Error"), (200, "<html>"), (200, "[]"), (200, "{}"), (302, ""),
+            (200, '{"weight_version": null, "ranks": 3, "meta_info": {}, "success": true}'),
+            (200, "sglang:generation_tokens_total many\n"),
+        ])  # fmt: skip
+
+    def _garbled_line(self, line: bytes) -> bytes:
+        if self.nonsense is None or not line.startswith(b"data: {"):
+            return line
+        chunk = json.loads(line[6:])
+        kind = self.nonsense.choice(["none", "cut", "no meta", "fewer", "more", "words", "error", "version"])
+        meta = chunk["meta_info"]
+        if kind == "cut":
+            return line[: len(line) // 2] + b"\n"
+        if kind == "no meta":
+            del chunk["meta_info"]
+        elif kind == "fewer":
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][1:]
+        elif kind == "more":
+            chunk["output_ids"] = chunk["output_ids"] + [10**9]
+        elif kind == "words":
+            chunk["output_ids"] = ["a"] * len(chunk["output_ids"])
+        elif kind == "error":
+            chunk = {"error": {"message": "out of memory", "code": 503}}
+        elif kind == "version":
+            meta["weight_version"] = "none of yours"
+        return b"data: " + json.dumps(chunk).encode() + b"\n"
+
+    def emissions(self) -> list[Emission]:
+        return [
+            Emission(
+                self.url, r.rid, r.ids, r.made,
+                [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)],
+                r.weights, r.delivered, r.died,
+            )
+            for r in self.history
+        ]  # fmt: skip
+
+
+@dataclass
+class Ground:
+    """What all launches of a run share: the folder, the wires, the disk, and the logs."""
+
+    config: Config
+    steps: int
+    poison: int | None = None
+    """Seed of a sample that kills engines."""
+    wires: Wires = field(default_factory=Wires)
+    engines: dict[str, NemesisEngine] = field(default_factory=dict)
+    history: History = field(default_factory=lambda: History(INITIAL))
+    checkpoints: dict[int, int] = field(default_factory=dict)
+    """Step -> state of the weights."""
+    disk_full: bool = False
+    done: bool = False
+    bug: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def newest_checkpoint(self) -> tuple[int, int]:
+        return max(self.checkpoints.items(), default=(0, INITIAL))
+
+    async def reward(self, prompt: Prompt, text: str) -> float:
+        await asyncio.sleep(0.02)
+        return float(len(text) % 2)
+
+    def limit_disk(self, buffer: RolloutBuffer) -> None:
+        """SQLite's own limit on pages stands in for that of the disk."""
+        if self.disk_full:
+            pages = buffer.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+            buffer.read(lambda db: db.execute(f"PRAGMA max_page_count={pages}"))
+
+    def watch_for_bugs(self, task: asyncio.Task[Any]) -> None:
+        """A handler that breaks is a server's bare 500, or an engine's assertion."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self.bug.done():
+            self.bug.set_exception(error)
+
+
+class _Answer:
+    def __init__(self, status: int, text: str, stream: AsyncIterator[bytes] | None = None) -> None:
+        self.status = status
+        self._text = text
+        self.content = self
+        self._stream = stream
+
+    async def text(self) -> str:
+        return self._text
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        assert self._stream is not None
+        async for line in self._stream:
+            yield line
+
+
+class EngineNetwork:
+    """Stands in for aiohttp's session, in whatever process uses it."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+
+    def request(
+        self, method: str, url: str, *, json: dict[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout | None = None, headers: dict[str, str] | None = None, allow_redirects: bool,
+    ) -> Any:  # fmt: skip
+        return self._send(url, json or {}, headers or {}, timeout.total if timeout else None)
+
+    @asynccontextmanager
+    async def _send(
+        self, url: str, body: dict[str, Any], headers: dict[str, str], seconds: float | None
+    ) -> AsyncIterator[_Answer]:
+        parts = urlsplit(url)
+        engine = self._ground.engines[f"{parts.scheme}://{parts.netloc}"]
+        async with asyncio.timeout(seconds):
+            try:
+                connection = await self._ground.wires.connect(current_process(), engine.process)
+            except Refused as e:
+                key = ConnectionKey(parts.hostname or "", parts.port, False, True, None, None, None)
+                raise aiohttp.ClientConnectorError(key, e) from None
+            assert engine.process is not None
+            work = engine.serve(connection, url.removeprefix(engine.url), body, headers)
+            connection.task = engine.process.spawn(work)
+            connection.task.add_done_callback(self._ground.watch_for_bugs)
+            try:
+                status, text = await connection.read()
+            except Reset:
+                connection.close()
+                raise aiohttp.ServerDisconnectedError() from None
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+        try:
+            yield _Answer(status, text, _read_stream(connection))
+        finally:
+            connection.close()
+
+
+async def _read_stream(connection: Connection) -> AsyncIterator[bytes]:
+    """In pieces that do not follow the lines. Counts what was delivered."""
+    try:
+        async for line, request, sent in lines(connection):
+            yield line[:7]
+            request.delivered = max(request.delivered, sent)
+            yield line[7:] + b"\n"
+    except Reset as e:
+        raise aiohttp.ClientPayloadError(str(e)) from None

@@ -1,0 +1,298 @@
+"""One launch of a run in virtual time: the real service, manager, router, buffer and owner; a trainer and a
+supervisor of a few lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import nullcontext
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from rlsys.config import identity
+from rlsys.engine.client import EngineClient
+from rlsys.errors import RunError
+from rlsys.identity import engine_identity
+from rlsys.owner import KEY_HEADER, START_HEADER, claim
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.protocol import EndPushRequest, StepRequest, decode_error, encode
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.service import EngineWatch, make_app
+from rlsys.rollout.store import FILE_NAME
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.types import Canary, EngineAddress, PushTicket, Taken
+from tests.helpers.history import Saved, Training
+from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
+from tests.helpers.rollout_rig import Numbers, abandon
+from tests.helpers.scripted_engine import EOS, LATENCY, canary_logprobs, checksums
+from tests.helpers.virtual_processes import Connection, Process, Refused, Reset
+
+ENGINES = 2
+TRAIN_SECONDS = 4.0
+BOOT_SECONDS = 2.0
+SEND_SECONDS = 60.0
+
+
+_BLANK = make_mocked_request("GET", "/")
+"""Making one costs more than answering it."""
+
+
+class RolloutRole:
+    """The rollout process of a launch: what rlsys.rollout.service puts together, on virtual wires."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._ground = launch.ground
+        self.process = Process("rollout", self._ended)
+        self.app: web.Application | None = None
+        self.buffer: RolloutBuffer | None = None
+        self.manager: RolloutManager
+        self.router: Router
+        self.process.main(self._serve())
+
+    async def _serve(self) -> None:
+        config, ground = self._ground.config, self._ground
+        planning = Planning(config, Numbers(), None)
+        self.buffer = RolloutBuffer(
+            config.run.dir / FILE_NAME, identity(config), planning.largest, self._launch.owner
+        )
+        ground.limit_disk(self.buffer)
+        network: Any = EngineNetwork(ground)
+        clients = [
+            EngineClient(e.url, network, index=i, identity=engine_identity(self._launch.owner, e.url))
+            for i, e in enumerate(self._launch.engines)
+        ]
+        self.router = router = Router(
+            clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4),
+            interruption=config.router.interruption, patience=100,
+        )  # fmt: skip
+        scorer = Scorer(
+            lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
+        )
+        self.manager = RolloutManager(config, self.buffer, router, Numbers(), scorer, planning)
+        watch = EngineWatch(clients, router)
+        app = make_app(self.manager, lambda: watch.ready, self._launch.owner)
+        app.freeze()
+        self.app = app
+        await watch.run()
+
+    def _ended(self, process: Process) -> None:
+        """What a kernel does: what was not committed is gone, locks are free."""
+        self.app = None
+        if self.buffer is not None:
+            abandon(self.buffer)
+        self._ground.history.deaths_unseen += process.exit != "in order"
+
+    async def leave(self) -> None:
+        """SIGTERM."""
+        await self.manager.close()
+        assert self.buffer is not None
+        self.buffer.close()
+        self.buffer = None
+        self._ground.history.last_session = self.router._run_id
+        self.process.end("in order")
+
+    async def answer(
+        self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> None:
+        assert self.app is not None
+        request = cast("web.Request", _BLANK.clone(method=method, rel_url=path, headers=headers))
+        request._read_bytes = body
+        try:
+            response = cast("web.Response", await self.app._handle(request))
+        except web.HTTPException as e:
+            connection.send((e.status, (e.text or "").encode()))
+        else:
+            connection.send((response.status, response.body or b""))
+
+
+class TrainerRole:
+    """rlsys.train without tensors: its weights are a number that follows from all tokens it was trained on."""
+
+    def __init__(self, launch: Launch, start: int) -> None:
+        self._launch = launch
+        self._ground = launch.ground
+        self._start = start
+        self._headers = {KEY_HEADER: launch.owner.key, START_HEADER: str(start)}
+        self.process = Process("trainer")
+        self.process.main(self._train())
+
+    async def _train(self) -> None:
+        ground = self._ground
+        step, self._weights = ground.newest_checkpoint()
+        await self._wait_ready()
+        await self._command("restore", StepRequest(step), type(None))
+        await self._push()
+        while step < ground.steps:
+            step += 1
+            while (taken := await self._take(step)) is None:
+                await self._push()
+            await asyncio.sleep(TRAIN_SECONDS)
+            self._learn(taken)
+            await self._push()
+            if step % ground.config.trainer.checkpoint_every == 0 or step == ground.steps:
+                await self._save(step)
+
+    def _learn(self, taken: Taken) -> None:
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in taken.groups}
+        before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
+        self._ground.history.trainings.append(
+            Training(self._launch.owner.epoch, self._start, taken.train_step, before, self._weights, groups)
+        )
+
+    async def _save(self, step: int) -> None:
+        """Written, then published, if the launch still owns the run; a process may be stopped in between."""
+        weights, ground = self._weights, self._ground
+        await asyncio.sleep(0.3)
+        if ground.disk_full:
+            raise RunError("checkpoint: No space left on device")
+        self._launch.owner.check()
+        await asyncio.sleep(LATENCY)
+        ground.checkpoints[step] = weights
+        ground.history.saved.append(Saved(self._launch.owner.epoch, self._start, step, weights))
+        await self._command("commit", StepRequest(step), type(None))
+
+    async def _take(self, step: int) -> Taken | None:
+        return await self._command("take", StepRequest(step), cast("type[Taken | None]", Taken | None))
+
+    async def _push(self) -> None:
+        ticket = await self._command("begin_push", None, PushTicket)
+        weights = self._weights
+        await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
+        canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
+        await self._command(
+            "end_push", EndPushRequest(ticket, canaries, [checksums(weights)]), dict[str, float]
+        )
+
+    async def _send(self, engine: EngineAddress, weights: int) -> None:
+        """An engine that is gone is left out; one that refuses ends the trainer, as in rlsys.weights.receivers."""
+        network = EngineNetwork(self._ground)
+        for bucket in range(BUCKETS):
+            body = {"bucket": bucket, "weights": weights}
+            how: dict[str, Any] = {
+                "json": body, "timeout": aiohttp.ClientTimeout(SEND_SECONDS), "allow_redirects": False,
+                "headers": {"Authorization": f"Bearer {engine.key}"} if engine.key else {},
+            }  # fmt: skip
+            try:
+                async with network.request("POST", engine.url + "/tensors", **how) as answer:
+                    text = await answer.text()
+            except (OSError, aiohttp.ClientError):
+                return
+            if answer.status != 200:
+                raise RunError(f"{engine.url}/tensors: {answer.status} {text}")
+            await asyncio.sleep(0.05)
+
+    async def _wait_ready(self) -> None:
+        while True:
+            try:
+                code, body = await self._ask("GET", "/status", b"")
+                if code == 200 and json.loads(body)["engines_ready"]:
+                    return
+            except RunError:
+                pass
+            await asyncio.sleep(1.0)
+
+    async def _command(self, name: str, request: object, kind: type[Any]) -> Any:
+        code, body = await self._ask("POST", f"/{name}", encode(request))
+        if code == 200:
+            return msgspec.msgpack.decode(body, type=kind)
+        raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {body!r}")
+
+    async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        rollout, connection = self._launch.rollout, None
+        try:
+            server = rollout.process if rollout.app is not None else None
+            connection = await self._ground.wires.connect(self.process, server)
+            connection.task = rollout.process.spawn(
+                rollout.answer(connection, method, path, self._headers, body)
+            )
+            connection.task.add_done_callback(self._ground.watch_for_bugs)
+            answer: tuple[int, bytes] = await connection.read()
+            return answer
+        except (Refused, Reset) as e:
+            raise RunError(f"rollout process is gone ({e} in {path[1:]})") from None
+        finally:
+            if connection is not None:
+                connection.close()
+
+
+class Launch:
+    """One `rlsys train` on the folder: it owns the run from now on. Its supervisor restarts what dies."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.owner = claim(ground.config.run.dir)
+        number = self.owner.epoch
+        urls = [f"http://l{number}e{i}:1" for i in range(ENGINES)]
+        self.engines = [NemesisEngine(url, engine_identity(self.owner, url), ground.poison) for url in urls]
+        ground.engines |= {e.url: e for e in self.engines}
+        self._starts = 0
+        self.rollout: RolloutRole
+        self.trainer: TrainerRole
+        self.zombies: list[TrainerRole] = []
+        self.process = Process("supervisor")
+        self.process.main(self._supervise())
+
+    @property
+    def over(self) -> bool:
+        return self.process.dead
+
+    def processes(self) -> list[Process]:
+        engines = [e.process for e in self.engines if e.process is not None]
+        return [self.process, self.rollout.process, self.trainer.process, *engines]
+
+    def state(self) -> dict[str, object]:
+        """For whoever wonders why it does not go on."""
+        of_processes = {p.name: "stopped" if p.paused else p.exit for p in self.processes()}
+        return {**of_processes, **(self.rollout.manager.status() if self.rollout.app is not None else {})}
+
+    async def _supervise(self) -> None:
+        """Until the trainer is done, or a role says itself why it cannot go on."""
+        for engine in self.engines:
+            engine.start()
+        self.rollout = RolloutRole(self)
+        self._start_trainer()
+        try:
+            while self.trainer.process.exit != 0:
+                await asyncio.sleep(0.2)
+                for engine in self.engines:
+                    if engine.process is None:
+                        await asyncio.sleep(BOOT_SECONDS)
+                        engine.start()
+                if self.rollout.process.dead or self.trainer.process.exit not in (None, 0):
+                    await asyncio.sleep(1.0)  # a dying role is often noticed by the others first
+                    self._restart()
+            self.ground.done = True
+            await self.rollout.process.spawn(self.rollout.leave())
+        finally:
+            self._end()
+
+    def _start_trainer(self) -> None:
+        self._starts += 1
+        self.trainer = TrainerRole(self, self._starts)
+
+    def _restart(self) -> None:
+        """Raises what a role said about its own end."""
+        for role in (self.rollout.process, self.trainer.process):
+            if role.dead:
+                if isinstance(role.exit, BaseException):
+                    raise role.exit
+                break
+        if not self.trainer.process.dead:
+            self.trainer.process.end("restarted")
+        if self.rollout.process.dead:
+            self.rollout = RolloutRole(self)
+        self._start_trainer()
+
+    def _end(self) -> None:
+        for process in self.processes()[1:]:
+            if not process.dead:
+                process.end("its launch is over")

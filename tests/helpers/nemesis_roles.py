@@ -1,0 +1,249 @@
+"""Processes of a run for the nemesis on the real stack: `python -m tests.helpers.nemesis_roles ROLE ...`.
+
+    launch   `rlsys train` with the plan of a file: the real supervisor, keepers and rollout process
+    engine   a scripted engine on a real port, whose trainer sends numbers
+    trainer  the real client, owner and metrics, around weights that are a number
+    rollout  rlsys.rollout.service as it is
+
+Locks do not reach, as on a file system where flock knows one machine only: every role here has none. Engine and
+trainer write what they did to history/*.jsonl beside the run folder (history.py), before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import runpy
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from launch.backends.local import LocalBackend
+from launch.plan import Plan, Role
+from launch.rundir import open_run_dir
+from launch.supervisor import StopSignals, Supervisor
+from rlsys.config import Config, load_config
+from rlsys.errors import RunError
+from rlsys.identity import Identity, engine_identity
+from rlsys.obs.metrics import MetricsWriter
+from rlsys.obs.role import run_role
+from rlsys.owner import of_process
+from rlsys.rollout.client import RolloutClient
+from rlsys.types import Canary, EngineAddress, Taken
+from tests.helpers.history import Emission, Saved, Training, to_line
+from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed
+from tests.helpers.scripted_engine import Request, ScriptedEngine, canary_logprobs, checksums, logprob
+
+FOLDER = "history"
+BUCKET_SECONDS = 0.2
+"""Between two buckets of a push: long enough to be stopped there."""
+SEND_SECONDS = 60.0
+
+
+def module(role: str, *args: str) -> list[str]:
+    return [sys.executable, "-m", "tests.helpers.nemesis_roles", role, *args]
+
+
+# -- launch -------------------------------------------------------------------------------------------------------
+
+
+class Silent:
+    def phase(self, text: str) -> None:
+        print(text, flush=True)
+
+    def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
+
+    def status(self, status: dict[str, Any]) -> None: ...
+
+
+def launch(config_file: str, plan_file: str) -> None:
+    """`plan_file`: JSON [[role, kind, argv, ready_url], ...]."""
+    config = load_config(Path(config_file))
+    with StopSignals().listening() as stop, open_run_dir(config, print) as run_dir:
+        roles = [
+            Role(name, kind, argv, ready_url=url, start_timeout=120.0)
+            for name, kind, argv, url in json.loads(Path(plan_file).read_text())
+        ]
+        plan = Plan(roles, run_dir=config.run.dir)
+        backend = LocalBackend(config, run_dir.lock_fd)
+        Supervisor(config, plan, backend, run_dir, Silent(), stop).run()
+
+
+# -- engine -------------------------------------------------------------------------------------------------------
+
+
+class LoggedEngine(ScriptedEngine):
+    """Logs each request as it grows, before its client reads of it."""
+
+    def __init__(self, url: str, identity: Identity, log: Path) -> None:
+        super().__init__(url, ends_at=lambda seed: 40 + seed % 30, label=identity.label(0))
+        self._identity = identity
+        self._log = log.open("a", encoding="utf-8")
+        self._buckets = [INITIAL] * BUCKETS
+
+    def _health(self, _: dict[str, Any]) -> tuple[int, str]:
+        return 200, ""
+
+    def _tensors(self, body: dict[str, Any]) -> tuple[int, str]:
+        if not self.update_open:
+            return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
+        self._buckets[body["bucket"]] = body["weights"]
+        same = len(set(self._buckets)) == 1
+        self.weights = self._buckets[0] if same else mixed(*self._buckets)
+        return 200, json.dumps({"success": True, "message": ""})
+
+    def write(self, r: Request) -> None:
+        mu = [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)]
+        emission = Emission(self.url, r.rid, r.ids, r.made, mu, r.weights, r.delivered, r.died)
+        self._log.write(to_line(emission) + "\n")
+        self._log.flush()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        asked = {k: v for k, v in request.headers.items() if k == "Authorization"}
+        if request.path != "/health" and asked != self._identity.headers(request.path):
+            raise web.HTTPUnauthorized
+        body = await request.json() if request.can_read_body else {}
+        if not body.get("stream"):
+            status, text = await self.answer(request.path, body)
+            return web.Response(status=status, text=text)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        async for line in self.stream(body):
+            self.write(next(r for r in reversed(self.history) if r.rid == body["rid"]))
+            await response.write(line + b"\n")
+        await response.write_eof()
+        return response
+
+
+def engine(port: int, url: str, run_dir: Path, log: Path) -> None:
+    """`url`: as the rollout process calls it."""
+    owner, _ = of_process(run_dir)
+    app = web.Application()
+    scripted = LoggedEngine(url, engine_identity(owner, url), log)
+    app.router.add_route("*", "/{any:.*}", scripted.handle)
+    web.run_app(app, host="127.0.0.1", port=port, handler_cancellation=True, print=None, access_log=None)
+
+
+# -- trainer ------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The loop of rlsys.train around a number."""
+
+    def __init__(self, config: Config, rollout_url: str, proxies: dict[str, str]) -> None:
+        """`proxies`: engine as the rollout process calls it -> as it is reached from here."""
+        self._config = config
+        self._proxies = proxies
+        self._owner, self._start = of_process(config.run.dir)
+        self._rollout = RolloutClient(rollout_url, self._owner.key, self._start)
+        self._checkpoints = config.run.dir / "checkpoints"
+        self._checkpoints.mkdir(exist_ok=True)
+        name = f"trainer-{self._owner.epoch}-{self._start}.jsonl"
+        self._log = (config.run.dir.parent / FOLDER / name).open("a", encoding="utf-8")
+
+    def run(self) -> None:
+        found = max(
+            (int(p.stem.split("-")[1]), p) for p in [Path("step-0"), *self._checkpoints.glob("step-*.json")]
+        )
+        step = found[0]
+        self._weights: int = json.loads(found[1].read_text())["weights"] if step else INITIAL
+        self._rollout.wait_ready(self._config.start_seconds)
+        self._rollout.restore(step)
+        metrics = MetricsWriter(self._config.run.dir, resume_step=step)
+        metrics.write("run", step, event="resume" if step else "start")
+        self._push()
+        while step < self._config.trainer.steps:
+            step += 1
+            while (taken := self._rollout.take(step)) is None:
+                self._push()
+            self._learn(taken)
+            self._push()
+            metrics.write("step", step, **taken.metrics)
+            if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
+                self._save(step)
+        metrics.write("run", step, event="end")
+
+    def _learn(self, taken: Taken) -> None:
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in taken.groups}
+        time.sleep(1.0)
+        before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
+        epoch = self._owner.epoch
+        self._write(Training(epoch, self._start, taken.train_step, before, self._weights, groups))
+
+    def _write(self, record: Training | Saved) -> None:
+        self._log.write(to_line(record) + "\n")
+        self._log.flush()
+
+    def _push(self) -> None:
+        ticket = self._rollout.begin_push()
+        for address in ticket.engines:
+            self._send(address)
+        canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
+        self._rollout.end_push(ticket, canaries, [checksums(self._weights)])
+
+    def _send(self, address: EngineAddress) -> None:
+        """As rlsys.weights.receivers: who is gone is left out, who refuses ends the trainer."""
+        for bucket in range(BUCKETS):
+            body = json.dumps({"bucket": bucket, "weights": self._weights}).encode()
+            url = self._proxies.get(address.url, address.url) + "/tensors"
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {address.key}"}
+            request = urllib.request.Request(url, body, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=SEND_SECONDS):
+                    pass
+            except urllib.error.HTTPError as e:
+                raise RunError(f"{address.url}/tensors: {e.code}") from None
+            except OSError:
+                return
+            time.sleep(BUCKET_SECONDS)
+
+    def _save(self, step: int) -> None:
+        part = self._checkpoints / f"part-{self._owner.epoch}-{self._start}"
+        with part.open("w") as f:
+            json.dump({"weights": self._weights}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        self._owner.check()
+        self._write(Saved(self._owner.epoch, self._start, step, self._weights))
+        part.rename(self._checkpoints / f"step-{step}.json")
+        self._rollout.commit(step)
+
+
+def main() -> None:
+    fcntl.flock = lambda *_: None  # type: ignore[assignment]
+    role, *rest = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    if role == "rollout":
+        sys.argv = ["rlsys.rollout.service", *rest]
+        runpy.run_module("rlsys.rollout.service", run_name="__main__")
+        return
+    begin: Callable[[argparse.Namespace], None]
+    if role == "launch":
+        parser.add_argument("config")
+        parser.add_argument("plan")
+        begin = lambda a: launch(a.config, a.plan)  # noqa: E731
+    elif role == "engine":
+        parser.add_argument("port", type=int)
+        parser.add_argument("url")
+        parser.add_argument("run_dir", type=Path)
+        parser.add_argument("log", type=Path)
+        begin = lambda a: engine(a.port, a.url, a.run_dir, a.log)  # noqa: E731
+    else:
+        parser.add_argument("config", type=Path)
+        parser.add_argument("rollout")
+        parser.add_argument("proxies", type=json.loads)
+        begin = lambda a: Trainer(load_config(a.config), a.rollout, a.proxies).run()  # noqa: E731
+    args = parser.parse_args(rest)
+    run_role(lambda: begin(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A TCP proxy on loopback that cuts and delays what passes, on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from urllib.parse import urlsplit
+
+
+class Proxy:
+    """Between clients and one server. Owns a thread; may be used from any other."""
+
+    def __init__(self, port: int) -> None:
+        """`port`: the server's, on loopback; it need not listen yet."""
+        self._target = port
+        self._refusing = False
+        self._delay = 0.0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop
+        ).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Break every connection, and each new one, until `mend`."""
+        self._loop.call_soon_threadsafe(self._cut)
+
+    def mend(self) -> None:
+        self._refusing, self._delay = False, 0.0
+
+    def slow(self, seconds: float) -> None:
+        """What is read from now on is passed on so much later."""
+        self._delay = seconds
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _cut(self) -> None:
+        self._refusing = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
+        try:
+            onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        both = {writer, onward_writer}
+        self._writers |= both
+        try:
+            await asyncio.gather(self._pass(reader, onward_writer), self._pass(onward_reader, writer))
+        finally:
+            self._writers -= both
+            for w in both:
+                w.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**16):
+                if self._delay:
+                    await asyncio.sleep(self._delay)
+                writer.write(data)
+                await writer.drain()
+            writer.write_eof()
+
+
+def port_of(url: str) -> int:
+    return int(urlsplit(url).port or 0)

@@ -1,0 +1,256 @@
+"""Processes and the wires between them, in virtual time: both can be stopped, and a wire can be cut or slow.
+
+A process is a set of tasks of one event loop. SIGSTOP: none of its callbacks runs until SIGCONT, then all that
+have become due, in their order; what others send waits in its sockets. SIGKILL: none runs ever again, not even a
+`finally`; its sockets are closed by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import Context, ContextVar
+from typing import Any, cast
+
+from tests.helpers.scripted_engine import LATENCY, VirtualLoop
+
+_PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+_KERNEL = Context()
+"""What delivers bytes belongs to no process."""
+
+
+class Process:
+    """`name` says whose wires it has. `exit`: None while it lives, then why it ended."""
+
+    def __init__(self, name: str, exited: Callable[[Process], None] = lambda _: None) -> None:
+        self.name = name
+        self.paused = False
+        self.exit: object = None
+        self._exited = exited
+        self._deferred: list[asyncio.Handle] = []
+        self._unwinding = False
+        _loop().processes.append(self)
+        self.connections: set[Connection] = set()
+
+    @property
+    def dead(self) -> bool:
+        return self.exit is not None
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        context = contextvars.copy_context()
+        context.run(_PROCESS.set, self)
+        return _loop().create_task(work, context=context)
+
+    def main(self, work: Coroutine[Any, Any, Any]) -> None:
+        """The process ends when this does; with its exception, or with 0."""
+        self.spawn(work).add_done_callback(self._returned, context=_KERNEL)
+
+    def _returned(self, task: asyncio.Task[Any]) -> None:
+        if not self.dead:
+            self.end("cancelled" if task.cancelled() else task.exception() or 0)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        if not self.dead:
+            self._let_go()
+
+    def end(self, why: object) -> None:
+        """At once, and nothing of it runs again."""
+        self.exit = why
+        for connection in list(self.connections):
+            connection.reset()
+        self._exited(self)
+
+    def unwind(self) -> None:
+        """After everything: its tasks may be cancelled."""
+        self._unwinding = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        ready: deque[asyncio.Handle] = _loop()._ready  # type: ignore[attr-defined]
+        ready.extend(self._deferred)
+        self._deferred.clear()
+
+    def run(self, gate: _Gate, args: tuple[Any, ...]) -> None:
+        if (self.dead or self.paused) and not self._unwinding:
+            assert gate.handle is not None
+            self._deferred.append(gate.handle)
+        else:
+            gate.callback(*args)
+
+
+class _Gate:
+    """Before a callback: does its process run?"""
+
+    __slots__ = ("callback", "handle", "process")
+
+    def __init__(self, process: Process, callback: Callable[..., Any]) -> None:
+        self.process = process
+        self.callback = callback
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self, *args: Any) -> None:
+        self.process.run(self, args)
+
+
+class ProcessLoop(VirtualLoop):
+    """A virtual clock for several processes, of whom some are stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[Process] = []
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        gate = _gate(callback, context)
+        handle = super().call_soon(callback if gate is None else gate, *args, context=context)
+        if gate is not None:
+            gate.handle = handle
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        gate = _gate(callback, context)
+        handle = super().call_at(when, callback if gate is None else gate, *args, context=context)
+        if gate is not None:
+            gate.handle = handle
+        return handle
+
+
+def _gate(callback: Callable[..., Any], context: Context | None) -> _Gate | None:
+    process = _PROCESS.get() if context is None else context.get(_PROCESS)
+    return None if process is None or isinstance(callback, _Gate) else _Gate(process, callback)
+
+
+def run_processes(body: Coroutine[Any, Any, None]) -> None:
+    """Until the body ends. What processes do afterwards, when all their tasks are cancelled, is nobody's."""
+
+    async def run() -> None:
+        try:
+            await body
+        finally:
+            _loop().set_exception_handler(lambda *_: None)
+            for process in _loop().processes:
+                process.unwind()
+
+    with asyncio.Runner(loop_factory=ProcessLoop) as runner:
+        runner.run(run())
+
+
+def _loop() -> ProcessLoop:
+    return cast("ProcessLoop", asyncio.get_running_loop())
+
+
+class Refused(OSError):
+    """Nobody listens there."""
+
+
+class Reset(OSError):
+    """The connection is gone."""
+
+
+class Connection:
+    """Bytes from a server to its client, in order, each after the delay of the wire."""
+
+    def __init__(self, wires: Wires, client: Process, server: Process) -> None:
+        self._wires = wires
+        self.client, self.server = client, server
+        self._items: deque[Any] = deque()
+        self._arrived = asyncio.Event()
+        self._due = 0.0
+        self.closed = False
+        self.task: asyncio.Task[Any] | None = None
+        """What the server does for it."""
+        client.connections.add(self)
+        server.connections.add(self)
+
+    def send(self, item: Any) -> None:
+        """By the server. `item` None: the end. No two are due at one time: timers of one time have no order."""
+        loop = asyncio.get_running_loop()
+        self._due = max(self._due + 1e-9, self._wires.due(self.client, self.server))
+        loop.call_at(self._due, self._deliver, item, context=_KERNEL)
+
+    def _deliver(self, item: Any) -> None:
+        if not self.closed:
+            self._items.append(item)
+            self._arrived.set()
+
+    async def read(self) -> Any:
+        """By the client. Raises Reset."""
+        while not self._items:
+            if self.closed:
+                raise Reset("connection reset by peer")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._items.popleft()
+
+    def reset(self) -> None:
+        """By a kernel, or by somebody between: both ends see it. What has not been read is gone."""
+        if self.closed:
+            return
+        self._items.clear()
+        self.close()
+        self._arrived.set()
+
+    def close(self) -> None:
+        """By the client: the server's handler is cancelled."""
+        self.closed = True
+        self.client.connections.discard(self)
+        self.server.connections.discard(self)
+        if self.task is not None and not self.server.dead:
+            self.task.cancel()
+
+
+class Wires:
+    """Between kinds of processes ("trainer", "rollout", "engine"): `cut` and `slow` until a time, both ways."""
+
+    def __init__(self) -> None:
+        self._cut: dict[frozenset[str], float] = defaultdict(float)
+        self._slow: dict[frozenset[str], tuple[float, float]] = {}
+        self._live: list[Connection] = []
+
+    def cut(self, one: str, other: str, until: float) -> None:
+        """All connections break, and none is made before `until`."""
+        self._cut[frozenset((one, other))] = until
+        for c in self._live:
+            if {c.client.name, c.server.name} == {one, other}:
+                c.reset()
+
+    def slow(self, one: str, other: str, seconds: float, until: float) -> None:
+        """What is sent before `until` takes so much longer."""
+        self._slow[frozenset((one, other))] = seconds, until
+
+    def due(self, client: Process, server: Process) -> float:
+        now = asyncio.get_running_loop().time()
+        seconds, until = self._slow.get(frozenset((client.name, server.name)), (0.0, 0.0))
+        return now + LATENCY + (seconds if now < until else 0.0)
+
+    async def connect(self, client: Process, server: Process | None) -> Connection:
+        """By the client. Raises Refused. A server that is stopped is connected to, as its kernel sees to it."""
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(LATENCY if server is None else self.due(client, server) - now)
+        now = asyncio.get_running_loop().time()
+        if server is None or server.dead or now < self._cut[frozenset((client.name, server.name))]:
+            raise Refused(111, "connection refused")
+        self._live = [c for c in self._live if not c.closed]
+        self._live.append(connection := Connection(self, client, server))
+        return connection
+
+
+def current_process() -> Process:
+    process = _PROCESS.get()
+    assert process is not None, "outside of every process"
+    return process
+
+
+async def lines(connection: Connection) -> AsyncIterator[Any]:
+    """What comes until the end."""
+    while (item := await connection.read()) is not None:
+        yield item
