@@ -25,8 +25,8 @@ class Refused(Exception):
 def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> Segment:
     """One chunk of a stream of which `received` tokens have come before.
 
-    Raises Refused for an error that the engine tells, and for what is no chunk of SGLang's whatever reading it comes to:
-    ValueError, TypeError, KeyError, IndexError or AttributeError.
+    Raises Refused for an error that the engine tells; for what is no chunk of SGLang's one of ValueError, TypeError,
+    KeyError, IndexError and AttributeError.
     """
     if "meta_info" not in chunk:
         error = chunk["error"]
