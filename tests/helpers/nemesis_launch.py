@@ -104,7 +104,7 @@ class RolloutRole:
         self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> None:
         assert self.app is not None
-        request = cast("web.Request", _BLANK.clone(method=method, rel_url=path, headers=headers))
+        request = _BLANK.clone(method=method, rel_url=path, headers=headers)
         request._read_bytes = body
         try:
             response = cast("web.Response", await self.app._handle(request))

@@ -165,7 +165,7 @@ class Stage:
             proxies = launch.wires[self._rng.choice(sorted(launch.wires))]
             for proxy in proxies:
                 proxy.cut() if what == "cut" else proxy.slow(self._rng.uniform(0.1, 4))
-            return lambda: [proxy.mend() for proxy in proxies] and None
+            return lambda: mend(proxies)
         else:
             full = launch.find("rollout")[:1]
             limit_files(full, 4096)
@@ -185,6 +185,11 @@ class Stage:
         return "\n".join(
             f"--- {launch.log.name}\n{launch.log.read_text()[-1500:]}" for launch in self.launches
         )
+
+
+def mend(proxies: list[Proxy]) -> None:
+    for proxy in proxies:
+        proxy.mend()
 
 
 def send(processes: list[psutil.Process], number: signal.Signals) -> None:
