@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -115,11 +116,19 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
     stage.config = stage.config.model_copy(
         update={"launch": stage.config.launch.model_copy(update={"max_restarts": 3})}
     )
-    monkeypatch.setattr(stage.display, "phase", lambda text: "; restart" in text and said.append(clock.now))
+
+    def phase(text: str) -> None:
+        if "; restart" in text:
+            said.append(clock.now)
+
+    monkeypatch.setattr(stage.display, "phase", phase)
     start = Supervisor._start
-    monkeypatch.setattr(
-        Supervisor, "_start", lambda self, role: (began.append((role.name, clock.now)), start(self, role))
-    )
+
+    def noted(self: Supervisor, role: Any) -> Any:
+        began.append((role.name, clock.now))
+        return start(self, role)
+
+    monkeypatch.setattr(Supervisor, "_start", noted)
     always_dies = "before = count('engine-0 probed')\nserve()\n"
     always_dies += "while count('engine-0 probed') == before: time.sleep(0.01)\nos._exit(9)"
     with pytest.raises(RoleFailed, match="engine-0 exited with code 9 again, after 3 restarts"):
