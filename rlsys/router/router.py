@@ -279,6 +279,10 @@ class Router:
         """Add what came to the sample. Returns how the request ended, None while it goes on."""
         sample, tokens = flight.sample, len(segment.ids)
         assert sample is not None
+        try:
+            self._limits.check_ids(segment.ids)
+        except RefusedPrompt as e:  # the next engine that is sent it would die of it
+            raise EngineError(f"{engine.url}: {e}", _SERVER_FAULT) from None
         versions = {s.version for s in [*segment.spans, *(segment.call_spans or [])]}
         if not engine.pushed.issuperset(versions):
             self._counts["discarded_tokens"] += tokens

@@ -44,6 +44,10 @@ def no_version(chunk: dict[str, Any]) -> bytes:
     return json.dumps(chunk).encode()
 
 
+def outside_the_vocabulary(chunk: dict[str, Any]) -> bytes:
+    return json.dumps(chunk | {"output_ids": [128 for _ in chunk["output_ids"]]}).encode()
+
+
 class Babbler(ScriptedEngine):
     """Garbles the second chunk of its first response, once."""
 
@@ -62,7 +66,17 @@ class Babbler(ScriptedEngine):
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize(
-    "garbled", [without_meta, fewer_logprobs, words_for_ids, null_logprobs, a_list, cut_short, no_version]
+    "garbled",
+    [
+        without_meta,
+        fewer_logprobs,
+        words_for_ids,
+        null_logprobs,
+        a_list,
+        cut_short,
+        no_version,
+        outside_the_vocabulary,
+    ],
 )
 async def test_a_garbled_chunk_costs_a_back_off_and_no_token(garbled: Callable[..., bytes]) -> None:
     """Before: the exception ended the sample's task, and with it the run."""
