@@ -167,6 +167,8 @@ class Bench:
                 outcome, by = self.trial(some)
         path.write_bytes(original)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if outcome == "killed" and by not in self.clean.seconds and self.trial(tests[:1])[0] != "survived":
+            raise SystemExit(f"{tests[0]} fails here without any mutant: {by}")
         return Verdict(mutant, outcome, by, len(tests), time.monotonic() - start)
 
     def trial(self, tests: list[str]) -> tuple[str, str]:

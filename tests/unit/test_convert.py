@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlsys.convert import hf as hf_module
-from rlsys.convert.config import HFConfig
+from rlsys.convert.config import HFConfig, Rope, Routing
 from rlsys.convert.families import FAMILIES
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
@@ -422,3 +422,58 @@ def test_attention_costs_as_much_as_all_matrices_at_the_crossover() -> None:
     assert 2 * (attention + router + chosen + norms + head) * n == pytest.approx(4 * (6 + 6) * n * n)
     tied = HFConfig.of(raw_config(num_hidden_layers=1, tie_word_embeddings=True), "config.json")
     assert crossover_length(tied) == pytest.approx(n)
+
+
+SIZES = {
+    "vocab_size": 24, "hidden_size": 512, "intermediate_size": 20, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SHARED = {"head_dim": 128, "norm_eps": 1e-6, "tied": False, "qk_norm": False, "qkv_bias": False}
+EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 10}
+LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "meant"),
+    [
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts": 16, **EXPERTS},
+            {"qk_norm": True, "rope": Rope(10000.0), "routing": Routing("softmax", normalised=False)},
+        ),
+        ("Qwen3ForCausalLM", {"hidden_size": 64}, {"qk_norm": True, "rope": Rope(10000.0)}),  # not 64 / 4
+        ("Qwen2ForCausalLM", {}, {"qkv_bias": True, "rope": Rope(10000.0)}),
+        ("LlamaForCausalLM", {}, {"rope": Rope(10000.0)}),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 16, **EXPERTS},
+            {"norm_eps": 1e-5, "rope": Rope(1e6), "routing": Routing("softmax"), "expert_ffn_size": 20},
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"n_routed_experts": 64, **EXPERTS, **LATENT},
+            {
+                "routing": Routing("sigmoid", True, groups=8, top_groups=4, scale=2.5),
+                "moe_layers": (False,) * 3 + (True,) * 3,
+                "shared_ffn_size": 10,
+            },
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_routed_experts": 16, **EXPERTS},
+            {
+                "norm_eps": 1e-5,
+                "routing": Routing("sigmoid"),
+                "moe_layers": (False,) + (True,) * 5,
+                "rope": Rope(10000.0, 0.5),
+                "shared_ffn_size": 10,
+            },
+        ),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(
+    architecture: str, given: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    """The defaults of the configuration classes in transformers 5.19."""
+    config = HFConfig.of({"architectures": [architecture], **SIZES, **given}, "config.json")
+    assert {name: getattr(config, name) for name in (SHARED | meant)} == {**SHARED, **meant}
