@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.router import command
 from rlsys.router.fleet import Fleet
 from rlsys.router.front import FrontLimits
-from rlsys.router.serve import RouterOptions, serve
+from rlsys.router.serve import RouterOptions, Tokens, serve
 
 Handlers = dict[int, Callable[[], None]]
 
@@ -38,7 +39,7 @@ async def test_it_listens_until_a_signal_ends_it(
     number: signal.Signals, handlers: Handlers, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    running = asyncio.ensure_future(serve(RouterOptions([], port=0), None))
+    running = asyncio.ensure_future(serve(RouterOptions([], port=0), Tokens()))
     while not (said := [r.getMessage() for r in caplog.records if "listening on" in r.getMessage()]):
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done(), running.exception()
@@ -60,11 +61,11 @@ async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handl
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"^--port {port}: in use on 127.0.0.1$"):
-            await serve(RouterOptions([], port=port), None)
+            await serve(RouterOptions([], port=port), Tokens())
     with pytest.raises(UserError, match=r"^--host 192\.0\.2\.1 --port 0: "):  # an address of nobody's machine
-        await serve(RouterOptions([], port=0, host="192.0.2.1"), "token")
+        await serve(RouterOptions([], port=0, host="192.0.2.1"), Tokens("token"))
     with pytest.raises(UserError, match=r"^--host a{64}\.org: no host name or address$"):
-        await serve(RouterOptions([], port=0, host="a" * 64 + ".org"), "token")
+        await serve(RouterOptions([], port=0, host="a" * 64 + ".org"), Tokens("token"))
 
 
 async def test_a_watch_that_fails_ends_it_with_the_error(
@@ -75,7 +76,7 @@ async def test_a_watch_that_fails_ends_it_with_the_error(
 
     monkeypatch.setattr(Fleet, "watch", fails)
     with pytest.raises(RunError, match="nobody watches"):
-        await serve(RouterOptions([], port=0), None)
+        await serve(RouterOptions([], port=0), Tokens())
 
 
 def test_the_command_line_says_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +89,13 @@ def test_the_command_line_says_what_is_served(monkeypatch: pytest.MonkeyPatch) -
     assert given == [
         RouterOptions(["http://a:1", "http://b:2"], 7),
         RouterOptions(
-            [], 0, "localhost", None, "least_tokens", "abort", 9, 0.5, FrontLimits(3 * 2**19, 3, 0)
+            [],
+            0,
+            "localhost",
+            strategy="least_tokens",
+            interruption="abort",
+            vocab_size=9,
+            queue_seconds=0.5,
+            limits=replace(FrontLimits(), body_bytes=3 * 2**19, concurrency=3, queue=0),
         ),
     ]
