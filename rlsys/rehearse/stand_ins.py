@@ -24,12 +24,11 @@ from rlsys.convert.table import Entry
 from rlsys.rehearse import kernels
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.routes import routing_map
-from rlsys.trainer import weights
+from rlsys.trainer import passes, weights
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.routing import LayerReplay
-from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.weights import LocalWeights
 
 When = Literal["always", "fake", "gpu"]
@@ -144,7 +143,7 @@ def _sort_chunks(upstream: Any, setting: Setting) -> Any:
 
 
 def _last_stage(upstream: Any, setting: Setting) -> Any:
-    def from_last_stage(self: Trainer, value: Any) -> Any:
+    def from_last_stage(value: Any) -> Any:
         if isinstance(value, dict):
             return value or {"loss_sum": torch.zeros(())}
         return value or [Scores(torch.zeros(len(micro.tokens))) for micro in setting.batch()]
@@ -202,7 +201,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "last_stage", "fake", "ours", "no last stage is there to tell its scores and sums",
-        Trainer, "_from_last_stage", ("broadcast_object_list",), _last_stage,
+        passes, "from_last_stage", ("broadcast_object_list",), _last_stage,
     ),
     StandIn(
         "norm_of_gradients", "fake", "megatron-core 0.16.1 - 0.19.2",
