@@ -203,7 +203,7 @@ class Sample:
         return out
 
     def _check_routes(self, routes: RouteSpan, last: int) -> None:
-        """`last`: the position behind the last one that was predicted from."""
+        """`last`: the position after the last one that was predicted from."""
         first = self.routes[-1].end if self.routes else 0
         if not first <= routes.start < routes.end == last:
             raise ValueError(

@@ -135,7 +135,7 @@ class Xrpo(Planner):
         return right and sample.status is Status.FINISHED and sample.trained_prompt is None
 
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
-        """The group's prompt behind the solved ones most like it, the nearest last; empty when none is known."""
+        """The group's prompt after the solved ones most like it, the most alike last; empty when none is known."""
         others = [shown for index, shown in self._solved.items() if index != group.prompt_index]
         own = group.samples[0].prompt_ids
         nearest = most_alike(own, [prompt for prompt, _ in others], self.exemplars)

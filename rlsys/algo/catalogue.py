@@ -140,95 +140,108 @@ def render_show(name: str) -> str:
 
 INTRO = """# Algorithms
 
-Made by `python -m rlsys.algo.catalogue > docs/algorithms.md` from the plug-ins themselves; `rlsys algo show NAME`
-prints one of them. A recipe for each method is in `configs/algorithms/`.
+This file is made by `python -m rlsys.algo.catalogue > docs/algorithms.md` from the plug-ins themselves.
+`rlsys algo show NAME` prints one of them. Each method has a recipe in `configs/algorithms/`.
 
-A run's objective is put together from small plug-ins, one kind for each decision. In the config:
+An algorithm is put together from small plug-ins, one kind for each decision. In the config:
 
 ```yaml
 algo:
-  advantage: grpo                       # a short name, or an import path package.module:attribute
+  advantage: grpo                       # a short name, package.module:attribute, or path/to/file.py:attribute
   loss: [clip, {name: kl, beta: 0.001}] # terms are added; parameters stand beside the name
   reducer: token_mean
-  anchor: old                           # what ratios are taken against
-  corrections: [{name: tis, cap: 2.0}]  # weights and rejections are kept apart, all apply
+  anchor: old                           # the log-probs that ratios are taken against
+  corrections: [{name: tis, cap: 2.0}]  # all are applied; weights and rejections are kept apart
   selectors: []
   shaping: []
   hooks: []
-  planners: [dapo]                      # rollout side, as are prompt and group_reward
+  planners: [dapo]                      # this one, prompt and group_reward act in the rollout process
 ```
 
-In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`. A plain function with the signature of the kind is a
-plug-in too. Evidence says how the formula was found: {evidence}. Each built-in states its own; a
-plug-in of yours that states none is `own`. A run that uses a method known only as `N` or `A` says so when it starts.
+In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`.
 
-Where the twelve interfaces of the method catalogue are: PromptSource = `rlsys.data` and kind `prompt`; GroupPlanner =
-`planner` (it filters too); Rewarder = `rlsys.rewards` and `group_reward`; Selector = `selector`, AdvantageEstimator =
-`advantage` and `shaping`, Correction = `correction` and the field `anchor`, PolicyLoss + Reducer = `loss` and
-`reducer`, OptimizerHook = `hook`; ReplayStore = `rlsys.algo.put_off` for what a selector puts off, the rollout buffer
-for all else; RolloutScheduler and Generator belong to the rollout service and the router; PrecisionPlan is the field
-`model.fp8` (rlsys.precision), never run on a GPU yet.
+## A plug-in of your own
+
+A function with the signature of its kind is a plug-in; so is a subclass of the kind's base class (the table `KINDS`
+in `rlsys/algo/registry.py`). Name it in the config by its file or import path, and try it with
+`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is a loss. A plug-in for everybody needs
+a line in the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with numbers
+worked out by hand.
+
+Evidence says how a formula was found: {evidence}. Every built-in plug-in states its own; yours is `own` if it
+states nothing. A run that uses a method known only as `N` or `A` says so when it starts.
 
 ## Two rules
 
-1. Whatever decides a bound, a mask or a scale is computed from all tokens of the update: a plug-in gets a `Reduce`
-   that sums over data-parallel ranks, and whole sequences under context parallelism. Loss, gradients and metrics are
-   the same for every cut and layout: within 1e-6 in float64, for every recipe and every plug-in by itself, on one
-   process, two data-parallel and two context-parallel ranks (tests/unit/test_algo_parallel.py).
-2. Denominators are fixed before anything is masked or dropped, so that a rejection never scales up what is left.
-   They count all samples of the step, also those of advantage 0, whatever terms the loss has; with `over: active`
-   they count those with another advantage. What a `before` selector drops was never there. One selector says
-   otherwise: the loss of `d3s` is a mean over what it keeps (`denominator: all` puts it under the rule).
+1. A bound, a mask or a scale is computed from all tokens of the update. A plug-in gets a `Reduce` that sums over
+   data-parallel ranks, and whole sequences under context parallelism. So loss, gradients and metrics are the same
+   for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one process, two
+   data-parallel and two context-parallel ranks (tests/unit/test_algo_parallel.py).
+2. The denominator is fixed before anything is masked or dropped, so a rejection never gives the others more weight.
+   It counts all samples of the step, also those with advantage 0; with `over: active` only those with another
+   advantage. What a `before` selector drops does not count. `d3s` is the exception: its loss is a mean over what it
+   keeps (`denominator: all` makes it follow the rule).
 
 ## The signals a plug-in may need
 
-A run collects exactly those that its plug-ins ask for; one that nothing serves is refused before the start.
+A run collects exactly the signals that its plug-ins ask for. One that nothing can serve is refused before the
+start.
 
 """
 
 SERVED = """
-How they are served: `old`, `now`, `entropy` and `values` come out of one forward pass of the trainer before the
-first update of a step (`values` from a linear head on the policy's own trunk; the value loss moves the trunk, too).
-There is no such pass where the training pass computes the same: for the first update of a step, if nobody wants
-log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` tells). `ref` and
-`ewma` swap the weights for a pass: each keeps one more copy of a rank's weights in memory, and a second one while
-the pass lasts. With router replay `ewma` takes the policy's experts, `ref` its own. `behaviour`: between a take and
-the update, the trainer scores what its resident weights sampled of the samples that are not done; the rollout
-process keeps that beside their tokens (colocated engines only; `time_score` in metrics.jsonl is what it costs).
-That is exact `old` by interruption, what a run with interrupted samples should take its ratios against, and what
-`configs/experiments/` do (disaggregated ones: `interpolated`). The quickstart keeps `anchor: mu`: in float32 each
-push is attested to a mean difference of at most 1e-6 between the engine's log-probs and the trainer's, so mu is the
-exact `old` already. `answers`: the text of the last `<answer>`.
-`verdicts`: `data.judge`, a generative reward model behind an OpenAI-compatible URL (`rlsys router` before its own
-engines, say), the run's own engines, or a rule; it is shown the problem's `answer`, where there is one. `judge_hung`
-and `judge_failed` count questions without a verdict.
-Several named rewards: `data.reward` gives an object, `gdpo` sees each.
-`tool_penalty`: a tool's answer is an error when one of its lines begins with `error`, as the calculator's do; answers
-are those of `<answer>`.
-`values`: from the head just named, or with `algo.critic` from a critic of its own: a second model of the policy's
-architecture and first weights, laid out over the ranks as the policy is, with its own optimizer and rate. It learns
-alone in its first `warmup_steps`. It takes as much memory as the policy, and its own forward and backward passes.
-`prompt_scores`: the engine that serves and the one that `engine.reference` names score a prompt when its group is
-done; special tokens stay. `transferred`: a sample keeps the prompt that it was drawn from, and is trained on its
-group's; it is left out of mismatch_mean, and has no routes to replay.
+### How they are served
 
-With `algo.epochs` above 1 a step goes over its mini-batches several times, in the same order. Packing, passes and
-advantages are those of the first; `now` is scored again before each further update, where somebody needs it. What
-ratios are taken against stays that of the start of the step, so they move further from 1, and the clip acts more. No
-token becomes older by it: age is counted in weight versions, and there is one push a step. Checkpoints lie between
-steps, and the order follows from (run.seed, step), so a resumed run is the same. The extra update of a selector that
-puts samples off is made once.
+**`old`, `now`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
+There is no such pass where the training pass computes the same: for the first update of a step, if nobody needs
+log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` prints the passes).
 
-ReMax is not here, for a reason: its baseline is the reward of a greedy response, one more per prompt, which is never
-trained. `rloo` makes its baseline from samples that are trained as well, with less variance for the same tokens. And
-a greedy sample among a group's others would need a temperature of its own in every request, resume and repeat.
+**`ref` and `ewma`** need a pass with other weights. Each keeps one more copy of a rank's weights in memory, and a
+second one during the pass. With router replay `ewma` takes the policy's experts, `ref` its own.
 
-With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward as
-soon as they fill a micro-batch of every rank, while the rest of the step is being made: weights stay, gradients add
-up, and one update divides them by the whole step's denominator, so that a step is the same but for the order of its
-sums. It needs disaggregated engines and an algorithm that looks at no whole step (`Asks.needs_whole_step`): no
-selector, no hook, no bound over the mini-batch, advantages of a group by itself. `early_share` and `time_early` say
-how much was hidden behind the tail; a repeated step gets the same portions again.
+**`behaviour`** is exact `old` for interrupted samples. Between a take and the update, the trainer scores what its
+current weights sampled of the unfinished samples, and the rollout process stores that beside their tokens. It needs
+colocated engines; `time_score` in metrics.jsonl is its cost. A run with interrupted samples should take its ratios
+against it, and `configs/experiments/` do (the disaggregated ones use `interpolated`). The quickstart keeps
+`anchor: mu`: in float32 every push is checked to a mean difference of at most 1e-6 between the engine's and the
+trainer's log-probs, so mu is exact.
+
+**`values`** come from a linear head on the policy's trunk, whose loss changes the trunk too; or, with
+`algo.critic`, from a second model of the policy's architecture and layout, with its own optimizer and learning
+rate. That takes as much memory as the policy, and its own forward and backward passes. In its first `warmup_steps`
+steps it learns alone.
+
+**`answers`** are the texts of the last `<answer>`. **`tool_penalty`**: a tool's answer is an error when one of its
+lines begins with `error`, as the calculator's do; answers are those of `<answer>`.
+
+**`verdicts`** come from `data.judge`: a generative reward model behind an OpenAI-compatible URL (for example
+`rlsys router`), the run's own engines, or a rule. It sees the problem's `answer` if there is one. `judge_hung` and
+`judge_failed` count questions without a verdict.
+
+**Several named rewards**: `data.reward` returns a dictionary; `gdpo` sees each of them.
+
+**`prompt_scores`**: when a group is done, the engine that serves it and the one that `engine.reference` names score
+its prompt. Special tokens are never removed. **`transferred`**: a sample keeps the prompt that it was drawn from
+and is trained on its group's. It is left out of `mismatch_mean` and has no experts to replay.
+
+## Several passes, early passes, and ReMax
+
+With `algo.epochs` above 1 a step goes over its mini-batches several times, in the same order. Packing, scores and
+advantages are those of the first time; only `now` is scored again before each further update, where it is needed.
+Ratios are still taken against the start of the step, so they move further from 1 and the clip acts more often. No
+token becomes older: there is one push a step. Checkpoints lie between steps, and the order follows from (run.seed,
+step), so a resumed run is the same. The extra update of samples that a selector put off is made once.
+
+With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward
+as soon as they fill a micro-batch of every rank, while the rest of the step is still generated. The weights stay,
+gradients add up, and one update divides them by the whole step's denominator, so the step is the same but for the
+order of its sums. It needs disaggregated engines and an algorithm that does not look at a whole step
+(`Asks.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group by
+itself. `early_share` and `time_early` say how much was hidden; a repeated step gets the same early groups again.
+
+ReMax is not here. Its baseline is the reward of a greedy response, one more per prompt, which is never trained.
+`rloo` makes its baseline from samples that are trained, with less variance for the same tokens. And a greedy sample
+in a group would need a temperature of its own in every request, resume and repeat.
 """
 
 

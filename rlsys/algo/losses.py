@@ -1,6 +1,6 @@
 """Policy losses on packed tokens. Pure functions: tensors in, token losses and figures for metrics out.
 
-Shapes: T tokens of several samples behind each other. `logp` carries the gradient; the anchor is what the clipped
+Shapes: T tokens of several samples, one after the other. `logp` carries the gradient; the anchor is what the clipped
 ratio is taken against. A sum, never a mean: the caller divides by a denominator that was fixed over all ranks
 before anything was masked. Log-ratios are clamped to +-20: a token beyond has no gradient.
 """

@@ -1,4 +1,4 @@
-"""Which prompt a new group gets, and how it is put. For the rollout process: no torch.
+"""Which prompt a new group gets, and how it is worded. For the rollout process: no torch.
 
 A chooser is deterministic in (its state, the group's id), so a resumed run asks for the same prompts.
 """

@@ -13,7 +13,7 @@ from rlsys.errors import UserError
 from rlsys.plugins import imported, parse_params
 
 KINDS: dict[str, tuple[str, str]] = {
-    "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is put"),
+    "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is worded"),
     "planner": ("rlsys.algo.planners:Planner", "how many samples a group gets, and whether it is kept"),
     "group_reward": ("rlsys.algo.group_rewards:GroupReward", "rewards that need all samples of a group"),
     "shaping": ("rlsys.algo.shaping:Shaping", "rewards -> rewards, just before the advantages"),

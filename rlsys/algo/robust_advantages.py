@@ -100,7 +100,7 @@ class Xrpo(Advantage):
 
     For correct samples, s = mean log-prob of the response, eta = exp(s - mean_g s):
     A += min(max(lam (1 - eta), 0), kappa A). s is the engine's, under the prompt that it sampled from; what was drawn
-    behind solved problems (planner xrpo) would look likely by that. Such samples get no bonus, and are not in the
+    after solved problems (planner xrpo) would look likely by that. Such samples get no bonus, and are not in the
     mean. lam and kappa are the paper's.
     """
 

@@ -64,7 +64,7 @@ class Routing:
 class HFConfig:
     """The fields of config.json that decide shapes and numbers. Sizes in elements.
 
-    `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers behind the last one, for
+    `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
     multi-token prediction, which are left out.
     """
 

@@ -55,7 +55,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def left_out(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Tensors of layers behind the model's own: they predict several tokens at once, and nobody here trains them."""
+    """Tensors of layers after the model's own: they predict several tokens at once, and nobody here trains them."""
     layers = range(config.layers, config.layers + config.prediction_layers)
     return frozenset(n for n in present if (m := _LAYER.match(n)) and int(m[1]) in layers)
 

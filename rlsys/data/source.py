@@ -81,7 +81,7 @@ class ReasoningGymSource:
         return self._prompt(index, self.entry(index))
 
     def entry(self, index: int) -> Entry:
-        """The reasoning-gym entry behind `train(index)`."""
+        """The reasoning-gym entry of `train(index)`."""
         for attempt in range(ATTEMPTS):
             entry = self._draw(self._train_stream, index, attempt)
             if not is_heldout(entry["question"]):

@@ -16,7 +16,7 @@ from rlsys.rehearse.figures import Collective
 _GROUP_FIRST = {
     "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier",
 }  # fmt: skip
-"""c10d operations whose second argument is the group; of all others it is the third, behind output and input."""
+"""c10d operations whose second argument is the group; of all others it is the third, after output and input."""
 _PAIR = {"send", "recv_"}
 _FILLS = ("allgather", "gather", "reduce_scatter", "alltoall", "scatter", "recv")
 """What the names of operations begin with that fill buffers made for them."""

@@ -63,7 +63,7 @@ class RolloutClient:
         raise RunError(f"rollout process at {self._url} not ready after {timeout:g} s: {missing}")
 
     def restore(self, train_step: int) -> None:
-        """The trainer starts with the weights after this many steps. Call once, before the first push."""
+        """The trainer has the weights after this many steps. Call once, before the first push."""
         self._command("restore", StepRequest(train_step), type(None))
 
     def early(self, train_step: int) -> Taken | None:

@@ -40,7 +40,7 @@ def choose_in_time(
     """As `choose`, so that nothing grows too old: None while waiting for a running group can still prevent it.
 
     `slack`: how many further steps may take the group, 0 for one that only this step can. Those with the least are
-    chosen first. What stays behind must fit into the steps to come: at most k * wanted groups with a slack of k or
+    chosen first. The groups that are left must fit into the steps to come: at most k * wanted groups with a slack of k or
     less (earliest deadline first). Admission sees to it that this can be met.
     """
     if len(ready) < wanted:

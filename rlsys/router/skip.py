@@ -1,6 +1,6 @@
 """A stream that is made again, less what its client has. Pure: bytes of events in, bytes of events out.
 
-A client must not see a token twice, nor the end of another answer behind the beginning of the first. So what comes
+A client must not see a token twice, nor the end of another answer after the beginning of the first. So what comes
 again is compared with what was sent, and Broken is raised where they differ: new weights say something else, and an
 engine that is not deterministic may, whatever the seed.
 """

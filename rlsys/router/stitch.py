@@ -55,7 +55,7 @@ def continuation(body: Mapping[str, Any], prompt: list[int], made: list[int]) ->
 
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any], *, incremental: bool) -> dict[str, Any]:
-    """`second` as if it had come behind `first` in one request. incremental: chunks bring new tokens only, so those
+    """`second` as if it had come after `first` in one request. incremental: chunks bring new tokens only, so those
     of `first` are with the client already. Routed experts are null unless both have them: a part is not the whole's.
     """
     meta_1, meta_2 = first["meta_info"], second["meta_info"]

@@ -115,7 +115,7 @@ class _Unpad(torch.autograd.Function):
 class PackedAttention(DotProductAttention):
     """Causal attention, one call for a rectangle of sequences; `pack` puts similar lengths side by side.
 
-    Padding stands behind the real keys, so the causal mask alone hides it.
+    Padding comes after the real keys, so the causal mask alone hides it.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ TE_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""The Transformer Engine spec fuses a norm into the linear layer behind it, where there is one. Checkpoints have the
+"""The Transformer Engine spec fuses a norm into the linear layer after it, where there is one. Checkpoints have the
 same names, whichever spec wrote them."""
 
 
@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")
 
 
 def te_name(plain: str) -> str:
-    """What the Transformer Engine spec calls a parameter: a norm fused into the layer behind it, experts grouped."""
+    """What the Transformer Engine spec calls a parameter: a norm fused into the layer after it, experts grouped."""
     for end, fused in TE_NAMES.items():
         if plain.endswith(end):
             return plain.removesuffix(end) + fused
