@@ -40,8 +40,8 @@ def choose_in_time(
     """As `choose`, so that nothing grows too old: None while waiting for a running group can still prevent it.
 
     `slack`: how many further steps may take the group, 0 for one that only this step can. Those with the least are
-    chosen first. The groups that are left must fit into the steps to come: at most k * wanted groups with a slack of k or
-    less (earliest deadline first). Admission sees to it that this can be met.
+    chosen first. The groups that are left must fit into the steps to come: at most k * wanted groups with a slack
+    of k or less (earliest deadline first). Admission makes sure that this is possible.
     """
     if len(ready) < wanted:
         return None
