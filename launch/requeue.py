@@ -1,4 +1,4 @@
-"""Whether a run that is preempted may ask for another session: not for ever without getting anywhere.
+"""Whether a preempted run may ask for another session: not after several in a row that brought nothing.
 
 RUN/requeues.json   {progress, without}: the progress at the last requeue, and how many came since it grew
 """

@@ -212,7 +212,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A key that stands twice is a mistake, not a correction: by itself YAML's loader lets the last one win."""
+    """A key that is given twice is a mistake; YAML's own loader would silently take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -220,7 +220,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value} stands twice", key.start_mark
+                        None, None, f"the key {key.value} is given twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

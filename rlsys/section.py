@@ -35,7 +35,7 @@ def _possible(path: Path) -> Path:
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
     except UnicodeEncodeError:
-        raise ValueError(f"expected a path, found {str(path)!r:.80}, which is no text") from None
+        raise ValueError(f"expected a path, found {str(path)!r:.80}, which is not text") from None
     if "\0" in str(path):
         raise ValueError(f"expected a path, found {str(path)!r:.80} with a NUL character in it")
     if max(sizes, default=0) > NAME_BYTES or sum(sizes) + len(sizes) > PATH_BYTES:

@@ -74,7 +74,7 @@ def write_starter(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"{folder}: is there already; rlsys new writes a new folder") from None
+        raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
     except OSError as e:
         raise UserError(f"{folder}: cannot make it: {e.strerror}") from None
     for file, text in texts.items():

@@ -1,4 +1,4 @@
-"""What an algorithm asks of the step that serves it. Known before the first step, and the same in all of them."""
+"""What an algorithm needs from a train step. Known before the first step, and the same in every step."""
 
 from __future__ import annotations
 

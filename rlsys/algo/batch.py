@@ -49,7 +49,7 @@ class Samples:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rewards, Tensor) or self.rewards.dim() not in (1, 2):
-            raise ValueError(f"rewards are no tensor of shape [N] or [N, R], but {self.rewards!r:.80}")
+            raise ValueError(f"rewards are not a tensor of shape [N] or [N, R], but {self.rewards!r:.80}")
         check_floating("rewards", self.rewards)
         if self.group_ids.dim() != 1:
             raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")

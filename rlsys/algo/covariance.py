@@ -1,4 +1,4 @@
-"""Losses that spare or hold the few tokens which lower the entropy most: where advantage and log-prob covary."""
+"""Losses that treat apart the few tokens that lower the entropy most: where advantage and log-prob covary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config asks for that would change nothing, and what its log-prob passes come to. Told before the start."""
+"""Which settings would change nothing, and which log-prob passes a step makes. Told before the start."""
 
 from __future__ import annotations
 

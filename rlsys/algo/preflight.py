@@ -136,7 +136,7 @@ def _check_twice(algo: AlgoSection) -> None:
         specs = getattr(algo, field)
         for i, spec in enumerate(specs if isinstance(specs, list) else []):
             if spec in specs[:i]:
-                raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} stands there twice")
+                raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} is named twice")
 
 
 def _check_store(made: Mapping[str, Sequence[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: greedy on the held-out prompts; right is a full reward.
+"""Evaluation: greedy responses to the held-out prompts. A response with the full reward is right.
 
 Within a run the manager does it. On its own, for `rlsys eval`:
 

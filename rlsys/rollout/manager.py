@@ -341,7 +341,7 @@ class RolloutManager:
 
     async def _watched(self, work: Awaitable[T], what: str) -> T:
         """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout
-        without a token or a score. While no engine serves, the time that one may take to start comes on top."""
+        without a token or a reward. While no engine serves, the time that one may take to start comes on top."""
         task = asyncio.ensure_future(work)
         loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
         start_seconds = self._config.start_seconds
@@ -356,7 +356,7 @@ class RolloutManager:
                     seen, since = now, loop.time()
                 elif not task.done() and loop.time() - since > limit:
                     raise RunError(
-                        f"no token and no score for rollout.stall_timeout = {stall:g} s"
+                        f"no token and no reward for rollout.stall_timeout = {stall:g} s"
                         f"{f' and engine.start_timeout = {limit - stall:g} s' * away}; waiting for {what}: "
                         f"{self._figures.missing()}"
                     )

@@ -74,7 +74,7 @@ class Planning:
         if template == Template():
             return prompt
         if not prompt.question:
-            raise UserError("algo.prompt: data.source gives whole chats, and only a question can be put anew")
+            raise UserError("algo.prompt: data.source gives whole chats, and only a question can be reworded")
         text = self._text.apply_chat(template.messages(prompt.question)) + template.opening
         entry = {**prompt.entry, "form": template.form, "marks": list(template.marks)}
         return Prompt(prompt.index, text, self._text.encode(text), entry, prompt.question)

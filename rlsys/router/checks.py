@@ -161,7 +161,7 @@ def _check_patterns(value: str | list[str] | None) -> None:
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as e:
-            raise RefusedPrompt(f"stop_regex = {short(pattern)}: no regular expression: {e}") from None
+            raise RefusedPrompt(f"stop_regex = {short(pattern)}: not a regular expression: {e}") from None
 
 
 def _biased_ids(bias: Any) -> list[int]:

@@ -142,7 +142,7 @@ async def _listen(runner: web.AppRunner, door: Door, options: RouterOptions) -> 
             door.protocol(runner.server), options.host, options.port, backlog=BACKLOG, reuse_address=True
         )
     except UnicodeError:  # of a name that DNS cannot have
-        raise UserError(f"--host {options.host[:200]}: no host name or address") from None
+        raise UserError(f"--host {options.host[:200]}: not a host name or address") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise UserError(f"--port {options.port}: in use on {options.host}") from None

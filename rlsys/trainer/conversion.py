@@ -163,7 +163,9 @@ def model_of(found: Path) -> Path:
         return found
     run = found.parent.parent
     if not (run / "config.yaml").is_file():
-        raise UserError(f"{found}: no config.json in it, and {run} is no run folder: which model is it?")
+        raise UserError(
+            f"{found}: no config.json in it, and {run} is not a run folder, so the model is unknown"
+        )
     return load_config(run / "config.yaml").model.path
 
 

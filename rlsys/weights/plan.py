@@ -109,8 +109,8 @@ def _sender(trainer: Sequence[Place], members: Sequence[Place]) -> int:
             return rank
     raise UserError(
         f"weights.method = broadcast: every trainer rank shares a GPU with a rank of an engine that has others "
-        f"elsewhere, first on {trainer[0]}; NCCL takes one rank of a GPU in a group. Place engines on GPUs of the "
-        "trainer altogether or not at all, or use weights.method=disk"
+        f"elsewhere, first on {trainer[0]}; NCCL takes one rank of a GPU in a group. Place each engine either on "
+        "GPUs of the trainer only or on other GPUs only, or use weights.method=disk"
     )
 
 

@@ -80,7 +80,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             )
             for name in ("tis", "icepop", "decoupled_ppo")
         ],
-        (["algo.planners=[dapo, dapo]"], r"algo.planners\[1\] = 'dapo': this planner stands there twice"),
+        (["algo.planners=[dapo, dapo]"], r"algo.planners\[1\] = 'dapo': this planner is named twice"),
         (
             ["algo.selectors=[rorecomp, {name: rorecomp, capacity: 3}]"],
             r"algo.selectors\[1\]: only one selector",

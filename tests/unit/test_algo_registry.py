@@ -132,7 +132,7 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
             dr_grpo(rewards, ids)
     with pytest.raises(ValueError, match=r"mu: torch\.int64, expected a floating-point type"):
         Batch(tokens=ids, cu_seqlens=torch.tensor([0, 2]), rows=ids[:1], mask=ids, mu=ids, versions=ids)
-    with pytest.raises(ValueError, match=r"rewards are no tensor of shape"):
+    with pytest.raises(ValueError, match=r"rewards are not a tensor of shape"):
         Samples(rewards=torch.zeros(2, 1, 1), group_ids=ids, lengths=ids)
     with pytest.raises(ValueError, match=r"group_ids has shape \(2, 1\)"):
         Samples(rewards=torch.zeros(2), group_ids=ids[:, None], lengths=ids)

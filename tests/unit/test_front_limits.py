@@ -46,7 +46,7 @@ from tests.helpers.front_rig import PROMPT, generate, serving
         (b'{"text": ""}', "the prompt is empty"),
         (b'{"text": ["a", ""]}', "the prompt is empty"),
         (b'{"prompt": ""}', "the prompt is empty"),
-        (b'{"text": "a", "sampling_params": {"stop_regex": "("}}', "stop_regex = '(': no regular expression"),
+        (b'{"text": "a", "sampling_params": {"stop_regex": "("}}', "stop_regex = '(': not a regular expression"),
         (b'{"input_ids": {"a": 1}}', "input_ids = {'a': 1}: expected whole numbers"),
         (b'{"input_ids": "abc"}', "input_ids = 'abc': expected whole numbers"),
         (b'{"text": "a", "sampling_params": {"stop": 5}}', "stop = 5: expected text, or a list of texts"),
@@ -132,7 +132,7 @@ async def test_an_engine_given_twice_is_a_mistake() -> None:
         ("--queue -1", "--queue -1: expected 0 or more"),
         ("--vocab-size 0", "--vocab-size 0: expected 1 or more"),
         ("--engine localhost:1", "engine URL 'localhost:1': expected http://HOST:PORT"),
-        (f"--host {'a' * 70}.x --token-file TOKEN", "no host name or address"),
+        (f"--host {'a' * 70}.x --token-file TOKEN", "not a host name or address"),
     ],
 )
 def test_the_command_refuses_what_cannot_serve(

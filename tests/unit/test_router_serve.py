@@ -64,7 +64,7 @@ async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handl
             await serve(RouterOptions([], port=port), Tokens())
     with pytest.raises(UserError, match=r"^--host 192\.0\.2\.1 --port 0: "):  # an address of nobody's machine
         await serve(RouterOptions([], port=0, host="192.0.2.1"), Tokens("token"))
-    with pytest.raises(UserError, match=r"^--host a{64}\.org: no host name or address$"):
+    with pytest.raises(UserError, match=r"^--host a{64}\.org: not a host name or address$"):
         await serve(RouterOptions([], port=0, host="a" * 64 + ".org"), Tokens("token"))
 
 
