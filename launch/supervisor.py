@@ -6,10 +6,10 @@
     port      of an engine that another server has got: everything is ended, and started again on other ports
     node      is gone: Slurm requeues the job; with Ray everything is ended, and started again on other nodes
 
-A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than the
-one before. After launch.max_restarts of them without a train step the run stops; where the role is an engine, and
-launch.min_engines others are left, the run goes on without it. Only the supervisor restarts anything: torchrun, engines
-and a scheduler's actors do not.
+A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
+the one before. After launch.max_restarts of them without a train step the run stops; where the role is an engine,
+and launch.min_engines others are left, the run goes on without it. Only the supervisor restarts anything: torchrun,
+engines and a scheduler's actors do not.
 """
 
 from __future__ import annotations

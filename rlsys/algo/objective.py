@@ -7,8 +7,9 @@
     __call__  corrections x loss terms of one packed micro-batch -> loss sum, sums for metrics
     (the update divides by `plan.denominator / minibatches`; `lr_factor` scales its learning rate)
 
-Advantages that follow from rewards alone are known in `plan`, so that samples without a gradient are not packed; `late`
-ones wait for the passes. Sequences stay whole; how they are cut into micro-batches and spread over ranks does not change the result.
+Advantages that follow from rewards alone are known in `plan`, so that samples without a gradient are not packed;
+`late` ones wait for the passes. Sequences stay whole; how they are cut into micro-batches and spread over ranks does
+not change the result.
 """
 
 from __future__ import annotations
