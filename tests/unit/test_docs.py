@@ -1,0 +1,59 @@
+"""What the docs name is there: files, headings that links point to, config fields."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("bench", "examples", "slurm")),
+]
+FOLDERS = "rlsys|launch|megatron_patches|tests|docs|bench|configs|slurm|examples|requirements"
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it: lower case, no punctuation, hyphens for spaces."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.fixture(params=DOCS, ids=lambda p: str(p.relative_to(ROOT)))
+def doc(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_files_are_there(doc: Path) -> None:
+    named = re.findall(rf"(?<![\w/.<])((?:{FOLDERS})/[\w./-]*\w)", doc.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists() and not (doc.parent / name).exists()] == []
+
+
+def test_links_lead_somewhere(doc: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", doc.read_text(encoding="utf-8")):
+        path, _, place = target.partition("#")
+        there = (doc.parent / path).resolve() if path else doc
+        assert there.exists(), target
+        if place:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            assert place in {anchor(heading) for heading in headings}, target
+
+
+def test_config_fields_are_there(doc: Path) -> None:
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    named = re.findall(rf"`({'|'.join(sections)})\.(\w+)\b(?!\.|\()", doc.read_text(encoding="utf-8"))
+    files = ("py", "md", "sbatch", "yaml")
+    gone = {
+        f"{section}.{field}"
+        for section, field in named
+        if field not in files
+        and not field.endswith("_")  # a family of fields: `weights.canary_*`
+        and not hasattr(sections[section], field)
+        and field not in getattr(sections[section], "model_fields", {})
+    }
+    assert gone == set()
