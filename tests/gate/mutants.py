@@ -40,6 +40,7 @@ PLACES = (
     "rlsys/convert",
     "launch/supervisor.py",
 )
+UNIT = "tests/unit"
 FIRST = 40
 """Tests tried first: they end most mutants, and few files are imported for them."""
 LEAST_SECONDS = 30.0
@@ -86,7 +87,7 @@ class CleanRun:
     def made(cls, copy: Path, folder: Path, workers: int) -> CleanRun:
         """Runs the tests in the copy. Raises SystemExit when one fails."""
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", "tests/unit"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", UNIT]
         command += ["-n", str(workers), "--dist", "worksteal", "-o", f"cache_dir={folder / 'cache'}"]
         command += ["--cov=rlsys", "--cov=launch", "--cov-context=test", "--cov-report="]
         recorded = environment(copy) | {"COVERAGE_FILE": str(folder / "coverage")}
