@@ -52,8 +52,8 @@ MEANS = (
 
 Later = tuple[SampleGroup, float]
 """One sample that was put off, as a group of one, and its advantage."""
-PUT_OFF = "put_off"
-"""Key of what was put off in the objective's state."""
+PUT_OFF = "replay"
+"""Key of what was put off in the objective's state; older checkpoints know it by this word."""
 
 
 class Objective:
