@@ -21,6 +21,7 @@ import pytest
 from rlsys.config import Config, dump_config, load_config
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import RunError, UserError
+from rlsys.identity import engine_identity
 from rlsys.owner import KEY_HEADER, START_HEADER, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
@@ -129,13 +130,17 @@ def test_model_limits_come_from_the_model(tmp_path: Path) -> None:
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """As much of an engine as a service without work asks for."""
+    """As much of an engine as a service without work asks for. `label`: what it calls its weights."""
+
+    label = ""
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
         if self.path == "/metrics":
             self.wfile.write(b"sglang:generation_tokens_total 0.0\n")
+        if self.path == "/model_info":
+            self.wfile.write(json.dumps({"weight_version": self.label}).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -158,10 +163,18 @@ def run_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.yaml"
 
 
-def service(config: Path, port: int, engine: str) -> subprocess.Popen[str]:
+@contextmanager
+def service(config: Path, port: int, engine: str) -> Iterator[subprocess.Popen[str]]:
+    """The process of a new launch, whose engine this is; it does not outlive the test."""
     argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(config), "--port", str(port)]
-    env = os.environ | claim(load_config(config).run.dir).environment(start=1)
-    return subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True, env=env)
+    owner = claim(load_config(config).run.dir)
+    Healthy.label = engine_identity(owner, engine).label(0)
+    env = os.environ | owner.environment(start=1)
+    with subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def free_port() -> int:
