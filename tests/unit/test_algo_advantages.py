@@ -340,6 +340,16 @@ def test_no_nan(name: str, groups: list[int], rewards: list[float]) -> None:
     assert torch.isfinite(got).all()
 
 
+@pytest.mark.parametrize("name", [n for n in TABLE["advantage"] if n != "gae"])
+def test_what_is_said_to_hang_on_one_group_alone_does(name: str) -> None:
+    """Else a step's first groups would be trained on before the others are there, with other advantages."""
+    samples = table([1, 0, 3, 5, 1, 0, 2, 2, 1], [0] * 3 + [1] * 3 + [2] * 3, **columns(9))
+    method = build("advantage", name)
+    apart = [method(samples.take(torch.arange(3 * g, 3 * g + 3))) for g in range(3)]
+    if method.group_local:
+        close(torch.cat(apart), method(samples), atol=1e-9, rtol=0)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -8,6 +8,8 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
+from rlsys.router.pool import Pool
+from rlsys.router.push import PROBE_SECONDS
 from tests.helpers.router_rig import (
     A,
     B,
@@ -145,13 +147,24 @@ async def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
         check(await rig.start(sample()), versions={2})
 
 
-async def test_a_push_does_not_wait_for_ever() -> None:
+async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, probe = [], Pool.probe
+
+    async def counted(self: Pool) -> None:
+        looks.append(1)
+        await probe(self)
+
+    monkeypatch.setattr(Pool, "probe", counted)
     async with routing(patience=40.0) as rig:
         rig.engine.die()
+        before = len(looks)
         with pytest.raises(
             RunError, match=r"no engine was there for weight version 1 within 40 s: http://a:1 dead"
         ):
             await rig.push()
+        assert 1 < len(looks) - before <= 2 * (40.0 / PROBE_SECONDS + 1)  # its own, and the watch's
 
 
 async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
