@@ -37,7 +37,7 @@ def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus) -> Non
         partial(submit_run, check_plugins),
         "send a run to Slurm as a job that goes on by itself after a preemption",
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
     sub.add_argument(
         "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
     )

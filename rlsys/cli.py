@@ -316,7 +316,9 @@ def make_parser() -> Parser:
         ("sft", sft, "fine-tune a model on traces"),
     ):
         sub = add(name, run, help)
-        sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+        sub.add_argument(
+            "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
+        )
         sub.add_argument(
             "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
         )

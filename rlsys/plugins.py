@@ -69,7 +69,9 @@ def _of_file(path: Path) -> ModuleType:
     """The module in a file; the same one for the same file. Raises ImportError when there is none."""
     path = path.resolve()
     if not path.is_file():
-        raise ImportError("no such file")
+        raise ImportError(
+            f"no such file; a path is seen from the folder where rlsys starts, here {Path.cwd()}"
+        )
     name = f"rlsys_plugin_file:{path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

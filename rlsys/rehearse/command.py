@@ -46,7 +46,7 @@ def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
         rehearse,
         "run one update of true size of any rank on this CPU, without weights or values: memory, FLOPs, collectives",
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
     sub.add_argument(
         "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
     )

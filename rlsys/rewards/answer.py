@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 from rlsys.config import Config
 from rlsys.data.tokenizer import Tokenizer
@@ -94,23 +93,19 @@ def reasoning_gym(config: Config) -> Score:
 
 def reasoning_gym_partial(config: Config) -> Score:
     """What the task's own verifier gives, part marks included; an entry names its task."""
-    eos_token = Tokenizer(config.model.path).eos_token
+    from reasoning_gym import (
+        get_score_answer_fn,  # some seconds: here, and not in the first score's time limit
+    )
+
+    eos_token, verifier = Tokenizer(config.model.path).eos_token, lru_cache(get_score_answer_fn)
 
     def score(prompt: Prompt, response_text: str) -> float:
         answer = final_answer(response_text, eos_token, form_of(prompt))
         if answer is None:
             return 0.0
-        return float(_verifier(prompt.entry["metadata"]["source_dataset"])(answer, prompt.entry))
+        return float(verifier(prompt.entry["metadata"]["source_dataset"])(answer, prompt.entry))
 
     return score
-
-
-@lru_cache
-def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
-    from reasoning_gym import get_score_answer_fn  # 1.5 s to import; only where a run needs it
-
-    verifier: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
-    return verifier
 
 
 def answer_and_format(config: Config) -> Callable[[Prompt, str], dict[str, float]]:
