@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections import Counter
 from typing import Any, Protocol
@@ -114,7 +115,7 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
             self._observe()
         finally:
-            self._end_all()
+            self._end_all(sys.exception())
 
     def _start(self, role: Role) -> None:
         self._starts[role.name] += 1
@@ -373,14 +374,20 @@ class Supervisor:
         except OSError:
             self._unsaid += 1
 
-    def _end_all(self) -> None:
-        """The rollout process needs its engines to park what is in flight, the trainer needs both."""
+    def _end_all(self, why: BaseException | None) -> None:
+        """The rollout process needs its engines to park what is in flight, the trainer needs both. `why`: what stops
+        the run; it is told, and not what goes wrong in the end."""
         if any(p.exit_code is None for p in self._processes.values()):
             self._say("stopping")
         for kind in reversed(_KINDS):
             # In a hurry there is nothing to wait for but the rollout process: the others hold nothing.
             now = self._hurried and kind != "rollout"
-            self._end([p for p in self._processes.values() if p.role.kind == kind], now=now)
+            try:
+                self._end([p for p in self._processes.values() if p.role.kind == kind], now=now)
+            except RunError as late:
+                if why is None:
+                    raise
+                self._say(str(late))
 
     def _end(self, processes: list[RoleProcess], *, now: bool) -> None:
         for process in processes:

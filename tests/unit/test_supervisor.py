@@ -19,7 +19,7 @@ from launch import supervisor
 from launch.process import RoleFailed
 from launch.stops import Stopped
 from launch.supervisor import Supervisor
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 
@@ -171,6 +171,17 @@ def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
     body = "print('noise'); print('rlsys: error: model.layers.0 is missing [exit 2]'); sys.exit(1)"
     with pytest.raises(UserError, match=r"^model\.layers\.0 is missing$"):
         stage.run(stage.role("trainer", body))
+
+
+def test_a_keeper_that_is_slow_to_end_does_not_hide_why_the_run_stops(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, "its keeper does not end" was all that was told."""
+    monkeypatch.setattr("launch.supervisor._STOP_MARGIN", -60.0)
+    trainer = "note('rlsys: trained'); print('rlsys: error: no such thing [exit 1]', flush=True); sys.exit(1)"
+    with pytest.raises(RunError, match="no such thing"):
+        stage.run(stage.role("engine", SERVE_FOREVER, serves=True), stage.role("trainer", trainer))
+    assert any("its keeper does not end" in phase for phase in stage.display.phases)
 
 
 def test_the_cause_is_blamed_not_its_consequence(stage: Stage) -> None:
