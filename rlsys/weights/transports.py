@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -126,8 +127,6 @@ def _tag(engine: EngineAddress) -> int:
 class GroupTransport:
     """Owns the process group, which lasts as long as the same engines take part. Its rank 0 is this process."""
 
-    _numbers = itertools.count()
-
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._members: list[EngineAddress] = []
@@ -211,7 +210,7 @@ class GroupTransport:
             s.bind((host, 0))
             port = s.getsockname()[1]
         world = 1 + sum(e.tp for e in receivers.present)
-        self._name = f"rlsys-{next(self._numbers)}"
+        self._name = f"rlsys-{secrets.token_hex(8)}"  # an engine keeps the name of a trainer that was killed
         offsets = itertools.accumulate((e.tp for e in receivers.present), initial=1)
         bodies = [
             {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world,

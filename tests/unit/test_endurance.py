@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,6 +128,26 @@ def test_a_join_that_fails_with_everybody_there_is_an_error(
     engines = [EngineAddress(url, 1, -1) for url in refused]
     with Receivers(engines) as receivers, pytest.raises(RunError, match="no NCCL here"):
         group.begin(receivers)
+
+
+def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each trainer counted from 0, and SGLang refused a name that the dead one had left: 400, end of run."""
+    known: set[str] = set()
+
+    def ask(receivers: Receivers, _path: str, bodies: Any) -> dict[str, Future[None]]:
+        names = {body["group_name"] for body in bodies}
+        refusal = RunError("400: this group name has already been created") if names & known else None
+        known.update(names)
+        return {e.url: answered(refusal) for e in receivers.present}
+
+    monkeypatch.setattr(transports, "_join", lambda *_: Group())
+    monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
+    monkeypatch.setattr(Receivers, "ask", ask)
+    for _ in range(3):  # trainers: what a class counts begins anew with each
+        monkeypatch.setattr(transports.GroupTransport, "_numbers", itertools.count(), raising=False)
+        with Receivers([EngineAddress("http://e0:1", 1, -1)]) as receivers:
+            transports.GroupTransport().begin(receivers)
+    assert len(known) == 3
 
 
 # -- an engine that the run can spare ------------------------------------------------------------------------
