@@ -1,4 +1,7 @@
-"""All that pyproject.toml cannot say: a wheel carries `configs/`, which a checkout has at its top (rlsys.shipped)."""
+"""All that pyproject.toml cannot say: a wheel carries `configs/`, which a checkout has at its top.
+
+rlsys.config.shipped finds it in both.
+"""
 
 import shutil
 from pathlib import Path

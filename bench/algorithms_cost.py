@@ -15,8 +15,8 @@ from measure import ROOT
 
 from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import CriticSection
 from rlsys.config import load_config
+from rlsys.config.algo import CriticSection
 from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer

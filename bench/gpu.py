@@ -296,8 +296,8 @@ def rehearsed() -> dict[str, Any]:
 
 def objective() -> dict[str, Any]:
     """Every shipped recipe on this device against the CPU, in float64: the largest difference of loss or gradient."""
-    from rlsys.algo_section import AlgoSection
     from rlsys.config import read_layers
+    from rlsys.config.algo import AlgoSection
     from tests.helpers.algo_world import World, run
 
     gaps = {}

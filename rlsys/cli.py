@@ -36,6 +36,7 @@ from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
+from rlsys.gateway.command import add_router
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
@@ -43,7 +44,6 @@ from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
-from rlsys.router.command import add_router
 
 
 def train(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.algo_section import Anchor
+from rlsys.config.algo import Anchor
 
 CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared"})
 """Signals that one forward pass of the current weights gives."""

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
-from rlsys.algo_section import AlgoSection, Spec
 from rlsys.config import read_layers
+from rlsys.config.algo import AlgoSection, Spec
+from rlsys.config.shipped import folder
 from rlsys.errors import UserError
-from rlsys.shipped import folder
 
 RECIPES = folder() / "algorithms"
 

@@ -17,8 +17,8 @@ from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, build, load
 from rlsys.algo.rehearsal import Outcome, made_up_groups, made_up_step, rehearse
-from rlsys.algo_section import Spec
 from rlsys.config import Config
+from rlsys.config.algo import Spec
 from rlsys.errors import UserError
 
 PIECES = (1, 2, 5, 1000)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_gradient
 from rlsys.algo.reduction import Reduce, threshold
-from rlsys.section import Fraction
+from rlsys.config.section import Fraction
 
 ROUNDING = 1e-3
 """What two layouts or kernels may differ by in a log-ratio, and more: no sign is taken of less."""

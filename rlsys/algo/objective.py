@@ -42,7 +42,7 @@ from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
-from rlsys.algo_section import AlgoSection, CriticSection
+from rlsys.config.algo import AlgoSection, CriticSection
 from rlsys.types import SampleGroup
 
 MEANS = (

@@ -17,8 +17,8 @@ from rlsys.algo.registry import SECTION_KINDS, make_all
 from rlsys.algo.robust_advantages import McGrpo
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
-from rlsys.algo_section import AlgoSection
 from rlsys.config import Config
+from rlsys.config.algo import AlgoSection
 from rlsys.errors import UserError
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, PrivateAttr
 
 from rlsys.algo.plugin import Plugin
-from rlsys.section import Section
+from rlsys.config.section import Section
 from rlsys.types import SampleGroup
 
 Decay = Annotated[float, Field(gt=0, le=1)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlsys.algo.plugin import Plugin, evidence_of
-from rlsys.algo_section import AlgoSection, Spec
+from rlsys.config.algo import AlgoSection, Spec
 from rlsys.errors import UserError
 from rlsys.plugins import imported, parse_params
 

@@ -18,7 +18,7 @@ from rlsys.algo.plugin import Plugin
 from rlsys.algo.put_off import PutOff
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.segments import groups_of
-from rlsys.section import Fraction
+from rlsys.config.section import Fraction
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 

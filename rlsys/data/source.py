@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.section import FilePath, NonNegative, Positive, Section
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import parse_params
-from rlsys.section import FilePath, NonNegative, Positive, Section
 from rlsys.types import Prompt
 
 HELDOUT_ONE_IN = 8

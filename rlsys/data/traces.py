@@ -14,11 +14,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.section import Fraction, Positive, Section
 from rlsys.data.chain_sum import ChainSumParams, expression
 from rlsys.data.source import ReasoningGymSource, stable_hash
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.plugins import call, parse_params, resolve
-from rlsys.section import Fraction, Positive, Section
 
 Part = Annotated[float, Field(ge=0, le=1)]
 

@@ -18,8 +18,8 @@ from contextlib import aclosing, asynccontextmanager, nullcontext
 from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
-from rlsys.router.checks import Limits, RefusedPrompt
 from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.limits import Limits, RefusedPrompt
 from rlsys.router.pool import EngineState, Flight, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rlsys.config import Config, explain_error, load_config
-from rlsys.config_sections import ModelConfig, ParallelConfig
+from rlsys.config.sections import ModelConfig, ParallelConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.families import Rule
 from rlsys.convert.fit import check_layout, stage_layers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import CriticSection
+from rlsys.config.algo import CriticSection
 from rlsys.trainer import setup
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control

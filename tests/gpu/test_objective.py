@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import World, run
 
 pytestmark = [

@@ -14,7 +14,7 @@ from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective
 from rlsys.algo.plan import Plan
 from rlsys.algo.reduction import Reduce, alone
-from rlsys.algo_section import AlgoSection
+from rlsys.config.algo import AlgoSection
 from rlsys.types import Sample, SampleGroup
 
 DOUBLE = torch.float64

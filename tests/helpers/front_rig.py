@@ -11,9 +11,9 @@ from typing import Any
 from aiohttp.test_utils import TestClient, TestServer
 
 from rlsys.engine.client import make_session
+from rlsys.gateway.fleet import Fleet, FleetInterruption
+from rlsys.gateway.front import Front, FrontLimits
 from rlsys.identity import NOBODY, Identity
-from rlsys.router.fleet import Fleet, FleetInterruption
-from rlsys.router.front import Front, FrontLimits
 from tests.helpers.http_engine import HttpEngine, token_at
 
 PROMPT = [1, 2, 3, 4]

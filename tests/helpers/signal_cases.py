@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import CriticSection
 from rlsys.config import Config, load_config
+from rlsys.config.algo import CriticSection
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.trainer import Trainer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import AlgoSection
+from rlsys.config.algo import AlgoSection
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import (
     micro_loss,

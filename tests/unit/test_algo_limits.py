@@ -10,7 +10,7 @@ import torch
 
 from rlsys.algo import build
 from rlsys.algo.registry import TABLE
-from rlsys.algo_section import AlgoSection
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE, Outcome, World, run, section, table
 
 close = torch.testing.assert_close

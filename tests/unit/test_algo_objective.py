@@ -18,8 +18,8 @@ from rlsys.algo.batch import Samples
 from rlsys.algo.losses import clipped_policy_loss
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import threshold
-from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE, Outcome, World, on_ranks, packed, run, section, table
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))

@@ -17,8 +17,8 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.reduction import alone
 from rlsys.algo.registry import SECTION_KINDS, TABLE
-from rlsys.algo_section import AlgoSection
 from rlsys.config import read_layers
+from rlsys.config.algo import AlgoSection
 from rlsys.trainer.share import Share
 from tests.helpers.algo_world import Outcome, World, all_of_it, run
 

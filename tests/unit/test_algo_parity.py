@@ -20,7 +20,7 @@ from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
 from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import AlgoSection
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE
 
 pytestmark = pytest.mark.skipif(

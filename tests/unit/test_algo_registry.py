@@ -21,8 +21,8 @@ from rlsys.algo.catalogue import (
 )
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
-from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config, read_layers
+from rlsys.config.algo import AlgoSection
 from rlsys.errors import UserError
 from tests.helpers.algo_world import table
 

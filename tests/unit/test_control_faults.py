@@ -23,12 +23,12 @@ from aiohttp import web
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, EngineError, make_session
 from rlsys.errors import RunError, UserError
+from rlsys.gateway.fleet import Fleet
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.rewards import Rewards
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.router.fleet import Fleet
 from rlsys.router.router import DEATHS_CENSORED, Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt

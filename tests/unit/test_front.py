@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.router.skip import Broken, skipper
-from rlsys.router.stitch import can_go_on, join
+from rlsys.gateway.skip import Broken, skipper
+from rlsys.gateway.stitch import can_go_on, join
 from tests.helpers.front_rig import PROMPT, generate, made, parse, serving
 from tests.helpers.http_engine import letters
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlsys.router import checks, dispatch
-from rlsys.router.door import Door, DoorLimits
-from rlsys.router.front import FrontLimits
+from rlsys.gateway import dispatch, requests
+from rlsys.gateway.door import Door, DoorLimits
+from rlsys.gateway.front import FrontLimits
 from tests.helpers.front_rig import generate, serving
 from tests.helpers.http_engine import HttpEngine
 
@@ -139,18 +139,18 @@ async def test_patterns_are_measured_before_they_are_parsed(
 ) -> None:
     """Before: one pattern held everybody up for 6.5 s."""
     parsed: list[str] = []
-    plain = checks.re.compile
+    plain = requests.re.compile
 
     def seen(pattern: str, *rest: Any) -> Any:
         parsed.append(pattern)
         return plain(pattern, *rest)
 
-    monkeypatch.setattr(checks.re, "compile", seen)
+    monkeypatch.setattr(requests.re, "compile", seen)
     async with serving() as rig:
         parsed.clear()
         status, answer = await rig.post("/generate", {"text": "x", "sampling_params": sampling})
         assert (status, why in answer["error"]["message"]) == (400, True), answer
-        assert not [p for p in parsed if len(p) > checks.LONGEST_STOP or p == "a"]
+        assert not [p for p in parsed if len(p) > requests.LONGEST_STOP or p == "a"]
 
 
 # -- a client that does not read (review 16) -----------------------------------------------------------------

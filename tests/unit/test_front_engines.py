@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rlsys.gateway.fleet import FleetInterruption
 from rlsys.identity import Identity
-from rlsys.router.fleet import FleetInterruption
 from tests.helpers.front_rig import PROMPT, generate, serving
 from tests.helpers.http_engine import HttpEngine
 

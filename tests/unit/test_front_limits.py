@@ -12,11 +12,11 @@ import pytest
 from rlsys.cli import main
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
-from rlsys.router.checks import samples_of
-from rlsys.router.fleet import Fleet
-from rlsys.router.front import FORWARDED, FrontLimits
-from rlsys.router.places import Places
-from rlsys.router.serve import RouterOptions, Tokens, is_loopback, read_tokens
+from rlsys.gateway.fleet import Fleet
+from rlsys.gateway.front import FORWARDED, FrontLimits
+from rlsys.gateway.places import Places
+from rlsys.gateway.requests import samples_of
+from rlsys.gateway.serve import RouterOptions, Tokens, is_loopback, read_tokens
 from tests.helpers.front_rig import PROMPT, generate, serving
 
 

@@ -11,8 +11,8 @@ import torch
 from rlsys.algo import build
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
-from rlsys.algo_section import AlgoSection
 from rlsys.config import load_config
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE, table
 
 close = torch.testing.assert_close

@@ -14,10 +14,10 @@ import pytest
 
 from rlsys.cli import main
 from rlsys.errors import RunError, UserError
-from rlsys.router import command
-from rlsys.router.fleet import Fleet
-from rlsys.router.front import FrontLimits
-from rlsys.router.serve import RouterOptions, Tokens, serve
+from rlsys.gateway import command
+from rlsys.gateway.fleet import Fleet
+from rlsys.gateway.front import FrontLimits
+from rlsys.gateway.serve import RouterOptions, Tokens, serve
 
 Handlers = dict[int, Callable[[], None]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.config_sections import TrainerConfig
+from rlsys.config.sections import TrainerConfig
 from rlsys.trainer.schedule import learning_rate
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys import shipped
-from rlsys.config import load_config
+from rlsys.config import load_config, shipped
 from rlsys.errors import UserError
 from rlsys.preflight import check_start
 from tests.helpers.runs import ROOT

@@ -11,7 +11,7 @@ from rlsys.algo import build, token_baseline
 from rlsys.algo.batch import Batch
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
-from rlsys.algo_section import AlgoSection
+from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE, packed, table
 
 close = torch.testing.assert_close

@@ -22,11 +22,11 @@ from yarl import URL
 from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
+from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity
-from rlsys.router.checks import Limits
 from rlsys.router.dispatch import Dispatcher
+from rlsys.router.limits import Limits
 from rlsys.router.pool import EngineState, Flight, Pool
-from rlsys.router.proxy import Proxy
 from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rlsys.router.stitch import PER_TOKEN
+from rlsys.gateway.stitch import PER_TOKEN
 
 _DIFFERS = (
     "interrupted, and made again it is not the same: new weights say something else, or the engine draws anew"

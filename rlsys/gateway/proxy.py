@@ -26,10 +26,10 @@ from aiohttp import web
 
 from rlsys.engine.client import DeadEngine, EngineError
 from rlsys.engine.sse import END, events
-from rlsys.router import stitch
+from rlsys.gateway import stitch
+from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.pool import EngineState, Flight
-from rlsys.router.skip import Broken, parse, skipper
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536

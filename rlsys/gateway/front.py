@@ -27,11 +27,12 @@ from aiohttp import web
 
 from rlsys.engine.client import DeadEngine
 from rlsys.errors import RunError, UserError
-from rlsys.router.checks import RefusedPrompt, samples_of, short
-from rlsys.router.fleet import Fleet
-from rlsys.router.metrics import Metrics
-from rlsys.router.places import Places
-from rlsys.router.proxy import Job, Unavailable, error_body
+from rlsys.gateway.fleet import Fleet
+from rlsys.gateway.metrics import Metrics
+from rlsys.gateway.places import Places
+from rlsys.gateway.proxy import Job, Unavailable, error_body
+from rlsys.gateway.requests import check_request, samples_of, short
+from rlsys.router.limits import RefusedPrompt
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -153,7 +154,7 @@ class Front:
                 if limits is None:
                     raise Unavailable("no engine has answered yet")
                 try:
-                    limits.check_request(body)
+                    check_request(limits, body)
                 except RefusedPrompt:
                     self._metrics.refused.inc()
                     raise

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlsys.engine.client import RESERVED_TOKENS
+from rlsys.router.limits import Limits, RefusedPrompt
 
 MOST_CHOICES = 128
 """Responses to one prompt that one HTTP request may ask for."""
@@ -32,60 +32,37 @@ LONGEST_STOP = 1024
 """Characters of a stop text or pattern. To parse a pattern takes the event loop's time, and it is other people's."""
 
 
-class RefusedPrompt(ValueError):
-    """This prompt must not reach an engine; the message says why."""
+def check_request(limits: Limits, body: Mapping[str, Any]) -> None:
+    """A body of /generate, /v1/completions or /v1/chat/completions. Raises RefusedPrompt.
+
+    Prompts as text are measured by the engine's own tokenizer, whose refusal is a 400 as well.
+    """
+    for ids in _prompts_of_ids(body):
+        limits.check_prompt(ids)
+    for value in (body.get("text"), body.get("prompt")):
+        if value == "" or (isinstance(value, list) and (not value or "" in value)):
+            raise RefusedPrompt("the prompt is empty")  # a text without a token kills SGLang's scheduler
+    sampling = body.get("sampling_params")
+    for params in (body, *(sampling if isinstance(sampling, list) else [sampling or {}])):
+        if not isinstance(params, Mapping):
+            raise RefusedPrompt(f"sampling_params = {str(params)[:80]!r}: expected an object")
+        check_sampling(params)
+        _check_texts("stop", params.get("stop"))
+        _check_texts("stop_regex", params.get("stop_regex"))
+        _check_patterns(params.get("stop_regex"))
+        for name in ("stop_token_ids", "token_ids_logprob"):
+            limits.check_ids(_whole_numbers(name, params.get(name)))
+        limits.check_ids(_biased_ids(params.get("logit_bias")))
+        for name in _TOP:
+            _check_top(limits.vocab_size, name, params.get(name))
 
 
-class Limits:
-    """Of the model and the engines. `room`: the most tokens of prompt and response together."""
-
-    def __init__(self, vocab_size: int, context_length: int) -> None:
-        self.vocab_size = vocab_size
-        self.room = context_length - RESERVED_TOKENS
-
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raises RefusedPrompt: empty, no room for a response, or an id outside the vocabulary (it kills SGLang)."""
-        if not ids:
-            raise RefusedPrompt("the prompt is empty")
-        if len(ids) >= self.room:
-            raise RefusedPrompt(f"the prompt has {len(ids)} tokens; there is room for {self.room - 1}")
-        self.check_ids(ids)
-
-    def check_ids(self, ids: Sequence[int]) -> None:
-        if min(ids, default=0) < 0 or max(ids, default=0) >= self.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
-
-    def check_request(self, body: Mapping[str, Any]) -> None:
-        """A body of /generate, /v1/completions or /v1/chat/completions. Raises RefusedPrompt.
-
-        Prompts as text are measured by the engine's own tokenizer, whose refusal is a 400 as well.
-        """
-        for ids in _prompts_of_ids(body):
-            self.check_prompt(ids)
-        for value in (body.get("text"), body.get("prompt")):
-            if value == "" or (isinstance(value, list) and (not value or "" in value)):
-                raise RefusedPrompt("the prompt is empty")  # a text without a token kills SGLang's scheduler
-        sampling = body.get("sampling_params")
-        for params in (body, *(sampling if isinstance(sampling, list) else [sampling or {}])):
-            if not isinstance(params, Mapping):
-                raise RefusedPrompt(f"sampling_params = {str(params)[:80]!r}: expected an object")
-            check_sampling(params)
-            _check_texts("stop", params.get("stop"))
-            _check_texts("stop_regex", params.get("stop_regex"))
-            _check_patterns(params.get("stop_regex"))
-            for name in ("stop_token_ids", "token_ids_logprob"):
-                self.check_ids(_whole_numbers(name, params.get(name)))
-            self.check_ids(_biased_ids(params.get("logit_bias")))
-            for name in _TOP:
-                self._check_top(name, params.get(name))
-
-    def _check_top(self, name: str, value: Any) -> None:
-        """One number, or one a prompt; chats say with true and false whether they want any."""
-        counts = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
-        for count in _whole_numbers(name, [c for c in counts if c is not None]):
-            if not 0 <= count <= self.vocab_size:
-                raise RefusedPrompt(f"{name} = {count}: expected 0 to {self.vocab_size}, the vocabulary")
+def _check_top(vocab_size: int, name: str, value: Any) -> None:
+    """One number, or one a prompt; chats say with true and false whether they want any."""
+    counts = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
+    for count in _whole_numbers(name, [c for c in counts if c is not None]):
+        if not 0 <= count <= vocab_size:
+            raise RefusedPrompt(f"{name} = {count}: expected 0 to {vocab_size}, the vocabulary")
 
 
 def samples_of(body: Mapping[str, Any]) -> int:

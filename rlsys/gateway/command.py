@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import get_args
 
 from rlsys.errors import UserError
-from rlsys.router.fleet import FleetInterruption, is_host
-from rlsys.router.front import FrontLimits
-from rlsys.router.serve import RouterOptions, run_router
+from rlsys.gateway.fleet import FleetInterruption, is_host
+from rlsys.gateway.front import FrontLimits
+from rlsys.gateway.serve import RouterOptions, run_router
 from rlsys.router.strategy import STRATEGIES
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rlsys.errors import UserError
 
-_CHECKOUT = Path(__file__).parents[1] / "configs"
+_CHECKOUT = Path(__file__).parents[2] / "configs"
 _PREFIX = "configs"
 
 
 def folder() -> Path:
     """Where they are on this machine."""
-    return _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parent / "shipped"
+    return _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "shipped"
 
 
 def names() -> list[str]:

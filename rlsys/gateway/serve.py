@@ -14,11 +14,11 @@ from aiohttp import web
 
 from rlsys.engine.client import make_session
 from rlsys.errors import UserError
+from rlsys.gateway.door import Door, DoorLimits
+from rlsys.gateway.fleet import Fleet, FleetInterruption
+from rlsys.gateway.front import Front, FrontLimits
 from rlsys.identity import NOBODY, Identity, read_keys
 from rlsys.obs.descriptors import RESERVE, raise_descriptors
-from rlsys.router.door import Door, DoorLimits
-from rlsys.router.fleet import Fleet, FleetInterruption
-from rlsys.router.front import Front, FrontLimits
 
 SHORTEST_TOKEN = 16
 SHUTDOWN_SECONDS = 10.0

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlsys.section import NonNegative, Positive, Section
+from rlsys.config.section import NonNegative, Positive, Section
 
 Anchor = Literal["mu", "old", "behaviour", "interpolated", "ewma"]
 

@@ -1,4 +1,4 @@
-"""The sections of a config, all but `algo` (rlsys.algo_section).
+"""The sections of a config, all but `algo` (rlsys.config.algo).
 
 Every field has a type, a bound where one exists, and one to three sentences: what it does, when to change it, what it
 costs. What can be derived is a property, not a field.
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsys.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -1,0 +1,119 @@
+"""From a YAML file and `a.b=c` overrides to one checked `Config`. Every mistake is a `ConfigError` of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rlsys.config.mistakes import ConfigError, explain_error
+from rlsys.config.schema import Config
+from rlsys.config.shipped import find_config, find_model
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in top.items():
+        out[key] = (
+            _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        )
+    return out
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that is given twice is a mistake; YAML's own loader would silently take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    """Raises ConfigError, one line that begins with `where`."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        if mark is not None and not where.startswith("override"):
+            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
+        problem = getattr(e, "problem", None) or " ".join(str(e).split())
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    except ValueError as e:  # a date or a number that Python cannot hold
+        raise ConfigError(f"{where}: a value cannot be read: {e}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the config is not UTF-8 text") from None
+    data = _parse_yaml(text, str(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
+
+
+def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The YAML at `path` over its `base:`, if it names one: a file (relative to this one), or a shipped config."""
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+    data = _read_yaml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r}: expected a file name")
+    beside = path.parent / base
+    found = beside if beside.exists() else find_config(Path(base))
+    return _merge(read_layers(found, (*seen, path)), data)
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["a.b=1", ...]` -> `{"a": {"b": 1}}`; values are YAML."""
+    out: dict[str, Any] = {}
+    for text in overrides:
+        key, eq, value = text.partition("=")
+        if not eq or not key or not all(key.split(".")):
+            raise ConfigError(f"override {text!r}: expected section.field=value")
+        parsed = _parse_yaml(value, f"override {text!r:.200}")
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        out = _merge(out, parsed)
+    return out
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk.
+
+    `path` may be the name of a shipped config, `model.path` a folder that is shipped: see rlsys.config.shipped.
+    """
+    data = _merge(read_layers(find_config(path)), parse_overrides(overrides))
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(named := model.get("path"), str):
+        data["model"] = {**model, "path": str(find_model(Path(named)))}
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        raise ConfigError(explain_error(e, Config)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, loadable again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,0 +1,142 @@
+"""The whole config: its sections, what follows from them, and the checks between them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from rlsys.config.algo import AlgoSection
+from rlsys.config.section import Section
+from rlsys.config.sections import (
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    LaunchConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RouterConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    """Folder and seed."""
+    model: ModelConfig
+    """The model that is trained."""
+    data: DataConfig = DataConfig()
+    """Prompts and rewards."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation: sizes, APRIL, staleness, time limits."""
+    algo: AlgoSection = AlgoSection()
+    """The algorithm: which plug-ins, with which parameters."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimizer, memory and checkpoints."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the trainer's ranks share the model and the samples."""
+    engine: EngineConfig = EngineConfig()
+    """The SGLang engines."""
+    router: RouterConfig = RouterConfig()
+    """How samples reach engines, and what a push does to them."""
+    weights: WeightsConfig = WeightsConfig()
+    """How weights reach the engines."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where and how the processes start."""
+    sft: SFTConfig = SFTConfig()
+    """The warm start of `rlsys sft`."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def over_provision(self) -> float:
+        """What the run begins with; `auto` moves on from there."""
+        factor = self.rollout.over_provision
+        return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
+
+    @property
+    def start_seconds(self) -> float:
+        """What an engine may take to start: engine.start_timeout, or by what it has to read and to compile."""
+        if self.engine.start_timeout is not None:
+            return self.engine.start_timeout
+        folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
+        reading = 4.0 * folder / 1e9  # a quarter of a GB/s: a shared folder that all engines read at once
+        compiling = (300.0 if self.launch.gpus_per_node else 0.0) + (
+            1800.0 if self.model.fp8 != "none" else 0.0
+        )
+        return 240.0 + reading + compiling
+
+    @property
+    def slots(self) -> int:
+        """Samples kept in flight over the whole pool; at the start, where over_provision is auto."""
+        return round(self.over_provision * self.samples_per_step)
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        r, t, p = self.rollout, self.trainer, self.parallel
+        if self.router.interruption != "abort" and self.launch.placement == "colocated":
+            raise ValueError(
+                f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
+                "launch.placement = colocated they rest while the trainer works; use abort, or disaggregated"
+            )
+        if self.launch.release_memory and self.launch.placement != "colocated":
+            raise ValueError(
+                f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
+                "engines never rest; use colocated"
+            )
+        if r.over_provision == "auto" and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "
+                "allows only 1; use max_staleness >= 1"
+            )
+        if self.over_provision > 1 and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
+                f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
+            )
+        if (fewest := self.launch.min_engines) is not None and fewest > self.engine.count:
+            raise ValueError(
+                f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"
+            )
+        if t.token_budget < r.max_response_tokens:
+            raise ValueError(
+                f"trainer.token_budget = {t.token_budget} cannot hold one response of "
+                f"rollout.max_response_tokens = {r.max_response_tokens}"
+            )
+        if t.replay == "engine" and not self.engine.return_routes:
+            raise ValueError("trainer.replay = engine needs engine.return_routes = true")
+        if t.offload_optimizer and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "
+                f"which keeps float32 weights in the optimizer; here it is {self.model.dtype}"
+            )
+        if p.dispatcher == "allgather" and not t.equal_lengths:
+            raise ValueError(
+                "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
+                "it gathers equally many tokens from every rank"
+            )
+        if self.engine.max_total_tokens < r.max_response_tokens:
+            raise ValueError(
+                f"engine.max_total_tokens = {self.engine.max_total_tokens} cannot hold one response of "
+                f"rollout.max_response_tokens = {r.max_response_tokens}"
+            )
+        if self.samples_per_step % (p.data_parallel * self.algo.minibatches):
+            raise ValueError(
+                f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
+                f"dp * algo.minibatches = {p.data_parallel} * {self.algo.minibatches}{p.why_dp}"
+            )
+        if self.launch.nodes > 1 and self.launch.backend == "local":
+            raise ValueError(
+                f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local is one machine"
+            )
+        if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
+            raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
+        return self
