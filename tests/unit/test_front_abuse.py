@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlsys.gateway import dispatch, requests
+from rlsys.gateway import requests
 from rlsys.gateway.door import Door, DoorLimits
 from rlsys.gateway.front import FrontLimits
+from rlsys.router import dispatch
 from tests.helpers.front_rig import generate, serving
 from tests.helpers.http_engine import HttpEngine
 
