@@ -6,11 +6,11 @@ import shlex
 from itertools import groupby
 from pathlib import Path
 
-from launch.plan import Plan, Role
+from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: LaunchPlan) -> str:
     """The roles by node, each with its GPUs and its command line."""
     lines = []
     for index, roles in groupby(sorted(plan.roles, key=lambda r: r.node), key=lambda r: r.node):

@@ -17,7 +17,7 @@ from rlsys.weights.plan import Place, PushPlan, plan_push
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """`count` processes (trainer ranks, or an engine's tensor-parallel ranks) on one node.
 
     `gpus` are indices into what the scheduler gives the run on that node, one a process; empty without GPUs.
@@ -30,8 +30,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Layout:
-    trainer: list[Share]
-    engines: list[list[Share]]
+    trainer: list[NodeShare]
+    engines: list[list[NodeShare]]
     """Of each engine, the nodes that it is on."""
 
 
@@ -46,7 +46,7 @@ def push_plan(config: Config, layout: Layout) -> PushPlan:
     return plan_push(trainer, engines, config.weights.method, gpus=on_cuda(config))
 
 
-def _places(units: list[list[Share]]) -> list[list[Place]]:
+def _places(units: list[list[NodeShare]]) -> list[list[Place]]:
     """Of every process of each unit. Without a plan for GPUs they are counted, as the processes themselves do it."""
     taken: dict[int, int] = {}
     out = []
@@ -69,8 +69,8 @@ def _on_cpus(config: Config) -> Layout:
     base, more = divmod(world, for_trainer)
     first, width = (nodes - own, own) if own else (0, nodes)
     return Layout(
-        [Share(n, base + (n < more)) for n in range(for_trainer)],
-        [[Share(first + i % width, config.engine.tp)] for i in range(count)],
+        [NodeShare(n, base + (n < more)) for n in range(for_trainer)],
+        [[NodeShare(first + i % width, config.engine.tp)] for i in range(count)],
     )
 
 
@@ -106,12 +106,12 @@ def _engine_start(at: int, tp: int, per_node: int) -> int:
     return at if fits else at + left
 
 
-def _shares(start: int, count: int, per_node: int) -> list[Share]:
+def _shares(start: int, count: int, per_node: int) -> list[NodeShare]:
     """GPUs start .. start + count - 1 of all nodes in a row, cut at the boundaries between nodes."""
     out = []
     while count:
         node, first = divmod(start, per_node)
         n = min(count, per_node - first)
-        out.append(Share(node, n, tuple(range(first, first + n))))
+        out.append(NodeShare(node, n, tuple(range(first, first + n))))
         start, count = start + n, count - n
     return out

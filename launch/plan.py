@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.environment import Kind, environment, on_cuda
-from launch.layout import Layout, Share, push_plan
+from launch.layout import Layout, NodeShare, push_plan
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.identity import config_path
@@ -74,7 +74,7 @@ class Ports:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """All roles in the order in which they start; they end in the reverse order."""
 
     roles: list[Role]
@@ -98,7 +98,7 @@ class Plan:
 
 def build_plan(
     config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
-) -> Plan:
+) -> LaunchPlan:
     """The roles of `config` on `nodes`. Port 0 stands for one that is chosen at the start.
 
     Raises UserError when the weights cannot reach an engine on another machine.
@@ -115,7 +115,7 @@ def build_plan(
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
-    return Plan(roles, nodes, config.run.dir, _shared(config))
+    return LaunchPlan(roles, nodes, config.run.dir, _shared(config))
 
 
 def build_asking_plan(
@@ -125,19 +125,19 @@ def build_asking_plan(
     ports: Ports,
     engine_command: EngineCommand,
     module: str,
-) -> Plan:
+) -> LaunchPlan:
     """Engines, and the module of rlsys.rollout that asks them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     asking = [sys.executable, "-m", f"rlsys.rollout.{module}", "--config", _run_config(config)]
     asking += [word for url in urls for word in ("--engine", url)]
     asking_role = Role(module, "trainer", asking)
-    return Plan([*roles, asking_role], nodes, config.run.dir, _shared(config))
+    return LaunchPlan([*roles, asking_role], nodes, config.run.dir, _shared(config))
 
 
-def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> Plan:
+def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> LaunchPlan:
     """Fine-tuning on traces: the trainer alone."""
     trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", [])
-    return Plan(trainer, nodes, config.run.dir, _shared(config))
+    return LaunchPlan(trainer, nodes, config.run.dir, _shared(config))
 
 
 def _shared(config: Config) -> dict[Kind, dict[str, str]]:
@@ -162,7 +162,7 @@ def _run_config(config: Config) -> str:
     return str(config.run.dir / "config.yaml")
 
 
-def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
+def _engine_host(config: Config, nodes: list[Node], share: NodeShare) -> str:
     """The address that others use. On one machine the configured one, where 0.0.0.0 is reached by loopback."""
     if len(nodes) > 1:
         return nodes[share.node].address
@@ -172,7 +172,7 @@ def _engine_host(config: Config, nodes: list[Node], share: Share) -> str:
 def _engine(
     config: Config,
     index: int,
-    shares: list[Share],
+    shares: list[NodeShare],
     nodes: list[Node],
     ports: Ports,
     url: str,

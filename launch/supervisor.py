@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from launch import diagnosis
 from launch.backends import Backend
-from launch.plan import Plan, Role
+from launch.plan import LaunchPlan, Role
 from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
 from launch.process import RoleFailed, RoleProcess
 from launch.readiness import PortTaken, engine_answers, listens
@@ -64,7 +64,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        plan: LaunchPlan,
         backend: Backend,
         run_dir: RunDir,
         display: Display,

@@ -22,7 +22,7 @@ from launch.commands import add_commands, must_be_run
 from launch.describe import describe_arithmetic, describe_plan
 from launch.layout import lay_out
 from launch.memory import describe_memory
-from launch.plan import Node, Plan, Ports, build_asking_plan, build_plan, build_sft_plan
+from launch.plan import LaunchPlan, Node, Ports, build_asking_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model, read_model
 from launch.process import RoleFailed
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> int:
         check_device(config, device_capability(), found)
     layout = lay_out(config)
 
-    def plan(backend: Backend) -> Plan:
+    def plan(backend: Backend) -> LaunchPlan:
         ports = choose_ports(config, layout, backend.free_ports)
         return build_plan(config, layout, backend.nodes, ports, engine_command)
 
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> int:
         check_model(config)
         layout = lay_out(config)
 
-        def plan(backend: Backend) -> Plan:
+        def plan(backend: Backend) -> LaunchPlan:
             ports = choose_ports(config, layout, backend.free_ports)
             return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "evaluation")
 
@@ -104,7 +104,7 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def supervise(config: Config, make_plan: Callable[[Backend], Plan], *, aside: bool = False) -> None:
+def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, aside: bool = False) -> None:
     """Run the plan's processes under the live display until they are done; lost nodes and ports are replaced.
 
     `aside`: the display goes to stderr, because stdout is for a program to read.

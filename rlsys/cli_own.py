@@ -15,7 +15,7 @@ from rich.rule import Rule
 
 from launch.backends import Backend
 from launch.layout import lay_out
-from launch.plan import Plan, build_asking_plan
+from launch.plan import LaunchPlan, build_asking_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model
 from rlsys.config import Config, load_config
@@ -31,7 +31,7 @@ class Supervise(Protocol):
     """rlsys.cli.supervise."""
 
     def __call__(
-        self, config: Config, make_plan: Callable[[Backend], Plan], *, aside: bool = False
+        self, config: Config, make_plan: Callable[[Backend], LaunchPlan], *, aside: bool = False
     ) -> None: ...
 
 
@@ -72,7 +72,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
     layout = lay_out(config)
 
-    def plan(backend: Backend) -> Plan:
+    def plan(backend: Backend) -> LaunchPlan:
         ports = choose_ports(config, layout, backend.free_ports)
         return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "tryout")
 

@@ -8,10 +8,10 @@ no engine and no network, and writes nothing.
 from __future__ import annotations
 
 from rlsys.algo.preflight import check, notes
-from rlsys.algo.rehearsal import rehearse as rehearse_objective
+from rlsys.algo.trial import try_objective
 from rlsys.config import Config
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.rehearsal import rehearse as rehearse_rollout
+from rlsys.rollout.trial import try_rollout
 
 
 def check_start(config: Config) -> list[str]:
@@ -22,10 +22,10 @@ def check_start(config: Config) -> list[str]:
     """
     check_names(config)
     check(config)
-    rehearsed = rehearse_rollout(config)
-    rehearse_objective(config, rehearsed.rewards)
+    tried = try_rollout(config)
+    try_objective(config, tried.rewards)
     found = notes(config)
-    if rehearsed.rewards is None:
+    if tried.rewards is None:
         found.append(
             f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"
         )

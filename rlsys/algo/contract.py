@@ -16,7 +16,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, build, load
-from rlsys.algo.rehearsal import Outcome, made_up_groups, made_up_step, rehearse
+from rlsys.algo.trial import Outcome, made_up_groups, made_up_step, try_objective
 from rlsys.config import Config
 from rlsys.config.algo import Spec
 from rlsys.errors import UserError
@@ -50,7 +50,7 @@ def promises(config: Config, kind: str, name: str) -> Iterator[str]:
     told = (made.__doc__ or "").strip().splitlines()
     yield f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
     check(config)
-    rehearse(config)
+    try_objective(config)
     yield "runs on a made-up step: loss and gradients are finite, its state goes through JSON"
     if kind in ("prompt", "planner", "group_reward"):
         return

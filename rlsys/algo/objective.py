@@ -32,7 +32,7 @@ from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
 from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
-from rlsys.algo.plan import Plan
+from rlsys.algo.plan import StepPlan
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.put_off import PutOff
 from rlsys.algo.reducers import Reducer, Reduction
@@ -89,12 +89,12 @@ class Objective:
 
     # -- one train step -----------------------------------------------------------------------------------------
 
-    def plan(self, samples: Samples) -> Plan:
+    def plan(self, samples: Samples) -> StepPlan:
         """Choose what is packed. Equal on every rank, because the table is."""
         counted = torch.ones(len(samples), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before):
             counted &= selector(samples, None) > 0
-        plan = Plan(replace(samples, counted=counted), counted.float(), [], [])
+        plan = StepPlan(replace(samples, counted=counted), counted.float(), [], [])
         if not self.asks.late:
             self._score(plan)
         trained = plan.weight != 0
@@ -104,7 +104,7 @@ class Objective:
         plan.updates = max(1, min(self._minibatches, len(plan.rows)))
         return plan
 
-    def put_off(self, plan: Plan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
+    def put_off(self, plan: StepPlan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
         """Store what a selector deferred; what is due for an extra update now. After `finish`, if that was called."""
         if self._put_off is None:
             return []
@@ -115,15 +115,15 @@ class Objective:
             self._put_off.put(step, [(replace(group, samples=[sample]), float(plan.advantages[row]))])
         return self._put_off.take(step)
 
-    def plan_again(self, samples: Samples, advantages: Tensor) -> Plan:
+    def plan_again(self, samples: Samples, advantages: Tensor) -> StepPlan:
         """All of these samples, with the advantages that they had in their own groups."""
         every = torch.ones(len(samples), dtype=torch.bool)
         reduction = self.reducer(samples.lengths, advantages != 0)
         table = replace(samples, counted=every)
         rows = list(range(len(samples)))
-        return Plan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
+        return StepPlan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
 
-    def _score(self, plan: Plan) -> None:
+    def _score(self, plan: StepPlan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
         samples = plan.samples
         for shape in self.shaping:
@@ -145,7 +145,7 @@ class Objective:
             plan.weight = plan.weight * weight
         plan.reduction = Reduction(factors, denominator)
 
-    def finish(self, plan: Plan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
+    def finish(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
 
         `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
@@ -252,7 +252,7 @@ class Objective:
 
     # -- around the optimizer -----------------------------------------------------------------------------------
 
-    def lr_factor(self, plan: Plan, rows: Sequence[int]) -> float:
+    def lr_factor(self, plan: StepPlan, rows: Sequence[int]) -> float:
         """Factor of the learning rate of an update on these rows."""
         size = float(plan.counted.sum()) / plan.updates
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)

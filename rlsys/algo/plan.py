@@ -11,7 +11,7 @@ from rlsys.algo.reducers import Reduction
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """What is trained in one step. Rows are rows of `samples`; the optional fields are set by Objective.finish."""
 
     samples: Samples  # with the column `counted`

@@ -5,17 +5,17 @@ from __future__ import annotations
 from rlsys.data.source import stable_hash
 
 
-def admission_capacity(*, max_staleness: int, policy_step: int, groups_per_step: int, accepted: int) -> int:
+def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_step: int, accepted: int) -> int:
     """Groups that may start now; not above 0 when none may. AReaL's admission by version lag.
 
-        (max_staleness + policy_step + 1) * groups_per_step - accepted
+        (max_staleness + trained_steps + 1) * groups_per_step - accepted
 
-    `policy_step`: train steps that the engines' weights contain. `accepted`: groups trained, ready or
+    `trained_steps`: train steps that the engines' weights contain. `accepted`: groups trained, ready or
     running; what was expired, filtered or censored makes room. With max_staleness 0, exactly the groups of the
     next train step may run. After a restart, groups that later steps took before the crash count as accepted,
-    while `policy_step` is the checkpoint's: nothing is let in until the trainer has caught up.
+    while `trained_steps` is the checkpoint's: nothing is let in until the trainer has caught up.
     """
-    return (max_staleness + policy_step + 1) * groups_per_step - accepted
+    return (max_staleness + trained_steps + 1) * groups_per_step - accepted
 
 
 def sample_seed(run_seed: int, group_id: int, index: int) -> int:

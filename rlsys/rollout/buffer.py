@@ -69,7 +69,7 @@ class RolloutBuffer:
         self.added_tokens = 0
         """Tokens that a model sampled, written since the file was opened."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
-        self._policy_steps: dict[int, int] = {}
+        self._trained_steps: dict[int, int] = {}
         self._stored: dict[int, Stored] = {}  # by sample id, of live groups
         self._load()
 
@@ -85,7 +85,7 @@ class RolloutBuffer:
             self._ready = [row[0] for row in self._db.execute(f"{ready} ORDER BY ready_order")]
             last = self._db.execute("SELECT coalesce(max(train_step), 0) FROM takes")
             self._last_taken = last.fetchone()[0]
-            self._policy_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
+            self._trained_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
         self._issued, self._completed, self._version, self._pruned_to, self._lost = (
             self._file.counter(key) for key in ("issued", "completed", "weight_version", "pruned_to", "lost")
         )
@@ -308,25 +308,25 @@ class RolloutBuffer:
             self._db.execute("INSERT INTO pushes VALUES (?, ?)", (version, train_step))
             self._file.set_counter("weight_version", version)
         self._version = version
-        self._policy_steps[version] = train_step
+        self._trained_steps[version] = train_step
         return version
 
-    def policy_step(self, version: int) -> int:
+    def trained_steps(self, version: int) -> int:
         """Train steps that the weights of a version contain. Raises RunError for one that was never handed out.
 
         Ages are differences of these: after a restart the version counter goes on but the weights go back,
         and pushing the same weights again makes no token older.
         """
-        if version not in self._policy_steps:
+        if version not in self._trained_steps:
             raise RunError(f"an engine reported weight version {version}, which was never pushed to it")
-        return self._policy_steps[version]
+        return self._trained_steps[version]
 
     def age(self, group: SampleGroup, train_step: int) -> int:
         """Train steps between the weights that sampled the group's oldest token and the weights after `train_step`
         steps; 0 for a group without tokens.
         """
         versions = {span.version for sample in group.samples for span in sample.spans}
-        return max((train_step - self.policy_step(v) for v in versions), default=0)
+        return max((train_step - self.trained_steps(v) for v in versions), default=0)
 
     # The file
 

@@ -47,9 +47,9 @@ class Figures:
         self, train_step: int, version: int, groups: list[SampleGroup], *, new: bool
     ) -> dict[str, float]:
         """Of the groups just taken. When they are new, what they say about over_provision decides the next step's."""
-        at = self._buffer.policy_step(version)
+        at = self._buffer.trained_steps(version)
         masked = self._selection.mask_old(groups, at)
-        metrics = step_metrics(groups, lambda v: at - self._buffer.policy_step(v))
+        metrics = step_metrics(groups, lambda v: at - self._buffer.trained_steps(v))
         if new:
             self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
             self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])

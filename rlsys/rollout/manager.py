@@ -84,7 +84,7 @@ class RolloutManager:
         self._command = asyncio.Lock()
         self._done_steps = 0
         """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
-        self._policy_step: int | None = None
+        self._trained_steps: int | None = None
         """Train steps that the engines' weights contain; None before the first push."""
         self._push_due = True
         self._parts: list[list[int]] = []
@@ -103,7 +103,7 @@ class RolloutManager:
             self._buffer.restore(train_step)
             check_conservation(self._buffer.ledger())
             self._runner.flush()
-            self._done_steps, self._policy_step, self._push_due = train_step, None, True
+            self._done_steps, self._trained_steps, self._push_due = train_step, None, True
             self._parts = []
 
     async def early(self, train_step: int) -> Taken | None:
@@ -114,10 +114,10 @@ class RolloutManager:
         that is repeated gets the portions that it had.
         """
         async with self._command:
-            policy_step = self._next_policy_step(train_step)
+            trained_steps = self._steps_before(train_step)
             if train_step > self._buffer.last_taken_step:
                 version = self._buffer.weight_version
-                part = await self._watched(self._until_part(policy_step), "groups of a train step")
+                part = await self._watched(self._until_part(trained_steps), "groups of a train step")
             else:
                 version, groups = self._buffer.taken(train_step)
                 ids = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
@@ -125,16 +125,16 @@ class RolloutManager:
             if not part:
                 return None
             self._set_tool_penalties(part)
-            self._selection.mask_old(part, self._buffer.policy_step(version))
+            self._selection.mask_old(part, self._buffer.trained_steps(version))
             self._parts.append([g.group_id for g in part])
             return Taken(train_step, version, part, {})
 
-    def _next_policy_step(self, train_step: int) -> int:
+    def _steps_before(self, train_step: int) -> int:
         """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
         next_step = self._done_steps + (not self._push_due)
-        if self._policy_step is None or train_step not in (self._done_steps, next_step):
+        if self._trained_steps is None or train_step not in (self._done_steps, next_step):
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
-        return self._policy_step
+        return self._trained_steps
 
     def _set_tool_penalties(self, groups: list[SampleGroup]) -> None:
         if self._tokenizer is not None and self._config.rollout.generator != "single_turn":
@@ -150,10 +150,10 @@ class RolloutManager:
         async with self._command:
             if self._leave_by is not None:
                 return None
-            policy_step = self._next_policy_step(train_step)
+            trained_steps = self._steps_before(train_step)
             new = train_step > self._buffer.last_taken_step
             if new:
-                chosen = await self._chosen(policy_step)
+                chosen = await self._chosen(trained_steps)
                 if chosen is None:
                     return None
                 self._buffer.take(train_step, chosen, self._parts)
@@ -185,13 +185,15 @@ class RolloutManager:
                 if start is not None
             ]
 
-    def _first_unscored(self, sample: Sample, policy_step: int) -> int | None:
+    def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
         """First response token without a score of the run of tokens that these weights sampled last."""
         if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
             return None
-        if not sample.spans or self._buffer.policy_step(sample.spans[-1].version) != policy_step:
+        if not sample.spans or self._buffer.trained_steps(sample.spans[-1].version) != trained_steps:
             return None
-        same = takewhile(lambda x: self._buffer.policy_step(x.version) == policy_step, reversed(sample.spans))
+        same = takewhile(
+            lambda x: self._buffer.trained_steps(x.version) == trained_steps, reversed(sample.spans)
+        )
         start = max(min(span.start for span in same), len(sample.behaviour))
         return start if start < len(sample.response_ids) else None
 
@@ -224,7 +226,7 @@ class RolloutManager:
             if ticket.weight_version != version:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
             metrics = await self._router.end_push(version, canaries, checksums)
-            self._policy_step, self._push_due = self._done_steps, False
+            self._trained_steps, self._push_due = self._done_steps, False
             self._go_on()
             return metrics
 
@@ -291,40 +293,40 @@ class RolloutManager:
 
     # Waiting
 
-    async def _chosen(self, policy_step: int) -> list[SampleGroup] | None:
+    async def _chosen(self, trained_steps: int) -> list[SampleGroup] | None:
         """The groups of the next step, once there are enough; None when an engine is stale."""
-        if self._selection.groups(policy_step) is None:
-            self._generate(policy_step)
+        if self._selection.groups(trained_steps) is None:
+            self._generate(trained_steps)
             wanted = self._config.rollout.groups_per_step
-            await self._watched(self._wait_for_groups(policy_step), f"{wanted} groups of a train step")
-        return self._selection.groups(policy_step) if self._leave_by is None else None
+            await self._watched(self._wait_for_groups(trained_steps), f"{wanted} groups of a train step")
+        return self._selection.groups(trained_steps) if self._leave_by is None else None
 
-    async def _wait_for_groups(self, policy_step: int) -> None:
-        while self._selection.groups(policy_step) is None and not self._called_away():
-            await self._censor_overdue(policy_step)
+    async def _wait_for_groups(self, trained_steps: int) -> None:
+        while self._selection.groups(trained_steps) is None and not self._called_away():
+            await self._censor_overdue(trained_steps)
             await self._look_again()
 
-    async def _until_part(self, policy_step: int) -> list[SampleGroup]:
+    async def _until_part(self, trained_steps: int) -> list[SampleGroup]:
         """Groups for the trainer to begin with; none when a take would not wait."""
-        if self._selection.groups(policy_step) is None:
-            self._generate(policy_step)
-        while self._selection.groups(policy_step) is None and not self._called_away():
+        if self._selection.groups(trained_steps) is None:
+            self._generate(trained_steps)
+        while self._selection.groups(trained_steps) is None and not self._called_away():
             given = {i for part in self._parts for i in part}
             fresh = [g for g in self._selection.certain() if g.group_id not in given]
             if sum(len(s.prompt_ids) + len(s.response_ids) for g in fresh for s in g.samples) >= self._budget:
                 return fresh
-            await self._censor_overdue(policy_step)
+            await self._censor_overdue(trained_steps)
             await self._look_again()
         return []
 
-    async def _censor_overdue(self, policy_step: int) -> None:
+    async def _censor_overdue(self, trained_steps: int) -> None:
         if late := self._runner.overdue():
             await self._interrupt_all()
             await self._runner.censor_overdue(late)
-            self._generate(policy_step)
+            self._generate(trained_steps)
 
     async def _until_interruptible(self) -> None:
-        step = self._policy_step
+        step = self._trained_steps
         while step is not None and self._selection.must_go_on(step) and not self._called_away():
             await self._look_again()
 
@@ -367,10 +369,10 @@ class RolloutManager:
 
     # Order of operations
 
-    def _generate(self, policy_step: int) -> None:
+    def _generate(self, trained_steps: int) -> None:
         """Samples that wait for an engine go on, and what may start starts."""
         self._router.resume()
-        self._runner.go(policy_step)
+        self._runner.go(trained_steps)
 
     def _go_on(self) -> None:
         """Disaggregated engines always generate, unless the trainer repeats steps whose groups are there already.
@@ -380,8 +382,8 @@ class RolloutManager:
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
         stays = self._leave_by is None
-        if not self._colocated and caught_up and stays and self._policy_step is not None:
-            self._generate(self._policy_step)
+        if not self._colocated and caught_up and stays and self._trained_steps is not None:
+            self._generate(self._trained_steps)
 
     def _stays_young(self, sample: Sample) -> bool:
         return self._selection.stays_young(sample, self._done_steps)

@@ -27,9 +27,9 @@ from rlsys.types import Sample, SampleGroup, Status
 
 
 class Stop(NamedTuple):
-    """The weights of `policy_step` sampled up to token `end`, where the sample was interrupted, or had ended."""
+    """The weights of `trained_steps` sampled up to token `end`, where the sample was interrupted, or had ended."""
 
-    policy_step: int
+    trained_steps: int
     end: int
     last: bool
     """Nobody interrupted it there."""
@@ -53,7 +53,7 @@ class Record:
             self.stops = _stops(db, steps)
             """Of each sample that got a token, in order."""
         for sample_id, stops in self.stops.items():
-            if any(a.policy_step > b.policy_step for a, b in pairwise(stops)):
+            if any(a.trained_steps > b.trained_steps for a, b in pairwise(stops)):
                 raise UserError(
                     f"rollout.repeat = {folder}: its trainer went back to a step before tokens of sample {sample_id}"
                 )
@@ -90,23 +90,23 @@ class Repeat:
     def __init__(self, record: Record, buffer: RolloutBuffer) -> None:
         self._record = record
         self._buffer = buffer
-        self._policy_step = -1
+        self._trained_steps = -1
         self._moved = asyncio.Event()
 
-    def go(self, policy_step: int) -> None:
+    def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps."""
-        self._policy_step = policy_step
+        self._trained_steps = trained_steps
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
     def admits(self, group_id: int) -> bool:
-        return self._record.admitted.get(group_id, self._policy_step + 1) <= self._policy_step
+        return self._record.admitted.get(group_id, self._trained_steps + 1) <= self._trained_steps
 
     async def next_stop(self, sample: Sample) -> Stop:
         """Once its weights are there; never, where the record of the sample ends."""
         stops = self._record.stops.get(sample.sample_id, [])
         stop = next((s for s in stops if s.end > len(sample.response_ids)), None)
-        while stop is None or stop.policy_step > self._policy_step:
+        while stop is None or stop.trained_steps > self._trained_steps:
             await self._moved.wait()
         return stop
 
@@ -124,12 +124,12 @@ class Repeat:
 
         return speak
 
-    def lacks_tokens(self, policy_step: int) -> bool:
+    def lacks_tokens(self, trained_steps: int) -> bool:
         """Whether a sample still lacks tokens that the weights after so many train steps gave it."""
-        return any(self._lacks(i, stops, policy_step) for i, stops in self._record.stops.items())
+        return any(self._lacks(i, stops, trained_steps) for i, stops in self._record.stops.items())
 
-    def _lacks(self, sample_id: int, stops: list[Stop], policy_step: int) -> bool:
-        due = [s for s in stops if s.policy_step <= policy_step]
+    def _lacks(self, sample_id: int, stops: list[Stop], trained_steps: int) -> bool:
+        due = [s for s in stops if s.trained_steps <= trained_steps]
         group_id, place = divmod(sample_id, self._record.largest_group)
         if not due or (group_id not in self._buffer.groups and group_id < self._buffer.next_group_id):
             return False
@@ -139,15 +139,15 @@ class Repeat:
         sample = group.samples[place]
         return not sample.status.terminal and (due[-1].last or len(sample.response_ids) < due[-1].end)
 
-    def groups(self, policy_step: int) -> list[SampleGroup] | None:
-        """Those that the step after `policy_step` took; None while they are not ready, or others lack tokens."""
-        train_step = policy_step + 1
+    def groups(self, trained_steps: int) -> list[SampleGroup] | None:
+        """Those that the step after `trained_steps` took; None while they are not ready, or others lack tokens."""
+        train_step = trained_steps + 1
         if train_step not in self._record.takes:
             raise RunError(
                 f"rollout.repeat: the record ends with train step {max(self._record.takes, default=0)}"
             )
         ready = {g.group_id: g for g in self._buffer.ready()}
         wanted = self._record.takes[train_step]
-        if self.lacks_tokens(policy_step) or not ready.keys() >= set(wanted):
+        if self.lacks_tokens(trained_steps) or not ready.keys() >= set(wanted):
             return None
         return [ready[g] for g in wanted]

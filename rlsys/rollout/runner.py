@@ -66,7 +66,7 @@ class SampleRunner:
         self.settled = 0
         """Samples that got a reward, or a reason for none."""
         self._failure: BaseException | None = None
-        self._policy_step: int | None = None  # train steps in the engines' weights; None: start nothing
+        self._trained_steps: int | None = None  # train steps in the engines' weights; None: start nothing
         self._held: deque[SampleGroup] = deque()  # active since before a restart, not let in again yet
         self._pending: deque[tuple[SampleGroup, Sample]] = deque()  # let in, waiting for a slot
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -83,11 +83,11 @@ class SampleRunner:
         router.on_death = self._mourn
         router.priority = self._priority
 
-    def go(self, policy_step: int) -> None:
+    def go(self, trained_steps: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
-        self._policy_step = policy_step
+        self._trained_steps = trained_steps
         if self._repeat is not None:
-            self._repeat.go(policy_step)
+            self._repeat.go(trained_steps)
         self._fill()
         self._note_occupancy()
 
@@ -97,7 +97,7 @@ class SampleRunner:
 
     async def reset(self) -> None:
         """After an interrupt: end all tasks; what is active waits to be let in again, start nothing before `go`."""
-        self._policy_step = None
+        self._trained_steps = None
         await self.stop([s.sample_id for g in self._buffer.active() for s in g.samples])
         self._pending.clear()
         self._prompts.clear()
@@ -190,7 +190,7 @@ class SampleRunner:
 
     def _fill(self) -> None:
         """Start samples while slots are free, oldest group first; new groups as admission allows."""
-        step = self._policy_step
+        step = self._trained_steps
         if step is None:
             return
         try:
@@ -206,22 +206,22 @@ class SampleRunner:
     def _has_slot(self) -> bool:
         return self._repeat is not None or len(self._generating) < self.slots
 
-    def _may_admit(self, policy_step: int) -> bool:
+    def _may_admit(self, trained_steps: int) -> bool:
         if self._repeat is not None:
             return self._repeat.admits(self._held[0].group_id if self._held else self._buffer.next_group_id)
         dead = sum(self._buffer.counts[state] for state in DEAD)
         accepted = self._buffer.next_group_id - dead - len(self._held)
         capacity = admission_capacity(
             max_staleness=self._config.rollout.max_staleness,
-            policy_step=policy_step,
+            trained_steps=trained_steps,
             groups_per_step=self._config.rollout.groups_per_step,
             accepted=accepted,
         )
         return capacity > 0
 
-    def _admit(self, policy_step: int) -> bool:
+    def _admit(self, trained_steps: int) -> bool:
         """Let one group in: one from before a restart, else a new one."""
-        if not self._may_admit(policy_step):
+        if not self._may_admit(trained_steps):
             return False
         if self._held:
             group = self._held.popleft()

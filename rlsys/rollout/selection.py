@@ -19,18 +19,18 @@ class Selection:
         self._buffer = buffer
         self._repeat = repeat
 
-    def groups(self, policy_step: int) -> list[SampleGroup] | None:
-        """For the step after `policy_step`; None while there are too few, or some must be waited for."""
+    def groups(self, trained_steps: int) -> list[SampleGroup] | None:
+        """For the step after `trained_steps`; None while there are too few, or some must be waited for."""
         if self._repeat is not None:
-            return self._repeat.groups(policy_step)
-        if self._colocated and self.must_go_on(policy_step):  # a take interrupts
+            return self._repeat.groups(trained_steps)
+        if self._colocated and self.must_go_on(trained_steps):  # a take interrupts
             return None
         ready, wanted = self._buffer.ready(), self._rollout.groups_per_step
         if self._rollout.staleness_policy != "wait":
             return choose(ready, wanted)
         limit = self._rollout.max_staleness
         return choose_in_time(
-            ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, policy_step)
+            ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, trained_steps)
         )
 
     def certain(self) -> list[SampleGroup]:
@@ -38,11 +38,11 @@ class Selection:
         under the staleness policy `wait`, and not for a record."""
         return self._buffer.ready()[: self._rollout.groups_per_step]
 
-    def must_go_on(self, policy_step: int) -> bool:
+    def must_go_on(self, trained_steps: int) -> bool:
         """Whether a sample in an engine has been resumed as often as rollout.max_resumes allows, or the record has
         more tokens of these weights."""
         if self._repeat is not None:
-            return self._repeat.lacks_tokens(policy_step)
+            return self._repeat.lacks_tokens(trained_steps)
         limit = self._rollout.max_resumes
         if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
             return False
@@ -54,7 +54,7 @@ class Selection:
         if self._rollout.staleness_policy == "mask":
             return True
         version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.weight_version
-        return done_steps - self._buffer.policy_step(version) <= self._rollout.max_staleness
+        return done_steps - self._buffer.trained_steps(version) <= self._rollout.max_staleness
 
     def too_old(self, done_steps: int) -> list[SampleGroup]:
         """Groups that no step after `done_steps` may take."""
@@ -63,12 +63,12 @@ class Selection:
         limit = self._rollout.max_staleness
         return [g for g in self._buffer.groups.values() if self._buffer.age(g, done_steps) > limit]
 
-    def mask_old(self, groups: list[SampleGroup], policy_step: int) -> int:
+    def mask_old(self, groups: list[SampleGroup], trained_steps: int) -> int:
         """Under the policy `mask`: tokens of taken groups that are not trained are marked; how many."""
         if self._rollout.staleness_policy != "mask":
             return 0
         for sample in (s for g in groups for s in g.samples):
             sample.masked = too_old(
-                sample, self._rollout.max_staleness, lambda v: policy_step - self._buffer.policy_step(v)
+                sample, self._rollout.max_staleness, lambda v: trained_steps - self._buffer.trained_steps(v)
             )
         return sum(span.end - span.start for g in groups for s in g.samples for span in s.masked)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
-from rlsys.algo.plan import Plan
+from rlsys.algo.plan import StepPlan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
@@ -78,7 +78,7 @@ def train_step(
 def learn(
     trainer: Trainer,
     objective: Objective,
-    plan: Plan,
+    plan: StepPlan,
     taken: Taken,
     updates: Sequence[list[int]],
     sums: dict[str, Tensor],
@@ -129,7 +129,7 @@ def learn(
 
 
 def ready(
-    trainer: Trainer, objective: Objective, plan: Plan, taken: Taken, updates: Sequence[list[int]]
+    trainer: Trainer, objective: Objective, plan: StepPlan, taken: Taken, updates: Sequence[list[int]]
 ) -> list[list[MicroBatch]]:
     """This rank's micro-batches of each update, with the scores, advantages and weights that their loss needs."""
     batches = [pack_rows(taken, rows, trainer) for rows in updates]

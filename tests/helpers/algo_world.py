@@ -12,7 +12,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective
-from rlsys.algo.plan import Plan
+from rlsys.algo.plan import StepPlan
 from rlsys.algo.reduction import Reduce, alone
 from rlsys.config.algo import AlgoSection
 from rlsys.types import Sample, SampleGroup
@@ -190,7 +190,7 @@ class _Step:
 
     def optimise(
         self,
-        plan: Plan,
+        plan: StepPlan,
         updates: list[list[int]],
         cuts: list[list[list[int]]],
         known: list[int],

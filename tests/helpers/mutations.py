@@ -24,12 +24,12 @@ import yaml
 
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import SECTION_KINDS, TABLE, load
-from rlsys.algo.rehearsal import rehearse as rehearse_objective
+from rlsys.algo.trial import try_objective
 from rlsys.cli import describe_run
 from rlsys.config import load_config
 from rlsys.errors import UserError
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.rehearsal import build_inputs, conclude_groups
+from rlsys.rollout.trial import build_inputs, conclude_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "base.yaml")
@@ -221,7 +221,7 @@ def run(case: Case, folder: Path) -> None:
         if inputs is not None:
             asyncio.run(conclude_groups(config, *inputs))
     if any(text.startswith("algo") for text in case.overrides):
-        rehearse_objective(config, None)
+        try_objective(config, None)
     describe_run(config, 80.0)
 
 

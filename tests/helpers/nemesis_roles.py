@@ -27,7 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from launch.backends.local import LocalBackend
-from launch.plan import Plan, Role
+from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
 from launch.supervisor import StopSignals, Supervisor
 from rlsys.config import Config, load_config
@@ -72,7 +72,7 @@ def launch(config_file: str, plan_file: str) -> None:
             Role(name, kind, argv, ready_url=url, start_timeout=120.0)
             for name, kind, argv, url in json.loads(Path(plan_file).read_text())
         ]
-        plan = Plan(roles, run_dir=config.run.dir)
+        plan = LaunchPlan(roles, run_dir=config.run.dir)
         backend = LocalBackend(config, run_dir.lock_fd)
         Supervisor(config, plan, backend, run_dir, Silent(), stop).run()
 

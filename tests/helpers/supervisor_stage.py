@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.backends.local import LocalBackend
-from launch.plan import Plan, Role
+from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
@@ -83,7 +83,7 @@ class Stage:
     def run(self, *roles: Role) -> None:
         with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
             backend = LocalBackend(self.config, run_dir.lock_fd)
-            Supervisor(self.config, Plan(list(roles)), backend, run_dir, self.display, stop).run()
+            Supervisor(self.config, LaunchPlan(list(roles)), backend, run_dir, self.display, stop).run()
 
     @property
     def notes(self) -> list[str]:

@@ -147,7 +147,7 @@ def test_ages_count_train_steps_not_pushes(buffer: RolloutBuffer) -> None:
     buffer.new_version(0)  # a restart from the first checkpoint: the same weights under a new version
     assert buffer.age(group, 0) == 0
     with pytest.raises(RunError, match="weight version 9"):
-        buffer.policy_step(9)
+        buffer.trained_steps(9)
 
 
 def test_illegal_moves_are_refused(buffer: RolloutBuffer) -> None:

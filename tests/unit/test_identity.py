@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from launch import ports
-from launch.plan import Plan, Role
+from launch.plan import LaunchPlan, Role
 from launch.ports import HeldPorts
 from launch.readiness import PortTaken, engine_answers
 from rlsys import cli
@@ -185,10 +185,10 @@ def test_a_stranger_on_an_engines_port_is_found_and_another_port_tried(
         silent.listen(64)
         taken = int(url.rpartition(":")[2]) if answers else silent.getsockname()[1]
 
-        def plan(_: Any) -> Plan:
+        def plan(_: Any) -> LaunchPlan:
             plans.append(taken if not plans else free_port())
             rollout = stage.role("rollout", SERVE_FOREVER, serves=True)
-            return Plan([engine_role(stage, plans[-1]), rollout, stage.role("trainer", TRAINER)])
+            return LaunchPlan([engine_role(stage, plans[-1]), rollout, stage.role("trainer", TRAINER)])
 
         cli.supervise(stage.config, plan)
     assert len(plans) == 2
@@ -217,7 +217,7 @@ def test_a_configured_port_that_a_stranger_has_is_named(
         with pytest.raises(
             UserError, match=rf"engine\.port = {port}: .* belongs to another server.*0 finds free"
         ):
-            cli.supervise(config, lambda _: Plan(roles))
+            cli.supervise(config, lambda _: LaunchPlan(roles))
 
 
 def test_two_runs_that_start_together_get_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Plan, ports, run folder, preflight, set-up: what is decided before a process starts."""
+"""LaunchPlan, ports, run folder, preflight, set-up: what is decided before a process starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from launch import bootstrap, rundir
 from launch.describe import describe_arithmetic, describe_plan, evaluations, mode
-from launch.layout import Share, lay_out
-from launch.plan import Node, Plan, Ports, build_plan, build_sft_plan
+from launch.layout import NodeShare, lay_out
+from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports, free_ports
 from launch.preflight import check_model
 from launch.rundir import open_run_dir
@@ -33,7 +33,7 @@ def engine_command(c: Config, index: int, port: int) -> tuple[list[str], dict[st
     return ["python", "-m", "engine", str(index), str(port)], {"SOME": "1 2"}
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> LaunchPlan:
     c = config(*overrides)
     layout, n = lay_out(c), c.launch.nodes
     nodes = [Node(f"n{i}", f"10.0.0.{i}") for i in range(n)] if n > 1 else [Node("localhost")]
@@ -124,13 +124,13 @@ def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
 
 def test_ranks_and_engines_of_cpu_nodes() -> None:
     two = lay_out(config("launch.nodes=2", "launch.backend=slurm", "parallel.ep=2", "engine.count=3"))
-    assert two.trainer == [Share(0, 1), Share(1, 1)]
-    assert two.engines == [[Share(0, 1)], [Share(1, 1)], [Share(0, 1)]]
+    assert two.trainer == [NodeShare(0, 1), NodeShare(1, 1)]
+    assert two.engines == [[NodeShare(0, 1)], [NodeShare(1, 1)], [NodeShare(0, 1)]]
     apart = lay_out(
         config("launch.nodes=3", "launch.backend=slurm", "parallel.ep=4", "launch.placement=disaggregated")
     )
-    assert apart.trainer == [Share(0, 2), Share(1, 2)]
-    assert apart.engines == [[Share(2, 1)]]
+    assert apart.trainer == [NodeShare(0, 2), NodeShare(1, 2)]
+    assert apart.engines == [[NodeShare(2, 1)]]
 
 
 def gpus(nodes: int, per_node: int, *overrides: str) -> Config:
@@ -140,7 +140,7 @@ def gpus(nodes: int, per_node: int, *overrides: str) -> Config:
 
 def test_colocated_trainer_and_engines_share_the_gpus() -> None:
     layout = lay_out(gpus(2, 4, "parallel.ep=8", "engine.count=2", "engine.tp=4"))
-    every = [Share(0, 4, (0, 1, 2, 3)), Share(1, 4, (0, 1, 2, 3))]
+    every = [NodeShare(0, 4, (0, 1, 2, 3)), NodeShare(1, 4, (0, 1, 2, 3))]
     assert layout.trainer == every
     assert layout.engines == [[every[0]], [every[1]]]
 
@@ -150,14 +150,14 @@ def test_disaggregated_splits_may_be_uneven() -> None:
         gpus(2, 8, "parallel.ep=2", "parallel.dp=10", "engine.count=3", "engine.tp=2",
              "launch.placement=disaggregated", "rollout.groups_per_step=20", "rollout.group_size=2")
     )  # fmt: skip
-    assert layout.trainer == [Share(0, 8, tuple(range(8))), Share(1, 2, (0, 1))]
-    assert layout.engines == [[Share(1, 2, (2, 3))], [Share(1, 2, (4, 5))], [Share(1, 2, (6, 7))]]
+    assert layout.trainer == [NodeShare(0, 8, tuple(range(8))), NodeShare(1, 2, (0, 1))]
+    assert layout.engines == [[NodeShare(1, 2, (2, 3))], [NodeShare(1, 2, (4, 5))], [NodeShare(1, 2, (6, 7))]]
 
 
 def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
     apart = "launch.placement=disaggregated"
-    assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[Share(1, 4, (0, 1, 2, 3))]]
-    whole = [Share(1, 4, (0, 1, 2, 3)), Share(2, 4, (0, 1, 2, 3))]
+    assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[NodeShare(1, 4, (0, 1, 2, 3))]]
+    whole = [NodeShare(1, 4, (0, 1, 2, 3)), NodeShare(2, 4, (0, 1, 2, 3))]
     assert lay_out(gpus(3, 4, apart, "engine.tp=8")).engines == [whole]
     with pytest.raises(UserError, match=r"engine\.tp = 6 needs whole nodes, but launch\.gpus_per_node = 4"):
         lay_out(gpus(3, 4, apart, "engine.tp=6"))

@@ -36,7 +36,9 @@ from tests.helpers.rollout_rig import (
 
 def test_admission_hand_computed() -> None:
     def capacity(step: int, accepted: int, lag: int) -> int:
-        return admission_capacity(max_staleness=lag, policy_step=step, groups_per_step=16, accepted=accepted)
+        return admission_capacity(
+            max_staleness=lag, trained_steps=step, groups_per_step=16, accepted=accepted
+        )
 
     assert capacity(0, 0, lag=0) == 16  # the groups of step 1
     assert capacity(0, 16, lag=0) == 0
@@ -51,7 +53,9 @@ def test_admission_never_lets_a_fresh_group_become_too_old(lag: int, per_step: i
     """Trained in order, the last group let in is taken when the weights are `lag` steps further."""
     accepted = (lag + policy + 1) * per_step - 1
     assert (
-        admission_capacity(max_staleness=lag, policy_step=policy, groups_per_step=per_step, accepted=accepted)
+        admission_capacity(
+            max_staleness=lag, trained_steps=policy, groups_per_step=per_step, accepted=accepted
+        )
         == 1
     )
     trained_at_step = accepted // per_step + 1

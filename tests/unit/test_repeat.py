@@ -143,7 +143,7 @@ async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back
             db.execute("INSERT INTO interrupts VALUES (NULL, ?, 1, ?)", (sample, old))
         stops = Record(first, config).stops[sample]
         assert [(stop.end, stop.last) for stop in stops] == [(1, False), (2, False), (3, True)]
-        assert stops[0].policy_step == stops[1].policy_step < stops[2].policy_step
+        assert stops[0].trained_steps == stops[1].trained_steps < stops[2].trained_steps
         spans([new, 0, 2], [old, 2, 3])
         with pytest.raises(
             UserError, match=f"its trainer went back to a step before tokens of sample {sample}$"

@@ -40,7 +40,7 @@ ROUNDS = 64
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class Tried:
     """`rewards`: names of the reward's parts, none for a plain number; None: not known."""
 
     rewards: tuple[str, ...] | None
@@ -57,10 +57,10 @@ class _NoTokenizer:
         raise TokenizerMissing(f"no tokenizer to ask for {name}")
 
 
-def rehearse(config: Config) -> Rehearsed:
+def try_rollout(config: Config) -> Tried:
     """Raises UserError, one line that names the field, for what would stop the run at its first prompt."""
     inputs = build_inputs(config)
-    return Rehearsed(None) if inputs is None else asyncio.run(_rehearse(config, *inputs))
+    return Tried(None) if inputs is None else asyncio.run(_try(config, *inputs))
 
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
@@ -84,12 +84,12 @@ def _build_without_tokenizer(config: Config) -> None:
             return  # it wants one at once; nothing is known
 
 
-async def _rehearse(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Rehearsed:
+async def _try(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Tried:
     prompt = await conclude_groups(config, tokenizer, source)
     rewards = Rewards(config)
     try:
         scorer = build_scorer(config, rewards, tokenizer)
-        return Rehearsed(await _score(config, scorer, prompt, tokenizer))
+        return Tried(await _score(config, scorer, prompt, tokenizer))
     finally:
         await rewards.close()
 

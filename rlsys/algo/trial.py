@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective
-from rlsys.algo.plan import Plan
+from rlsys.algo.plan import StepPlan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
@@ -38,7 +38,7 @@ PROMPT = 2
 """Tokens of each prompt."""
 
 
-def rehearse(config: Config, rewards: Sequence[str] | None = ()) -> None:
+def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
     """Raises UserError, one line, for an objective that fails or gives no finite loss.
 
     rewards: names of the reward's parts, none for a plain number; None: not known, then as many as are asked for.
@@ -133,7 +133,7 @@ def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: in
 
 def _learn(
     objective: Objective,
-    plan: Plan,
+    plan: StepPlan,
     groups: Sequence[SampleGroup],
     updates: Sequence[Sequence[int]],
     pieces: int,
