@@ -36,6 +36,7 @@ PLACES = (
     "rlsys/algo",
     "rlsys/rollout",
     "rlsys/router",
+    "rlsys/gateway",
     "rlsys/trainer/pack.py",
     "rlsys/convert",
     "launch/supervisor.py",
