@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
@@ -12,7 +14,6 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.step_metrics import step_metrics
 from rlsys.router.router import Router
 from rlsys.types import GroupState, SampleGroup, Status
 
@@ -101,3 +102,35 @@ class Figures:
             f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
             f"engines: {engines}"
         )
+
+
+def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:
+    """Metrics of taken groups. `age(weight_version)`: train steps between those weights and the current ones.
+
+    Lengths in tokens; `staleness_*` is the age of a group's oldest token, in train steps; `off_policy_share` is
+    the share of trained tokens that other weights than the current ones sampled.
+    """
+    samples = [s for g in groups for s in g.samples]
+    lengths = sorted(len(s.response_ids) for s in samples)
+    tokens = sum(lengths)
+    spans = [span for s in samples for span in s.spans]
+    off_policy = sum(span.end - span.start for span in spans if age(span.version))
+    staleness = [max((age(x.version) for s in g.samples for x in s.spans), default=0) for g in groups]
+    return {
+        "reward": sum(s.reward or 0.0 for s in samples) / len(samples),
+        "response_len_mean": tokens / len(samples),
+        "response_len_p50": quantile(lengths, 0.5),
+        "response_len_p99": quantile(lengths, 0.99),
+        "response_len_max": lengths[-1],
+        "tokens": tokens,
+        "off_policy_share": off_policy / tokens if tokens else 0.0,
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "resumed_samples": sum(s.resumes > 0 for s in samples),
+        "truncated_share": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+    }
+
+
+def quantile(ordered: Sequence[int], q: float) -> int:
+    """The smallest value that at least a share `q` of `ordered` does not exceed (nearest rank)."""
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]

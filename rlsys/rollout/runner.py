@@ -16,13 +16,12 @@ from typing import Any
 from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.rollout.admission import admission_capacity, sample_seed
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
 from rlsys.rollout.controller import Occupancy
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Repeat
-from rlsys.rollout.schedule import resume_key
+from rlsys.rollout.schedule import admission_capacity, resume_key, sample_seed
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.tools import ToolFailed
 from rlsys.router.router import Poisonous, RefusedPrompt, Router

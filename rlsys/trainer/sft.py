@@ -18,9 +18,9 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.traces import Trace, trace_batches
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
+from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
-from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.trainer import Trainer
 
 

@@ -29,9 +29,9 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.plan import StepPlan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
 from rlsys.trainer.critic import Critic
+from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
-from rlsys.trainer.schedule import learning_rate
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
 

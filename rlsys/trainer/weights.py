@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.families import Rule
 from rlsys.convert.hf import HFTensors
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.table import Entry, entries
 from rlsys.errors import UserError
 from rlsys.trainer.chunks import Chunks
-from rlsys.trainer.shards import shard, unshard
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -156,3 +156,29 @@ def _whole(local: LocalWeights, entry: Entry, name: str) -> Tensor:
         part = part if owner == group.rank() else torch.empty_like(part)
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
     return unshard(part, entry.rule)
+
+
+def _cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
+    if rule.per_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def shard(full: Tensor, rule: Rule) -> Tensor:
+    """This rank's part. gate_up is cut within gate and within up, so that a rank holds matching halves."""
+    if rule.cut is None or (group := _cutting_group(rule)).size() == 1:
+        return full
+    halves = full.chunk(2, dim=rule.cut) if rule.layout == "gate_up" else (full,)
+    return torch.cat([h.chunk(group.size(), dim=rule.cut)[group.rank()] for h in halves], dim=rule.cut)
+
+
+def unshard(part: Tensor, rule: Rule) -> Tensor:
+    """The full parameter, on every rank of the group. Collective."""
+    if rule.cut is None or (group := _cutting_group(rule)).size() == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    if rule.layout != "gate_up":
+        return torch.cat(parts, dim=rule.cut)
+    gates, ups = zip(*(p.chunk(2, dim=rule.cut) for p in parts), strict=True)
+    return torch.cat([*gates, *ups], dim=rule.cut)

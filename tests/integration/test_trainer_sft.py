@@ -15,7 +15,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup
 from rlsys.trainer import sft as sft_module
-from rlsys.trainer.schedule import learning_rate
+from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.sft import sft
 
 pytestmark = pytest.mark.integration

@@ -11,14 +11,8 @@ import torch
 from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage, Grpo, dr_grpo
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.catalogue import (
-    OTHER_STAGES,
-    entries,
-    recipes,
-    render_docs,
-    render_list,
-    render_show,
-)
+from rlsys.algo.catalogue import OTHER_STAGES, entries, recipes, render_list, render_show
+from rlsys.algo.handbook import render_docs
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.config import load_config, read_layers
@@ -220,7 +214,7 @@ def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:
 
 
 def test_the_docs_are_what_the_plugins_say() -> None:
-    """`python -m rlsys.algo.catalogue > docs/algorithms.md` makes them again."""
+    """`python -m rlsys.algo.handbook > docs/algorithms.md` makes them again."""
     assert (ROOT / "docs/algorithms.md").read_text(encoding="utf-8") == render_docs()
 
 

@@ -34,7 +34,7 @@ def group(rewards: list[float | None], group_id: int = 0, prompt_index: int = 0)
 def test_the_rollout_side_imports_no_torch() -> None:
     names = [(kind, name) for kind in ("prompt", "planner", "group_reward") for name in TABLE[kind]]
     code = (
-        f"import sys, rlsys.algo, rlsys.algo.catalogue, rlsys.algo.put_off\n"
+        f"import sys, rlsys.algo, rlsys.algo.handbook, rlsys.algo.put_off\n"
         f"for kind, name in {names!r}: rlsys.algo.build(kind, name)\n"
         "assert 'torch' not in sys.modules"
     )

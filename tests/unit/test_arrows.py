@@ -133,6 +133,7 @@ def test_only_tensor_files_of_algo_import_torch() -> None:
         "plugin",
         "registry",
         "catalogue",
+        "handbook",
     ):
         path = ROOT / "rlsys/algo" / f"{name}.py"
         assert "torch" not in {m.split(".")[0] for m in imports(path)}, path

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.admission import admission_capacity, sample_seed
+from rlsys.rollout.figures import quantile
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
-from rlsys.rollout.step_metrics import quantile
+from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 from tests.helpers.rollout_rig import (
     APRIL,

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from rlsys.identity import NOBODY
 from rlsys.owner import Owner, claim
-from rlsys.rollout.admission import sample_seed
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.schedule import sample_seed
 from rlsys.rollout.service import Access
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.writer import StoreWriter

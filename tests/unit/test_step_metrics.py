@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.rollout.step_metrics import step_metrics
+from rlsys.rollout.figures import step_metrics
 from rlsys.types import Sample, SampleGroup, Status, VersionSpan
 
 
