@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from rlsys.config import Config
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.runner import SampleRunner
 
 GAIN = 0.5
 """Share of the way to the computed factor that one step goes: what it changes shows only steps later."""
@@ -30,57 +32,45 @@ def next_factor(factor: float, target: Target, wanted: float, measured: float, c
     return min(max(factor * min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE), 1.0), ceiling)
 
 
+def most_slots(config: Config) -> int:
+    """The most samples that a run can ever have in flight."""
+    return round(_ceiling(config) * config.samples_per_step)
+
+
+def _ceiling(config: Config) -> float:
+    if config.rollout.over_provision != "auto":
+        return config.over_provision
+    return 1.0 + config.rollout.max_staleness  # admission lets no more in
+
+
 class OverProvision:
-    """Owns the factor of the step to come."""
+    """Owns the factor, and with it the runner's slots. Kept in the buffer over restarts."""
 
-    def __init__(self, config: Config, saved: float | None) -> None:
-        """`saved`: where an earlier process of this run left off."""
-        r = config.rollout
-        self._samples_per_step = config.samples_per_step
-        self._hold, self._share = r.auto_hold, r.auto_share
-        self._ceiling = 1.0 + r.max_staleness  # admission lets no more in
-        self._auto = r.over_provision == "auto"
-        self.factor = config.over_provision if saved is None or not self._auto else saved
+    def __init__(self, config: Config, buffer: RolloutBuffer, runner: SampleRunner) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._runner = runner
+        saved = buffer.note("over_provision")
+        auto = config.rollout.over_provision == "auto"
+        self._factor = float(saved) if auto and saved is not None else config.over_provision
+        runner.slots = self._slots
+        self.figures = self._figures(idle_share=0.0)
+        """What it was in the step taken last, for the step's metrics."""
+
+    def steer(self, off_policy_share: float) -> None:
+        """A step was taken; how it went decides how many samples are in flight during the next one."""
+        self.figures = self._figures(idle_share := self._runner.occupancy.idle_share())
+        r = self._config.rollout
+        if r.over_provision == "auto":
+            measured = off_policy_share if r.auto_hold == "off_policy" else idle_share
+            ceiling = _ceiling(self._config)
+            self._factor = next_factor(self._factor, r.auto_hold, r.auto_share, measured, ceiling)
+        self._runner.slots = self._slots
+        self._buffer.set_note("over_provision", repr(self._factor))
 
     @property
-    def slots(self) -> int:
-        return round(self.factor * self._samples_per_step)
+    def _slots(self) -> int:
+        return round(self._factor * self._config.samples_per_step)
 
-    @property
-    def most_slots(self) -> int:
-        """The most samples that this run can ever have in flight."""
-        return round((self._ceiling if self._auto else self.factor) * self._samples_per_step)
-
-    def figures(self, idle_share: float) -> dict[str, float]:
-        """For the step's metrics."""
-        return {"over_provision": self.factor, "slots": self.slots, "idle_share": idle_share}
-
-    def step(self, off_policy_share: float, idle_share: float) -> None:
-        """A step was taken; its shares decide about the next one."""
-        if self._auto:
-            measured = off_policy_share if self._hold == "off_policy" else idle_share
-            self.factor = next_factor(self.factor, self._hold, self._share, measured, self._ceiling)
-
-
-class Occupancy:
-    """Integrates over time how many of `slots` have no sample, while it is on."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._busy = 0
-        self._since: float | None = None  # None: off
-        self._time = self._idle_time = 0.0
-
-    def update(self, now: float, busy: int | None) -> None:
-        """From now on so many samples are in flight; None: nobody wants any."""
-        if self._since is not None:
-            self._time += now - self._since
-            self._idle_time += (now - self._since) * max(0.0, 1 - self._busy / self._slots)
-        self._since = None if busy is None else now
-        self._busy = busy or 0
-
-    def idle_share(self) -> float:
-        """Since it was asked for last; 0 when there was no time in between."""
-        share = self._idle_time / self._time if self._time else 0.0
-        self._time = self._idle_time = 0.0
-        return share
+    def _figures(self, idle_share: float) -> dict[str, float]:
+        return {"over_provision": self._factor, "slots": self._slots, "idle_share": idle_share}

@@ -1,4 +1,4 @@
-"""Figures of a run: what the trainer writes down for a step, what the live display shows, who is waited for."""
+"""Figures of a run: what the trainer writes down for a step, and what the live display shows. They only read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from collections.abc import Callable, Sequence
 from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.planning import Planning
-from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.selection import Selection
 from rlsys.router.router import Router
 from rlsys.types import GroupState, SampleGroup, Status
 
 
 class Figures:
-    """Reads from everybody; owns over_provision, which follows from the figures."""
+    """Reads from everybody, and changes nothing."""
 
     def __init__(
         self,
@@ -27,37 +24,19 @@ class Figures:
         buffer: RolloutBuffer,
         router: Router,
         scorer: Scorer,
-        runner: SampleRunner,
-        selection: Selection,
         planning: Planning,
     ) -> None:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
-        self._runner = runner
-        self._selection = selection
         self._planning = planning
         self._bias = BiasMonitor(config, buffer)
-        factor = buffer.note("over_provision")
-        self._over_provision = OverProvision(config, None if factor is None else float(factor))
-        runner.slots = self._over_provision.slots
-        self._control = self._over_provision.figures(idle_share=0.0)
-        """What over_provision was in the step taken last."""
 
-    def of_step(
-        self, train_step: int, version: int, groups: list[SampleGroup], *, new: bool
-    ) -> dict[str, float]:
-        """Of the groups just taken. When they are new, what they say about over_provision decides the next step's."""
+    def of_step(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """Of the groups that this step took, which starts from the weights of `version`."""
         at = self._buffer.trained_steps(version)
-        masked = self._selection.mask_old(groups, at)
         metrics = step_metrics(groups, lambda v: at - self._buffer.trained_steps(v))
-        if new:
-            self._control = self._over_provision.figures(self._runner.occupancy.idle_share())
-            self._over_provision.step(metrics["off_policy_share"], self._control["idle_share"])
-            self._runner.slots = self._over_provision.slots
-            self._buffer.set_note("over_provision", repr(self._over_provision.factor))
-        bias = self._bias.metrics(train_step, groups)
-        return {**metrics, **bias, **self._control, "masked_tokens": masked}
+        return {**metrics, **self._bias.metrics(train_step, groups)}
 
     def counts(self) -> dict[str, float]:
         """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
@@ -82,26 +61,6 @@ class Figures:
             **self._planning.counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
         }
-
-    def progress(self) -> tuple[float, int]:
-        """Changes when anything has got further."""
-        return self._router.stats()["received_tokens"], self._runner.settled
-
-    def missing(self) -> str:
-        """Who is waited for: the oldest unfinished groups, and the engines."""
-        waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
-        shown = "; ".join(
-            f"group {g.group_id}: "
-            + ", ".join(
-                f"sample {s.sample_id} {s.status} with {len(s.response_ids)} tokens" for s in rest[:3]
-            )
-            for g, rest in waiting[:3]
-        )
-        engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
-        return (
-            f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
-            f"engines: {engines}"
-        )
 
 
 def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TypeVar
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
+from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.evaluation import judge, probes
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
@@ -29,6 +29,7 @@ from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.tools import tool_penalty
+from rlsys.rollout.waiting import LOOK_SECONDS, Waiting
 from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
@@ -42,10 +43,6 @@ from rlsys.types import (
     Taken,
     Unscored,
 )
-
-LOOK_SECONDS = 0.5
-"""How often a waiting command looks for stale engines, failures and progress."""
-T = TypeVar("T")
 
 
 class RolloutManager:
@@ -77,7 +74,9 @@ class RolloutManager:
         self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat)
         self._selection = Selection(config, buffer, repeat)
         self._canaries = Canaries(source, config.eval.prompts)
-        self._figures = Figures(config, buffer, router, scorer, self._runner, self._selection, planning)
+        self._over_provision = OverProvision(config, buffer, self._runner)
+        self._waiting = Waiting(config, buffer, router, self._runner)
+        self._figures = Figures(config, buffer, router, scorer, planning)
         self._colocated = config.launch.placement == "colocated"
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
         """Tokens of a full micro-batch on every trainer rank."""
@@ -117,7 +116,7 @@ class RolloutManager:
             trained_steps = self._steps_before(train_step)
             if train_step > self._buffer.last_taken_step:
                 version = self._buffer.weight_version
-                part = await self._watched(self._until_part(trained_steps), "groups of a train step")
+                part = await self._waiting.watched(self._until_part(trained_steps), "groups of a train step")
             else:
                 version, groups = self._buffer.taken(train_step)
                 ids = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
@@ -164,7 +163,11 @@ class RolloutManager:
                 await self._interrupt_all()
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
-            metrics = self._figures.of_step(train_step, version, groups, new=new)
+            masked = self._selection.mask_old(groups, self._buffer.trained_steps(version))
+            metrics = self._figures.of_step(train_step, version, groups)
+            if new:
+                self._over_provision.steer(metrics["off_policy_share"])
+            metrics |= {**self._over_provision.figures, "masked_tokens": masked}
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due, self._parts = train_step, True, []
@@ -208,7 +211,7 @@ class RolloutManager:
             self._runner.raise_failure()
             if self._push_due:
                 if not self._colocated:  # else take has done it
-                    await self._watched(self._until_interruptible(), "samples that must go on")
+                    await self._waiting.watched(self._until_interruptible(), "samples that must go on")
                     await self._interrupt_all(keep=self._stays_young)
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
@@ -234,7 +237,7 @@ class RolloutManager:
         """Greedy on the held-out prompts; right is a full reward. What cannot be judged is not among `prompts`."""
         async with self._command:
             asked = probes(self._source, self._config.eval.prompts)
-            await self._watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
+            await self._waiting.watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
             return await judge(asked, self._scorer)
 
     async def commit(self, train_step: int) -> None:
@@ -284,7 +287,7 @@ class RolloutManager:
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
             "leaving": self._seconds_left(),
-            "waiting_for": self._figures.missing(),
+            "waiting_for": self._waiting.missing(),
         }
 
     def _seconds_left(self) -> float | None:
@@ -298,7 +301,9 @@ class RolloutManager:
         if self._selection.groups(trained_steps) is None:
             self._generate(trained_steps)
             wanted = self._config.rollout.groups_per_step
-            await self._watched(self._wait_for_groups(trained_steps), f"{wanted} groups of a train step")
+            await self._waiting.watched(
+                self._wait_for_groups(trained_steps), f"{wanted} groups of a train step"
+            )
         return self._selection.groups(trained_steps) if self._leave_by is None else None
 
     async def _wait_for_groups(self, trained_steps: int) -> None:
@@ -340,32 +345,6 @@ class RolloutManager:
         self._runner.wake.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
-
-    async def _watched(self, work: Awaitable[T], what: str) -> T:
-        """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout
-        without a token or a reward. While no engine serves, the time that one may take to start comes on top."""
-        task = asyncio.ensure_future(work)
-        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
-        start_seconds = self._config.start_seconds
-        seen, since = self._figures.progress(), loop.time()
-        try:
-            while not task.done():
-                self._runner.raise_failure()
-                await asyncio.wait({task}, timeout=min(LOOK_SECONDS, stall / 4))
-                away = not self._router.stats()["engines_serving"]
-                limit = stall + (start_seconds if away else 0.0)
-                if (now := self._figures.progress()) != seen:
-                    seen, since = now, loop.time()
-                elif not task.done() and loop.time() - since > limit:
-                    raise RunError(
-                        f"no token and no reward for rollout.stall_timeout = {stall:g} s"
-                        f"{f' and engine.start_timeout = {limit - stall:g} s' * away}; waiting for {what}: "
-                        f"{self._figures.missing()}"
-                    )
-            self._runner.raise_failure()
-            return task.result()
-        finally:
-            task.cancel()
 
     # Order of operations
 

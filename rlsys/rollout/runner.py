@@ -17,8 +17,8 @@ from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
-from rlsys.rollout.controller import Occupancy
 from rlsys.rollout.generator import Generator
+from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import admission_capacity, resume_key, sample_seed

@@ -32,7 +32,7 @@ from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.controller import most_slots
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.opening import open_while_telling
@@ -195,9 +195,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
-    raise_descriptors(
-        OverProvision(config, None).most_slots, "rollout: over_provision x groups_per_step x group_size"
-    )
+    raise_descriptors(most_slots(config), "rollout: over_provision x groups_per_step x group_size")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -367,5 +367,5 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
         r.router.stats = lambda: told  # type: ignore[method-assign]
         start = loop.time()
         with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
-            await r.manager._watched(asyncio.Event().wait(), "an engine")
+            await r.manager._waiting.watched(asyncio.Event().wait(), "an engine")
         assert loop.time() - start >= 0.25
