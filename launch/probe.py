@@ -6,6 +6,7 @@ import http.client
 import urllib.error
 import urllib.request
 
+from rlsys.obs.direct import opener
 from rlsys.owner import KEY_HEADER
 
 NO_ANSWER, OK, NOT_YET = 0, 200, 503
@@ -19,7 +20,7 @@ def probe(url: str, key: str, data: bytes | None = None, timeout: float = SECOND
     """
     try:
         request = urllib.request.Request(url, data, {KEY_HEADER: key})
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with opener.open(request, timeout=timeout) as answer:
             return int(answer.status), bytes(answer.read())
     except urllib.error.HTTPError as e:
         try:

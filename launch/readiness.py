@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 from rlsys.errors import RunError
 from rlsys.identity import Identity
+from rlsys.obs.direct import opener
 
 PROBE_TIMEOUT = 1.0
-# Engines are on this machine or its network: never through a proxy that the environment names.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class PortTaken(RunError):
@@ -58,9 +57,8 @@ def listens(url: str) -> bool:
 def _get(url: str, headers: dict[str, str] | None = None) -> tuple[int, str | None] | None:
     """Status, and the weight version in the answer if there is one; None when nobody answers."""
     try:
-        with _opener.open(
-            urllib.request.Request(url, headers=headers or {}), timeout=PROBE_TIMEOUT
-        ) as answer:
+        request = urllib.request.Request(url, headers=headers or {})
+        with opener.open(request, timeout=PROBE_TIMEOUT) as answer:
             status, body = answer.status, answer.read()
     except urllib.error.HTTPError as e:
         return e.code, None

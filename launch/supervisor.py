@@ -315,7 +315,10 @@ class Supervisor:
             if rollout and rollout.role.ready_url:
                 url = rollout.role.ready_url.replace("/status", f"/{question}")
                 if (body := self._get(url, timeout=coordinator.ANSWER_SECONDS / 2)) is not None:
-                    coordinator.tell(self._run_dir.path, question, body)
+                    try:
+                        coordinator.tell(self._run_dir.path, question, body)
+                    except OSError as e:  # the reader gives up by itself
+                        self._say(f"the answer to rlsys {question} cannot be written: {e.strerror}")
 
     def _ask_status(self) -> dict[str, Any] | None:
         """The rollout process's counts; None when it does not answer."""
@@ -330,13 +333,18 @@ class Supervisor:
         """Diagnose on request (`rlsys doctor RUN`), and once in a silence."""
         silence = time.monotonic() - self._last_news
         request = self._run_dir.path / diagnosis.REQUEST
-        if request.exists():
-            request.unlink()
-            self._diagnose(f"asked for; the last change was {silence:.0f} s ago")
-        elif silence > self._config.launch.silence_seconds:
-            self._last_news = time.monotonic()
-            self._diagnose(f"nothing has changed for launch.silence_seconds = {silence:.0f} s")
-            self._say(f"nothing has changed for {silence:.0f} s; see {self._run_dir.path / diagnosis.ANSWER}")
+        try:
+            if request.exists():
+                request.unlink()
+                self._diagnose(f"asked for; the last change was {silence:.0f} s ago")
+            elif silence > self._config.launch.silence_seconds:
+                self._last_news = time.monotonic()
+                self._diagnose(f"nothing has changed for launch.silence_seconds = {silence:.0f} s")
+                self._say(
+                    f"nothing has changed for {silence:.0f} s; see {self._run_dir.path / diagnosis.ANSWER}"
+                )
+        except OSError as e:  # a full disk: the run may still go on
+            self._say(f"no diagnosis: {e.strerror}")
 
     def _diagnose(self, reason: str) -> None:
         asked = diagnosis.clock_of(self._run_dir.path)

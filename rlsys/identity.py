@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, disk_errors
 from rlsys.owner import FOLDER, Owner
 
 _NORMAL = (
@@ -80,13 +80,20 @@ def config_path(run_dir: Path, unit: str) -> Path:
 
 
 def write_config(path: Path, of: Identity) -> None:
-    """Mode 0600, replaced in one step. Its weights are version 0 until somebody pushes others."""
+    """Mode 0600, replaced in one step. Its weights are version 0 until somebody pushes others.
+
+    Raises RunError when the disk refuses.
+    """
     part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
-        # JSON is YAML, and a key of digits alone stays text.
-        json.dump({"api-key": of.api_key, "admin-api-key": of.admin_key, "weight-version": of.label(0)}, f)
-    os.replace(part, path)
+    # JSON is YAML, and a key of digits alone stays text.
+    text = json.dumps({"api-key": of.api_key, "admin-api-key": of.admin_key, "weight-version": of.label(0)})
+    with disk_errors(path):
+        part.unlink(missing_ok=True)
+        with os.fdopen(
+            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as f:
+            f.write(text)
+        os.replace(part, path)
 
 
 def read_keys(path: Path) -> Identity:

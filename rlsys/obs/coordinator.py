@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlsys.errors import RunError, disk_errors
+from rlsys.obs.direct import opener
 from rlsys.owner import KEY_HEADER, Owner, current
 
 FILE_NAME = "coordinator.json"
@@ -79,7 +80,6 @@ def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS) -> bytes
 
 def _by_loopback(address: Address, key: str, question: str, patience: float) -> bytes | None:
     url = f"http://127.0.0.1:{address.port}/{question}"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, headers={KEY_HEADER: key}), timeout=patience) as answer:
             return bytes(answer.read())
@@ -97,15 +97,16 @@ def _by_loopback(address: Address, key: str, question: str, patience: float) -> 
 
 def _by_mailbox(address: Address, run_dir: Path, question: str, patience: float) -> bytes:
     box = run_dir / MAILBOX
-    box.mkdir(exist_ok=True)
-    told = box / f"{question}.told"
-    told.unlink(missing_ok=True)
-    (box / question).touch()
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            return told.read_bytes()
-        time.sleep(LOOK_SECONDS)
+    with disk_errors(box, Silent):
+        box.mkdir(exist_ok=True)
+        told = box / f"{question}.told"
+        told.unlink(missing_ok=True)
+        (box / question).touch()
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                return told.read_bytes()
+            time.sleep(LOOK_SECONDS)
     raise Silent(f"the run's supervisor on {address.host} does not answer within {patience:g} s")
 
 

@@ -31,9 +31,17 @@ class RunReader:
         self._run_dir = run_dir
 
     def status(self) -> dict[str, Any] | None:
-        """What the live coordinator says of itself; None when there is none. Raises Silent: it does not answer."""
+        """What the live coordinator says of itself; None when there is none.
+
+        Raises Silent: it does not answer, or not with a status.
+        """
         body = ask(self._run_dir, "status")
-        status: dict[str, Any] | None = json.loads(body) if body else None
+        if not body:
+            return None
+        with _understood():
+            status = json.loads(body)
+            if not isinstance(status, dict):
+                raise ValueError
         return status
 
     def ledger(self) -> Ledger:
@@ -44,7 +52,8 @@ class RunReader:
         """
         try:
             if body := ask(self._run_dir, "ledger"):
-                return msgspec.msgpack.decode(body, type=Ledger)
+                with _understood():
+                    return msgspec.msgpack.decode(body, type=Ledger)
         except Silent:
             if not is_local(self._run_dir):
                 raise
@@ -65,6 +74,15 @@ class RunReader:
                 raise UserError(
                     f"{self._run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
                 ) from None
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """An answer that cannot be decoded is not the coordinator's: its port is another process's by now."""
+    try:
+        yield
+    except (ValueError, msgspec.DecodeError):
+        raise Silent("what answers in the place of its coordinator is none") from None
 
 
 def _interrupted(path: Path) -> bool:

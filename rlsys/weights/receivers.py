@@ -12,13 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rlsys.errors import RunError
+from rlsys.obs.direct import opener
 from rlsys.types import EngineAddress
 
 SEND_TIMEOUT = 300.0
 
 log = logging.getLogger("rlsys.weights")
-# Engines are on this machine or its network: never through a proxy that the environment names.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Gone(Exception):
@@ -61,17 +60,23 @@ class Receivers:
 
 
 def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
-    """Raises Gone when the engine does not answer, RunError when it refuses."""
+    """Raises Gone when the engine does not answer; RunError when it refuses, or its answer is not one of SGLang."""
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
     request = urllib.request.Request(engine.url + path, data=json.dumps(body).encode(), headers=headers)
     try:
-        with _opener.open(request, timeout=SEND_TIMEOUT) as answer:
-            result = json.loads(answer.read())
+        with opener.open(request, timeout=SEND_TIMEOUT) as answer:
+            body = answer.read()
     except urllib.error.HTTPError as e:
         raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
     except (OSError, http.client.HTTPException) as e:
         raise Gone(f"{e}") from None
+    try:
+        result = json.loads(body)
+    except ValueError:
+        result = None
+    if not isinstance(result, dict):
+        raise RunError(f"{engine.url}{path}: not an answer of SGLang: {body[:100]!r}")
     if not result.get("success"):
         raise RunError(f"{engine.url}{path}: {result.get('message')}")

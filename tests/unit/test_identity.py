@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import stat
 import threading
@@ -314,3 +316,17 @@ def test_keys_of_engines_that_others_started(tmp_path: Path) -> None:
         read_keys(path)
     with pytest.raises(UserError, match="No such file"):
         read_keys(tmp_path / "none.yaml")
+
+
+def test_a_disk_that_takes_no_keys_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "engine-0.yaml"
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RunError, match=rf"^{path}: No space left on device$"):
+        write_config(path, Identity("o:1", "12345", "67890"))
+    monkeypatch.undo()
+    missing = tmp_path / "gone" / "engine-0.yaml"
+    with pytest.raises(RunError, match=r"gone/engine-0\.yaml: No such file or directory$"):
+        write_config(missing, Identity("o:1", "12345", "67890"))

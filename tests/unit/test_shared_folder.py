@@ -159,6 +159,15 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     assert coordinator.asked(nfs) == ["status"]
 
 
+def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator.publish(claim(nfs), 1)
+    here = socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
+    (nfs / coordinator.MAILBOX).write_text("a file in its place")
+    with pytest.raises(coordinator.Silent, match=rf"^{nfs}/\.ask: File exists$"):
+        coordinator.ask(nfs, "status")
+
+
 def test_an_address_of_an_earlier_launch_or_of_a_dead_one_is_nobody(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

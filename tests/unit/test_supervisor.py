@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from launch.process import RoleFailed
 from launch.stops import Stopped
 from launch.supervisor import Supervisor
 from rlsys.errors import RunError, UserError
+from rlsys.obs import coordinator
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 
@@ -261,6 +263,29 @@ def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest
     assert "nothing has changed for launch.silence_seconds" in (stage.folder / "first").read_text()
     assert any("diagnosis.txt" in phase for phase in stage.display.phases)
     assert not (stage.folder / "run/.diagnose").exists()
+
+
+def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the supervisor ended with a traceback, and the run with it."""
+    monkeypatch.setattr(supervisor, "STATUS_SECONDS", 0.02)
+
+    def full(path: Path, *_: object) -> None:
+        (stage.folder / f"refused {path.name}").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(coordinator, "replace", full)
+    monkeypatch.setattr(supervisor, "write_whole", full)
+    monkeypatch.setattr(supervisor, "_STACKS_SECONDS", 0.02)
+    asks = "wait_for('rollout probed')\nrun = here / 'run'\n(run / '.ask').mkdir()\n"
+    asks += "(run / '.ask/ledger').touch(); (run / '.diagnose').touch()\n"
+    asks += "refused = [here / 'refused ledger.told', here / 'refused diagnosis.txt']\n"
+    asks += "while not all(path.exists() for path in refused): time.sleep(0.01)"
+    stage.run(stage.role("rollout", SERVE_FOREVER, serves=True), stage.role("trainer", asks))
+    said = stage.display.phases
+    assert "the answer to rlsys ledger cannot be written: No space left on device" in said
+    assert "no diagnosis: No space left on device" in said
 
 
 def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
