@@ -269,10 +269,11 @@ def algo(args: argparse.Namespace) -> int:
 
 def check_algo(args: argparse.Namespace) -> int:
     """Try whether a plug-in keeps what all of its kind promise."""
-    from rlsys.algo.contract import kind_of, promises
+    from rlsys.algo.contract import kind_of, known_kind, promises
 
     config = load_config(args.config, args.overrides)
-    for line in promises(config, args.kind or kind_of(args.name), args.name):
+    kind = kind_of(args.name) if args.kind is None else known_kind(args.kind)
+    for line in promises(config, kind, args.name):
         print(f"ok  {line}")
     return 0
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
 
 from rlsys.algo.plugin import EVIDENCE, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
@@ -90,10 +94,27 @@ def _entry(kind: str, name: str, path: str) -> Entry:
         stage=OTHER_STAGES.get((kind, name), STAGES[kind]),
         needs=tuple(sorted(plugin().needs())),
         fields=tuple(
-            (field, _type_name(info.annotation), repr(info.default), info.description or "")
+            (field, _type_name(info.annotation), _told(field, info.default), info.description or "")
             for field, info in plugin.model_fields.items()
         ),
     )
+
+
+def _told(field: str, default: Any) -> str:
+    """A default as one short word; of a list of sections only how many there are."""
+    return f"{len(default)} {field}" if _is_sections(default) else repr(default)
+
+
+def _is_sections(default: Any) -> TypeGuard[list[BaseModel]]:
+    return isinstance(default, list) and any(isinstance(one, BaseModel) for one in default)
+
+
+def _sections(entry: Entry) -> Iterator[str]:
+    """Its defaults that are lists of sections, as YAML for a config."""
+    for name, info in load(entry.kind, TABLE[entry.kind][entry.name]).model_fields.items():
+        if _is_sections(info.default):
+            plain = [one.model_dump(mode="json", exclude_defaults=True) for one in info.default]
+            yield yaml.safe_dump({name: plain}, sort_keys=False, width=110).rstrip()
 
 
 def _type_name(annotation: Any) -> str:
@@ -101,6 +122,8 @@ def _type_name(annotation: Any) -> str:
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return " | ".join(map(_type_name, get_args(annotation)))
+    if get_origin(annotation) in (list, dict, tuple):
+        return f"{get_origin(annotation).__name__}[{', '.join(map(_type_name, get_args(annotation)))}]"
     if annotation is NoneType:
         return "None"
     plain = isinstance(annotation, type) and not get_args(annotation)
@@ -134,6 +157,7 @@ def render_show(name: str) -> str:
             f"needs:    {', '.join(e.needs) or 'nothing beyond rewards and log-probs of the engine'}"
         )
         lines += [f"  {field} ({kind}, default {default}): {text}" for field, kind, default, text in e.fields]
+        lines += [f"\nthe default of {text}" for text in _sections(e)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -7,6 +7,7 @@ the ranks); and its state survives JSON, as in a checkpoint.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 import torch
@@ -27,11 +28,27 @@ TOLERANCE = 1e-9
 """In float64, relative to the largest number compared. Sums in another order differ by some 1e-15."""
 
 
+def known_kind(kind: str) -> str:
+    """Raises UserError when there is no such kind."""
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KINDS)}"
+        raise UserError(f"--kind {kind}: no kind of plug-in; {hint}")
+    return kind
+
+
 def kind_of(name: str) -> str:
-    """The kind of a built-in, or of a class. Raises UserError for a function: its name does not tell."""
-    for kind, names in TABLE.items():
-        if name in names:
-            return kind
+    """The kind of a built-in, or of a class.
+
+    Raises UserError for a name that does not tell: that of a function, or one that several kinds have.
+    """
+    kinds = [kind for kind, names in TABLE.items() if name in names]
+    if len(kinds) > 1:
+        raise UserError(
+            f"{name} is the name of several plug-ins: say which with --kind, one of {', '.join(kinds)}"
+        )
+    if kinds:
+        return kinds[0]
     found = load("rlsys algo check", name)
     for kind, (base, _) in KINDS.items():
         if isinstance(found, type) and issubclass(found, load(kind, base)):

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from rlsys.gateway.proxy import error_body
+
+_WHY_FULL = error_body(503, "as many clients are being served as the router takes")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
-    b"Content-Type: application/json\r\nContent-Length: 0\r\n\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(_WHY_FULL), _WHY_FULL)
 )
 
 

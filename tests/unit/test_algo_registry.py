@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rlsys.algo import build, check
 from rlsys.algo.advantages import Advantage, Grpo, dr_grpo
@@ -202,6 +203,17 @@ def test_list_and_show() -> None:
     assert "a reading of the abstract" in render_show("minpro")
     with pytest.raises(UserError, match=r"no algorithm 'grpoo'; did you mean grpo\?"):
         render_show("grpoo")
+
+
+def test_defaults_that_are_sections_are_counted_and_shown_as_a_config_takes_them() -> None:
+    """Before: `[TemplateParams(system='', ...), ...]`, fifteen lines of it."""
+    assert "templates=8 templates, seed=0" in render_list()
+    assert "Params(" not in render_list()
+    shown = render_show("prompt_augmentation")
+    assert "templates (list[TemplateParams], default 8 templates)" in shown
+    given = yaml.safe_load(shown.partition("the default of ")[2])
+    plugin = build("prompt", "prompt_augmentation", templates=given["templates"])
+    assert plugin == build("prompt", "prompt_augmentation")
 
 
 def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:

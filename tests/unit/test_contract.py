@@ -75,6 +75,26 @@ def test_a_class_tells_its_kind_and_a_function_does_not(module: Path) -> None:
         kind_of(f"{module}:plain")
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["tis", "--kind", "corection"], "--kind corection: no kind of plug-in; did you mean correction?"),
+        (["tis", "--kind", "xyz"], "--kind xyz: no kind of plug-in; known: prompt, planner, group_reward"),
+        (["tis", "--kind", ""], "--kind : no kind of plug-in; known:"),
+        (["vcpo"], "vcpo is the name of several plug-ins: say which with --kind, one of advantage, hook"),
+        (["lens"], "say which with --kind, one of planner, selector, correction"),
+    ],
+)
+def test_a_kind_that_is_none_or_not_said_is_one_line(
+    args: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: StopIteration, and the first of several kinds without a word."""
+    assert main(["algo", "check", *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlsys: error: ")
+    assert told in line
+
+
 def test_overrides_make_the_run_around_it(module: Path) -> None:
     with pytest.raises(UserError, match=r"use algo\.anchor = old"):
         lines("tis", "correction")

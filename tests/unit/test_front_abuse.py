@@ -85,8 +85,14 @@ async def test_who_is_being_served_is_not_pushed_out() -> None:
         while True:  # until both have begun
             reader, writer = await ask(port, "/quick")
             if b" 503 " in await reader.readline():
+                head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
                 break
             writer.close()
+        assert b"Retry-After: 1" in head
+        assert b"Content-Length: %d" % len(body) in head
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == (503, "server_error")
+        assert "as many clients" in error["message"]
         free.set()
         for reader, writer in served:
             assert (await reader.readuntil(b"at last")).startswith(b"HTTP/1.1 200")
