@@ -67,16 +67,16 @@ def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
     request = urllib.request.Request(engine.url + path, data=json.dumps(body).encode(), headers=headers)
     try:
         with opener.open(request, timeout=SEND_TIMEOUT) as answer:
-            body = answer.read()
+            said = answer.read()
     except urllib.error.HTTPError as e:
         raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
     except (OSError, http.client.HTTPException) as e:
         raise Gone(f"{e}") from None
     try:
-        result = json.loads(body)
+        result = json.loads(said)
     except ValueError:
         result = None
     if not isinstance(result, dict):
-        raise RunError(f"{engine.url}{path}: not an answer of SGLang: {body[:100]!r}")
+        raise RunError(f"{engine.url}{path}: not an answer of SGLang: {said[:100]!r}")
     if not result.get("success"):
         raise RunError(f"{engine.url}{path}: {result.get('message')}")
