@@ -31,14 +31,12 @@ def sources(root: Path) -> list[str]:
 
 
 def modules(files: Iterable[str]) -> dict[str, str]:
-    """Module name -> file. A helper beside a test is also importable by its bare name."""
+    """Module name -> file."""
     found: dict[str, str] = {}
     for file in files:
         path = Path(file).with_suffix("")
         parts = path.parts[:-1] if path.name == "__init__" else path.parts
         found[".".join(parts)] = file
-        if parts[0] == "tests":
-            found.setdefault(path.name, file)
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ FILES = {
     "configs/quick.yaml": "",
     "configs/methods/a.yaml": "",
     "tests/unit/helper.py": "from rlsys import types\n",
-    "tests/unit/test_types.py": "import helper\n",
+    "tests/unit/test_types.py": "from tests.unit import helper\n",
     "tests/unit/test_report.py": "import rlsys.report\n",
     "tests/unit/test_methods.py": "for path in (ROOT / 'configs' / 'methods').glob('*'): ...\n",
     "tests/integration/test_run.py": "COMMAND = ['-m', 'rlsys.cli', 'configs/quick.yaml']\n",
@@ -88,12 +90,20 @@ def test_the_layout_tests_are_reached_from_the_trainer_and_not_from_the_gateway(
     assert "tests/integration/test_kill_nine.py" in here.tests(["rlsys/rewards/judges.py"])
 
 
-def test_a_helper_beside_a_test_has_its_bare_name_too() -> None:
+def test_a_file_is_the_module_of_its_path() -> None:
     assert modules(["tests/unit/helper.py", "rlsys/a/__init__.py"]) == {
         "tests.unit.helper": "tests/unit/helper.py",
-        "helper": "tests/unit/helper.py",
         "rlsys.a": "rlsys/a/__init__.py",
     }
+
+
+def test_files_of_one_name_in_two_folders_run_in_one_session(pytester: pytest.Pytester) -> None:
+    """With this repository's options; that the whole tree is collected is the first stage of `.ci/run`."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for folder in ("unit", "integration"):
+        pytester.mkdir(folder).joinpath("test_same.py").write_text("def test_one(): ...")
+    options = shlex.split(pyproject["tool"]["pytest"]["ini_options"]["addopts"])
+    pytester.inline_run(*options, "-p", "no:asyncio").assertoutcome(passed=2)
 
 
 def test_a_tests_tier_is_the_first_that_runs_it() -> None:

@@ -162,7 +162,7 @@ async def nobody(prompt: str, responses: Sequence[Response], judge: Judge | None
 
 
 async def test_a_group_that_cannot_be_judged_is_censored(tmp_path: Path) -> None:
-    config = config_of(tmp_path, group_reward="test_planning:nobody")
+    config = config_of(tmp_path, group_reward=f"{__name__}:nobody")
     async with rig(config) as r:
         r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
         await r.start()
@@ -187,13 +187,13 @@ async def rude(prompt: str, responses: Sequence[Response], judge: Judge | None) 
     return bad.get(deed, [1.0, 0.0])
 
 
-RUDE = "algo.group_reward test_planning:rude "
+RUDE = f"algo.group_reward {__name__}:rude "
 
 
 @pytest.mark.virtual_clock
 async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> None:
     rollout = {"rollout": {**BUDGET["rollout"], "reward_timeout": 5, "over_provision": 4, "max_staleness": 4}}
-    config = make_config(tmp_path, algo={"group_reward": "test_planning:rude"}, **rollout)
+    config = make_config(tmp_path, algo={"group_reward": f"{__name__}:rude"}, **rollout)
     plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
     told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
     assert told == [
@@ -210,7 +210,7 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
 
 
 async def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
-    config = config_of(tmp_path, group_reward="test_planning:zero_raises")
+    config = config_of(tmp_path, group_reward=f"{__name__}:zero_raises")
     async with rig(config) as r:
         r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
         await r.start()

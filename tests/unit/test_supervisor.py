@@ -324,13 +324,13 @@ def test_grandchildren_that_left_the_group_end_too(stage: Stage) -> None:
 
 def test_roles_of_a_killed_supervisor_end_and_free_the_folder(stage: Stage) -> None:
     code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_supervisor as t, pathlib
-stage = t.Stage(pathlib.Path({str(stage.folder)!r}))
+from pathlib import Path
+from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage
+stage = Stage(Path({str(stage.folder)!r}))
 trainer = "wait_for('engine-0 probed'); note('up'); signal.pause()"
-stage.run(stage.role("engine", t.SERVE_FOREVER, serves=True), stage.role("trainer", trainer))
+stage.run(stage.role("engine", SERVE_FOREVER, serves=True), stage.role("trainer", trainer))
 """
-    killed = subprocess.Popen([sys.executable, "-c", code])
+    killed = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     wait_until(lambda: "up" in stage.notes)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
