@@ -32,7 +32,6 @@ from rlsys.rollout.store import (
     Stored,
     extend_scores,
     ids_to_blob,
-    read_groups,
     sqlite_errors,
     write_sample,
     write_scores,
@@ -76,7 +75,7 @@ class RolloutBuffer:
     def _load(self) -> None:
         with sqlite_errors(self._path):
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
-            self.groups = {g.group_id: g for g in read_groups(self._db, live)}
+            self.groups = {g.group_id: g for g in self._file.read_groups(live)}
             samples = (s for g in self.groups.values() for s in g.samples)
             self._stored = {s.sample_id: Stored.of(s) for s in samples}
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
@@ -172,7 +171,7 @@ class RolloutBuffer:
                         f"{len(sample.behaviour)} of {len(sample.response_ids)} have one"
                     )
                 extend_scores(sample.behaviour, found.start, found.logp)
-                write_scores(self._db, found)
+                write_scores(self._db, self._file.segments, found)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -239,7 +238,7 @@ class RolloutBuffer:
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
         with self._file.writing():
             version, ids = self._db.execute(query, (train_step,)).fetchone()
-            groups = read_groups(self._db, "train_step = ?", train_step)
+            groups = self._file.read_groups("train_step = ?", train_step)
             if [g.group_id for g in groups] != sorted(json.loads(ids)):
                 raise RunError(f"train step {train_step}: journal and groups disagree: {ids}")
             for group in groups:
@@ -289,8 +288,8 @@ class RolloutBuffer:
                 "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
                 "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
             )
-            for table in ("arrays", "scores"):
-                self._db.execute(f"DELETE FROM {table} WHERE {taken}", (self._pruned_to, train_step))
+            self._db.execute(f"DELETE FROM pieces WHERE {taken}", (self._pruned_to, train_step))
+            self._file.segments.forget_unused()
             self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
@@ -381,7 +380,7 @@ class RolloutBuffer:
 
     def _write(self, sample: Sample) -> None:
         before = self._stored.get(sample.sample_id, Stored())
-        now = self._stored[sample.sample_id] = write_sample(self._db, sample, before)
+        now = self._stored[sample.sample_id] = write_sample(self._db, self._file.segments, sample, before)
         self.added_tokens += now.sampled - before.sampled
 
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
@@ -402,5 +401,4 @@ class RolloutBuffer:
             self._stored.pop(sample.sample_id, None)
         if group.state in DEAD:
             ids = [(s.sample_id,) for s in group.samples]
-            self._db.executemany("DELETE FROM arrays WHERE sample_id = ?", ids)
-            self._db.executemany("DELETE FROM scores WHERE sample_id = ?", ids)
+            self._db.executemany("DELETE FROM pieces WHERE sample_id = ?", ids)

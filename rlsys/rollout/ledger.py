@@ -35,6 +35,8 @@ class Ledger:
     """Group id -> its train step, of trained groups and of those given back to their step."""
     lost: int
     """Tokens that engines generated and no sample got: measured by the router, never a remainder."""
+    torn_bytes: int
+    """Bytes of segments that a launch had written and not committed when it was killed."""
 
     @property
     def trained_twice(self) -> int:
@@ -42,13 +44,14 @@ class Ledger:
         return sum(n > 1 for n in Counter(g for ids in self.journal.values() for g in ids).values())
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """What `rlsys ledger` prints: groups, but for parked and in_flight (samples) and lost (tokens)."""
+        """What `rlsys ledger` prints: groups, but for parked and in_flight (samples), lost (tokens), torn_bytes."""
         return {
             "issued": self.issued_groups,
             **self.groups,
             "parked": self.parked_samples,
             "in_flight": 0,
             "lost": self.lost,
+            "torn_bytes": self.torn_bytes,
             "trained_twice": self.trained_twice,
             "samples": self.samples,
             "tokens": self.tokens,
@@ -56,7 +59,7 @@ class Ledger:
 
 
 def count(db: sqlite3.Connection) -> Ledger:
-    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'lost')"))
+    meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'lost', 'torn_bytes')"))
     groups, sizes, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(4))
     for state, n, size in db.execute("SELECT state, count(*), sum(size) FROM groups GROUP BY state"):
         groups[state], sizes[state] = n, size
@@ -78,6 +81,7 @@ def count(db: sqlite3.Connection) -> Ledger:
         journal=journal,
         in_step=in_step,
         lost=meta["lost"],
+        torn_bytes=meta["torn_bytes"],
     )
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.obs.coordinator import Silent, ask
 from rlsys.obs.filesystem import is_local
 from rlsys.rollout.ledger import Ledger, count
-from rlsys.rollout.store import FILE_NAME, open_readonly
+from rlsys.rollout.segments import SegmentReader
+from rlsys.rollout.store import FILE_NAME, open_readonly, read_groups
+from rlsys.types import SampleGroup
 
 
 class RunReader:
@@ -59,6 +61,14 @@ class RunReader:
                 raise
         with self.database() as db:
             return count(db)
+
+    def groups(self, where: str, *values: object) -> list[SampleGroup]:
+        """Whole groups with their tokens, by id, of a run as `database` takes it. Raises UserError."""
+        try:
+            with self.database() as db, SegmentReader(self._run_dir) as segments:
+                return read_groups(db, segments, where, *values)
+        except RunError as e:
+            raise UserError(str(e)) from None
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:

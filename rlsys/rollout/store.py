@@ -5,9 +5,10 @@
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
              prompt that it was drawn from, where that is not its group's
-    arrays   pieces of samples in the order in which they came: response ids (int32), mu (float64), little-endian,
-             and routes (msgpack of RouteSpans); dropped when no checkpoint can want them
-    scores   the trainer's log-probs (float32) of tokens that its weights sampled, from token `start` on
+    pieces   where the tokens of samples lie in segment files (segments.py), in the order in which they came: ids, mu
+             and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint can
+             want them
+    segments the files: name, and how many bytes of each are committed
     takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
              had been given before, in which portions
     pushes   the train step whose weights a weight version holds
@@ -38,12 +39,13 @@ import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
+from rlsys.rollout.segments import Kind, Place, Record, SegmentReader, SegmentWriter, encode
 from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 8
+_SCHEMA_VERSION = 9
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -59,15 +61,13 @@ CREATE TABLE samples (
     observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
-CREATE TABLE arrays (
-    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, response_ids BLOB NOT NULL, mu BLOB NOT NULL,
-    routes BLOB NOT NULL
+CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
+CREATE TABLE pieces (
+    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, segment INTEGER NOT NULL REFERENCES segments,
+    start INTEGER NOT NULL, length INTEGER NOT NULL
 );
-CREATE INDEX arrays_by_sample ON arrays (sample_id);
-CREATE TABLE scores (
-    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, start INTEGER NOT NULL, logp BLOB NOT NULL
-);
-CREATE INDEX scores_by_sample ON scores (sample_id);
+CREATE INDEX pieces_by_sample ON pieces (sample_id);
+CREATE INDEX pieces_by_segment ON pieces (segment);
 CREATE TABLE takes (
     train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL,
     parts TEXT NOT NULL
@@ -83,6 +83,8 @@ CREATE TABLE interrupts (
 """
 
 
+COUNTERS = ("issued", "completed", "weight_version", "pruned_to", "lost", "torn_bytes", "owner_epoch")
+"""Of the table meta, by name; they begin with 0 and only grow."""
 READER_SECONDS = 1.0
 """How long a reader waits for a file that its writer may hold for days."""
 FOREIGN_LOCK_SECONDS = 60.0
@@ -208,7 +210,7 @@ def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
     for statement in _SCHEMA.split(";\n"):
         db.execute(statement)
     meta = {"identity": identity, "largest_group": largest_group}
-    counters = dict.fromkeys(("issued", "completed", "weight_version", "pruned_to", "lost", "owner_epoch"), 0)
+    counters = dict.fromkeys(COUNTERS, 0)
     db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
     db.execute("COMMIT")
 
@@ -266,8 +268,8 @@ class Stored(NamedTuple):
         return cls(len(sample.response_ids), len(sample.routes), sample.sampled_tokens)
 
 
-def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stored:
-    """Insert or replace its row and add what its arrays have beyond `stored`; returns what is stored now.
+def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample, stored: Stored) -> Stored:
+    """Insert or replace its row and append what its arrays have beyond `stored`; returns what is stored now.
 
     In flight is stored as parked: what would be resumed.
     """
@@ -287,14 +289,22 @@ def write_sample(db: sqlite3.Connection, sample: Sample, stored: Stored) -> Stor
         ids = ids_to_blob(sample.response_ids[stored.tokens :])
         mu = np.array(sample.mu[stored.tokens :], dtype="<f8").tobytes()
         routes = msgspec.msgpack.encode(sample.routes[stored.routes :])
-        piece = (sample.sample_id, ids, mu, routes)
-        db.execute("INSERT INTO arrays (sample_id, response_ids, mu, routes) VALUES (?, ?, ?, ?)", piece)
+        new = now.tokens - stored.tokens
+        payload = ids + mu + routes
+        record = encode(Kind.TOKENS, sample.sample_id, stored.tokens, new, payload, len(routes))
+        _add_piece(db, sample.sample_id, segments.append(record))
     return now
 
 
-def write_scores(db: sqlite3.Connection, found: Scored) -> None:
-    row = (found.sample_id, found.start, np.array(found.logp, dtype="<f4").tobytes())
-    db.execute("INSERT INTO scores (sample_id, start, logp) VALUES (?, ?, ?)", row)
+def write_scores(db: sqlite3.Connection, segments: SegmentWriter, found: Scored) -> None:
+    logp = np.array(found.logp, dtype="<f4").tobytes()
+    record = encode(Kind.SCORES, found.sample_id, found.start, len(found.logp), logp)
+    _add_piece(db, found.sample_id, segments.append(record))
+
+
+def _add_piece(db: sqlite3.Connection, sample_id: int, place: Place) -> None:
+    row = (sample_id, *place)
+    db.execute("INSERT INTO pieces (sample_id, segment, start, length) VALUES (?, ?, ?, ?)", row)
 
 
 def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
@@ -303,8 +313,10 @@ def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> 
     behaviour += logp
 
 
-def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
-    """Whole groups, by id. Raises RunError when a sample's arrays are not as long as its row says."""
+def read_groups(
+    db: sqlite3.Connection, segments: SegmentReader, where: str, *values: object
+) -> list[SampleGroup]:
+    """Whole groups, by id. Raises RunError when a sample's arrays are not as long as its row says, or damaged."""
     groups: dict[int, SampleGroup] = {}
     prompts: dict[int, list[int]] = {}
     columns = "group_id, prompt_index, state, train_step, prompt_ids"
@@ -314,14 +326,11 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
     of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
     arrays: dict[int, Arrays] = {}
     pieces = (
-        "SELECT sample_id, response_ids, arrays.mu, arrays.routes FROM arrays JOIN samples USING (sample_id)"
+        "SELECT sample_id, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        f"JOIN samples USING (sample_id) WHERE {of_groups} ORDER BY piece"
     )
-    for sample_id, *piece in db.execute(f"{pieces} WHERE {of_groups} ORDER BY piece", values):
-        arrays.setdefault(sample_id, Arrays()).add(*piece)
-    scores = "SELECT sample_id, start, logp FROM scores JOIN samples USING (sample_id)"
-    for sample_id, start, logp in db.execute(f"{scores} WHERE {of_groups} ORDER BY piece", values):
-        found: list[float] = np.frombuffer(logp, dtype="<f4").tolist()
-        extend_scores(arrays[sample_id].behaviour, start, found)
+    for sample_id, *place in db.execute(pieces, values):
+        arrays.setdefault(sample_id, Arrays()).add(sample_id, segments.read(*place))
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
         groups[row[1]].samples.append(_sample(row, prompts[row[1]], arrays.get(row[0], Arrays())))
     return list(groups.values())
@@ -336,10 +345,15 @@ class Arrays:
         self.routes: list[RouteSpan] = []
         self.behaviour: list[float] = []
 
-    def add(self, ids: bytes, mu: bytes, routes: bytes) -> None:
-        self.ids += blob_to_ids(ids)
-        self.mu += np.frombuffer(mu, dtype="<f8").tolist()
-        self.routes += msgspec.msgpack.decode(routes, type=list[RouteSpan])
+    def add(self, sample_id: int, record: Record) -> None:
+        if record.sample_id != sample_id:
+            raise RunError(f"sample {sample_id}: the ledger points at a record of sample {record.sample_id}")
+        if record.kind is Kind.SCORES:
+            extend_scores(self.behaviour, record.start, record.logp().tolist())
+        else:
+            self.ids += record.ids().tolist()
+            self.mu += record.mu().tolist()
+            self.routes += msgspec.msgpack.decode(record.route_bytes(), type=list[RouteSpan])
 
 
 def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:

@@ -1,8 +1,10 @@
-"""The one writer of a rollouts.sqlite: its connection, its lock, and one open transaction over many small writes."""
+"""The one writer of a rollouts.sqlite and its segments: its connection, its lock, and one open transaction over many
+small writes."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +12,13 @@ from typing import TypeVar
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.owner import Deposed, Owner
-from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
+from rlsys.rollout.segments import SegmentReader, SegmentWriter
+from rlsys.rollout.store import WriterLock, open_store, read_groups, sqlite_errors
+from rlsys.types import SampleGroup
 
 T = TypeVar("T")
+
+log = logging.getLogger("rlsys.rollout")
 
 
 class StoreWriter:
@@ -36,18 +42,23 @@ class StoreWriter:
             self._lock.release()
             raise
         self._broken = ""
+        self.segments = SegmentWriter(path.parent, self.db, 0 if owner is None else owner.epoch)
         try:
             self._take_over()
         except RlsysError:
+            self.segments.close()
             self.db.close()
             self._lock.release()
             raise
 
     def _take_over(self) -> None:
-        if self._owner is not None:
-            with self.writing():
+        with self.writing():
+            if self._owner is not None:
                 self.set_counter("owner_epoch", self._owner.epoch)
-            self.flush()
+            if torn := self.segments.open():
+                self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
+                log.warning("%s: %d bytes that no commit names were left behind", self.path, torn)
+        self.flush()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -83,6 +94,13 @@ class StoreWriter:
     def _close_to_writes(self, error: BaseException) -> None:
         self._broken = f"{self.path}: closed to writes after: {error}"
 
+    def read_groups(self, where: str, *values: object) -> list[SampleGroup]:
+        """Whole groups, by id, what is not flushed included."""
+        with sqlite_errors(self.path):
+            self.segments.write_out()
+            with SegmentReader(self.path.parent) as segments:
+                return read_groups(self.db, segments, where, *values)
+
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """What a query finds in the file, what is not flushed included."""
         with sqlite_errors(self.path):
@@ -103,9 +121,11 @@ class StoreWriter:
             if not self.db.in_transaction:
                 return
             try:
+                self.segments.sync()
                 if self._owner is not None:
                     self._owner.check()
                 self.db.execute("COMMIT")
+                self.segments.remove()
             except BaseException as e:
                 self._close_to_writes(e)
                 if self.db.in_transaction:
@@ -116,5 +136,6 @@ class StoreWriter:
         try:
             self.flush()
         finally:
+            self.segments.close()
             self.db.close()
             self._lock.release()

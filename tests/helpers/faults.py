@@ -53,8 +53,8 @@ def failure(kind: str) -> OSError:
 
 _OS = {
     "open": "open", "mkdir": "mkdir", "rename": "rename", "replace": "rename", "unlink": "unlink", "remove": "unlink",
-    "rmdir": "unlink", "fsync": "fsync", "ftruncate": "truncate", "truncate": "truncate", "write": "write",
-    "pwrite": "write",
+    "rmdir": "unlink", "fsync": "fsync", "fdatasync": "fsync", "ftruncate": "truncate", "truncate": "truncate",
+    "write": "write", "pwrite": "write",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import json
 import re
 import sqlite3
 import struct
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import closing
@@ -204,12 +205,30 @@ def _read(path: Path) -> _File:
             )
             for sample, group, tokens, spans, observed, drawn in db.execute(f"SELECT {columns} FROM samples")
         }
-        for sample, ids, mu in db.execute("SELECT sample_id, response_ids, mu FROM arrays ORDER BY piece"):
-            samples[sample].ids += _ints(ids)
-            samples[sample].mu += [x for (x,) in struct.iter_unpack("<d", mu)]
+        pieces = "SELECT sample_id, name, start, pieces.length FROM pieces JOIN segments USING (segment)"
+        for sample, name, start, length in db.execute(f"{pieces} ORDER BY piece"):
+            with (path.parent / "segments" / name).open("rb") as file:
+                file.seek(start)
+                found = _record(file.read(length))
+            if found is None or found[0] != sample:
+                damage.append(f"sample {sample}: no whole record at {start} of {name}")
+            else:
+                samples[sample].ids += found[1]
+                samples[sample].mu += found[2]
         takes = {s: json.loads(ids) for s, ids in db.execute("SELECT train_step, group_ids FROM takes")}
         pushes = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
     return _File(meta, {row[0]: (row[1], row[2], row[3]) for row in rows}, samples, takes, pushes, damage)
+
+
+def _record(data: bytes) -> tuple[int, list[int], list[float]] | None:
+    """Sample, ids and log-probs of a record of tokens, read without the product's code; None: it is not whole."""
+    if len(data) < 44 or data[:4] != b"rlsg" or zlib.crc32(data[8:]) != int.from_bytes(data[4:8], "little"):
+        return None
+    sample, tokens = int.from_bytes(data[12:20], "little"), int.from_bytes(data[32:36], "little")
+    if data[8] != 1:
+        return sample, [], []
+    ids, mu = data[44 : 44 + 4 * tokens], data[44 + 4 * tokens : 44 + 12 * tokens]
+    return sample, _ints(ids), [x for (x,) in struct.iter_unpack("<d", mu)]
 
 
 def _ints(blob: bytes) -> list[int]:

@@ -58,7 +58,7 @@ def checkpoints_begun(run_dir: Path) -> int:
 
 
 MOMENTS: dict[str, Callable[[Path], int]] = {
-    "tokens are on disk": rows("arrays"),
+    "tokens are on disk": rows("pieces"),
     "an engine has heard the abort": asked("/abort_request"),
     "groups are taken, no checkpoint has them": rows("takes"),
     "a push has begun": rows("pushes"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import subprocess
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlsys.algo import build
 from rlsys.data import Tokenizer
-from rlsys.rollout.store import FILE_NAME, read_groups
+from rlsys.rollout.reader import RunReader
 from rlsys.rollout.tools import NO_CALL, tool_penalty
 from rlsys.trainer.step import sample_table
 from rlsys.types import SampleGroup
@@ -39,8 +37,7 @@ def test_a_run_with_tools_trains_the_cleanest_successes(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert len(steps) == 2
-    with closing(sqlite3.connect(f"file:{run / FILE_NAME}?mode=ro", uri=True)) as db:
-        groups = read_groups(db, "state = 'trained' AND train_step = ?", 1)
+    groups = RunReader(run).groups("state = 'trained' AND train_step = ?", 1)
     tell_penalties(groups)
     samples = [s for g in groups for s in g.samples]
     assert [len(g.samples) for g in groups] == [8] * 4, "twice rollout.group_size"

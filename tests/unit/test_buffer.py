@@ -207,7 +207,7 @@ def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffe
     assert ledger.groups["expired"] == 1
     assert ledger.tokens["expired"] == 6
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        assert db.execute("SELECT count(*) FROM arrays").fetchone() == (0,)
+        assert db.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
 
 
 def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opener) -> None:
@@ -437,8 +437,7 @@ class Histories(RuleBasedStateMachine):
     def crash(self) -> None:
         """A copy of the files as they are now is all that a killed process leaves."""
         after = Path(tempfile.mkdtemp(dir=MEMORY))
-        for file in self.folder.glob(f"{FILE_NAME}*"):
-            shutil.copy(file, after)
+        shutil.copytree(self.folder, after, dirs_exist_ok=True)
         self.buffer.close()
         shutil.rmtree(self.folder)
         self.folder = after
