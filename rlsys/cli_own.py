@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from launch.ports import choose_ports
 from launch.preflight import check_model
 from rlsys.config import Config, load_config
 from rlsys.engine.launch_args import engine_command
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError, disk_errors
 from rlsys.rollout.tryout import FILE_NAME
 from rlsys.starter import write_starter
 
@@ -67,8 +68,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
     config = load_config(args.config, args.overrides)
     check_model(config)
     check_plugins(config)
-    folder = config.run.dir.with_name(f"{config.run.dir.name}-try")  # a run's folder holds nothing but a run
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier try: nothing in it is kept
+    folder = folder_beside(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
     layout = lay_out(config)
 
@@ -88,6 +88,16 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
     else:
         show(found, Console())
     return 0
+
+
+def folder_beside(run_dir: Path) -> Path:
+    """A new folder RUN-try-N: a run's own holds nothing but the run, and what is there already is somebody's."""
+    for number in itertools.count(1):
+        folder = run_dir.with_name(f"{run_dir.name}-try-{number}")
+        with disk_errors(folder, UserError), contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("unreachable")
 
 
 def show(found: list[dict[str, Any]], console: Console) -> None:

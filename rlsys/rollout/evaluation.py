@@ -1,5 +1,7 @@
 """Evaluation: greedy responses to the held-out prompts. A response with the full reward is right.
 
+`respond` has engines that nobody trains answer prompts, and scores the answers.
+
 Within a run the manager does it. On its own, for `rlsys eval`:
 
     python -m rlsys.rollout.evaluation --config EVALUATION/config.yaml --engine URL ...
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,9 +29,9 @@ from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
-from rlsys.rollout.generator import build_generator, greedy_turns
-from rlsys.rollout.scoring import Scorer
-from rlsys.router.router import EVALUATION
+from rlsys.rollout.generator import Speak, build_generator, greedy_turns
+from rlsys.rollout.scoring import Scorer, Verdict
+from rlsys.router.router import EVALUATION, Router
 from rlsys.types import EvalResult, Prompt, Sample, Status
 
 PROBE_SECONDS = 0.5
@@ -42,9 +44,13 @@ def probes(source: PromptSource, count: int) -> list[Probe]:
     return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
 
 
-async def judge(answered: list[Probe], scorer: Scorer) -> EvalResult:
+async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
+    """In their order."""
+    return await asyncio.gather(*(scorer.score(p, s.response_ids) for s, p in answered))
+
+
+def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
     """What cannot be judged is not among `prompts`. Raises RunError when nothing can."""
-    verdicts = await asyncio.gather(*(scorer.score(p, s.response_ids) for s, p in answered))
     judged = [v for v in verdicts if v.reward is not None]
     if not judged:
         raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
@@ -67,22 +73,37 @@ async def open_engines(config: Config, whose: Mapping[str, Identity]) -> AsyncIt
         yield engines
 
 
-async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
-    """By engines that serve the model already, by URL; waits until all of them answer."""
-    tokenizer = Tokenizer(config.model.path)
-    source, rewards = build_source(config, tokenizer), Rewards(config)
+async def respond(
+    config: Config,
+    tokenizer: Tokenizer,
+    whose: Mapping[str, Identity],
+    asked: list[Probe],
+    turns: Callable[[Config, Router], Speak],
+) -> list[Verdict]:
+    """What the responses are worth that engines give to `asked`, in its order; its samples hold them then.
+
+    `whose`: engines that serve the model already, by URL; waits until all of them answer. `turns`: sampled or greedy
+    ones.
+    """
+    rewards = Rewards(config)
     try:
         async with open_engines(config, whose) as engines:
             router = build_router(config, engines, tokenizer, trusted=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()
-            answer = build_generator(config, tokenizer, greedy_turns(config, router))
-            asked = probes(source, config.eval.prompts)
+            answer = build_generator(config, tokenizer, turns(config, router))
             await asyncio.gather(*(answer(s, p) for s, p in asked))
             watch.cancel()
-        return await judge(asked, build_scorer(config, rewards, tokenizer))
+        return await score_all(asked, build_scorer(config, rewards, tokenizer))
     finally:
         await rewards.close()
+
+
+async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
+    """Of the model that these engines serve, by URL."""
+    tokenizer = Tokenizer(config.model.path)
+    asked = probes(build_source(config, tokenizer), config.eval.prompts)
+    return judge(asked, await respond(config, tokenizer, whose, asked, greedy_turns))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
-from rlsys.rollout.evaluation import judge, probes
+from rlsys.rollout.evaluation import judge, probes, score_all
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import Ledger, check_conservation
@@ -238,7 +238,7 @@ class RolloutManager:
         async with self._command:
             asked = probes(self._source, self._config.eval.prompts)
             await self._waiting.watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
-            return await judge(asked, self._scorer)
+            return judge(asked, await score_all(asked, self._scorer))
 
     async def commit(self, train_step: int) -> None:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.

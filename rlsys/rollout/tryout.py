@@ -3,7 +3,8 @@
     python -m rlsys.rollout.tryout --config TRY/config.yaml --engine URL ...
 
 asks engines that serve `model.path` as the run would sample, and writes `try.json` into its folder. Nothing of it
-enters a ledger.
+enters a ledger. It asks the source's prompts in their order, SAMPLES times each: `algo.prompt`, which may choose or
+reword prompts, and `algo.planners`, which may drop groups or change their size, do not act here.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.role import run_role
 from rlsys.owner import of_process
-from rlsys.rewards import Rewards
-from rlsys.rollout.assembly import build_router, build_scorer
-from rlsys.rollout.evaluation import open_engines
-from rlsys.rollout.generator import build_generator, sampling_turns
+from rlsys.rollout.evaluation import respond
+from rlsys.rollout.generator import sampling_turns
 from rlsys.router.router import EVALUATION
-from rlsys.types import Prompt, Sample
+from rlsys.types import Sample
 
 FILE_NAME = "try.json"
 PROMPTS, SAMPLES = 3, 4
@@ -35,34 +34,25 @@ PROMPTS, SAMPLES = 3, 4
 async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
     """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none."""
     tokenizer = Tokenizer(config.model.path)
-    source, rewards = build_source(config, tokenizer), Rewards(config)
+    source = build_source(config, tokenizer)
     prompts = [source.train(i) for i in range(PROMPTS)]
-    asked: list[tuple[Prompt, list[Sample]]] = [
-        (p, [Sample(EVALUATION, EVALUATION, i, p.ids, seed=i) for i in range(SAMPLES)]) for p in prompts
+    asked = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]
+    verdicts = await respond(config, tokenizer, whose, asked, sampling_turns)
+    told = [
+        {
+            "text": tokenizer.decode(s.response_ids), "tokens": s.sampled_tokens, "status": s.status.value,
+            "reward": v.named or v.reward, "reason": v.reason,
+        }
+        for (s, _), v in zip(asked, verdicts, strict=True)
+    ]  # fmt: skip
+    return [
+        {
+            "prompt": tokenizer.decode(p.ids),
+            "tokens": len(p.ids),
+            "samples": told[n * SAMPLES : (n + 1) * SAMPLES],
+        }
+        for n, p in enumerate(prompts)
     ]
-    try:
-        async with open_engines(config, whose) as engines:
-            router = build_router(config, engines, tokenizer, trusted=True)
-            watch = asyncio.ensure_future(router.watch())
-            router.resume()
-            answer = build_generator(config, tokenizer, sampling_turns(config, router))
-            await asyncio.gather(*(answer(sample, p) for p, samples in asked for sample in samples))
-            watch.cancel()
-        scorer = build_scorer(config, rewards, tokenizer)
-        found = []
-        for prompt, samples in asked:
-            verdicts = await asyncio.gather(*(scorer.score(prompt, s.response_ids) for s in samples))
-            told = [
-                {
-                    "text": tokenizer.decode(s.response_ids), "tokens": s.sampled_tokens, "status": s.status.value,
-                    "reward": v.named or v.reward, "reason": v.reason,
-                }
-                for s, v in zip(samples, verdicts, strict=True)
-            ]  # fmt: skip
-            found.append({"prompt": tokenizer.decode(prompt.ids), "tokens": len(prompt.ids), "samples": told})
-        return found
-    finally:
-        await rewards.close()
 
 
 def main() -> None:

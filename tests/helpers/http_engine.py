@@ -53,6 +53,7 @@ class HttpEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._load)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/health", self._healthy)
         for path in ("/flush_cache", "/pause_generation", "/continue_generation"):
             app.router.add_post(path, self._nothing)
         app.router.add_get("/model_info", self._model_info)
@@ -67,6 +68,9 @@ class HttpEngine:
 
     async def _nothing(self, request: web.Request) -> web.Response:
         self.calls.append(request.path.strip("/"))
+        return web.Response()
+
+    async def _healthy(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:

@@ -1,12 +1,21 @@
-"""The process that `rlsys eval` starts."""
+"""The processes that `rlsys eval` and `rlsys try` start."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from rlsys.rollout import evaluation
+from rlsys.config import Config, load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.errors import RunError
+from rlsys.identity import NOBODY
+from rlsys.rollout import evaluation, tryout
+from rlsys.starter import write_starter
+from rlsys.types import EvalResult
+from tests.helpers.http_engine import HttpEngine
 
 
 @pytest.mark.parametrize(
@@ -20,3 +29,44 @@ def test_it_names_what_it_was_not_given(
         evaluation.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.strip().endswith(f"the following arguments are required: {missing}")
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[str]:
+    made = HttpEngine()
+    yield await made.start()
+    await made.stop()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    write_starter(tmp_path / "mine")
+    sizes = ["rollout.max_response_tokens=8", "eval.prompts=3", "rollout.reward_concurrency=1"]
+    return load_config(tmp_path / "mine" / "config.yaml", [f"run.dir={tmp_path}", *sizes])
+
+
+async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str, config: Config) -> None:
+    """The engine's answers are cut off at 8 tokens and wrong."""
+    result = await evaluation.evaluate(config, {engine: NOBODY})
+    assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3)
+    found = await tryout.try_out(config, {engine: NOBODY})
+    assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
+    source = build_source(config, Tokenizer(config.model.path))
+    assert [entry["tokens"] for entry in found] == [len(source.train(i).ids) for i in range(tryout.PROMPTS)]
+    for entry in found:
+        for sample in entry["samples"]:
+            assert (sample["tokens"], sample["status"], sample["reward"]) == (8, "truncated", 0)
+
+
+async def test_a_reward_that_fails_is_a_reason_and_no_reward(
+    engine: str, config: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def reward(config):\n    return lambda prompt, text: 1 / 0\n")
+    mine = config.model_copy(
+        update={"data": config.data.model_copy(update={"reward": f"{tmp_path}/mine.py:reward"})}
+    )
+    (first, *_) = await tryout.try_out(mine, {engine: NOBODY})
+    assert {sample["reward"] for sample in first["samples"]} == {None}
+    assert "ZeroDivisionError" in first["samples"][0]["reason"]
+    with pytest.raises(RunError, match=r"no response could be judged: .*ZeroDivisionError"):
+        await evaluation.evaluate(mine, {engine: NOBODY})

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from rlsys.cli import main
-from rlsys.cli_own import SHOWN, advice, show
+from rlsys.cli_own import SHOWN, advice, folder_beside, show
 from rlsys.config import load_config
+from rlsys.errors import UserError
 from rlsys.preflight import check_start
 
 
@@ -38,6 +39,22 @@ def test_new_writes_a_folder_that_would_start(
     check_start(load_config(Path("mine/config.yaml")))
     assert main(["new", "mine"]) == 2
     assert "mine: exists already" in capsys.readouterr().err
+
+
+def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> None:
+    """Before: RUN-try was deleted first, whosever it was."""
+    (tmp_path / "mine-try").mkdir()
+    (tmp_path / "mine-try-1").mkdir()
+    kept = [tmp_path / "mine-try" / "model", tmp_path / "mine-try-1" / "rollouts.sqlite"]
+    for path in kept:
+        path.write_text("somebody's")
+    made = [folder_beside(tmp_path / "mine") for _ in range(2)]
+    assert made == [tmp_path / "mine-try-2", tmp_path / "mine-try-3"]
+    assert all(folder.is_dir() and not any(folder.iterdir()) for folder in made)
+    assert all(path.read_text() == "somebody's" for path in kept)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/mine-try-1: Not a directory"):
+        folder_beside(tmp_path / "file" / "mine")
 
 
 @pytest.mark.parametrize(
