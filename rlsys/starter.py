@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, disk_errors
 
 LINES = 200
 _CONFIG = """\
-# rlsys try {name}/config.yaml      shows prompts, answers and rewards before anything is trained
-# rlsys train {name}/config.yaml
+# rlsys try {config}      shows prompts, answers and rewards before anything is trained
+# rlsys train {config}
 base: quickstart            # a shipped config; all that is not said here is said there
 run:
-  dir: runs/{short}
+  dir: {run}
 data:
   source: jsonl
-  params: {{path: {name}/data.jsonl}}
-  reward: {name}/reward.py:reward
+  params: {{path: {data}}}
+  reward: {reward}
 trainer:
   steps: 10
 eval:
@@ -42,6 +43,7 @@ def reward(config: Config):
     return score
 '''
 _TEST = """\
+import json
 from pathlib import Path
 
 from rlsys.config import load_config
@@ -52,7 +54,8 @@ HERE = Path(__file__).parent
 
 
 def test_the_right_answer_is_rewarded() -> None:
-    config = load_config(HERE / "config.yaml", [f"data.params={{path: {HERE / 'data.jsonl'}}}"])
+    data = json.dumps(str(HERE / "data.jsonl"))
+    config = load_config(HERE / "config.yaml", [f"data.params.path={data}"])
     tokenizer = Tokenizer(config.model.path)
     prompt = build_source(config, tokenizer).train(0)
     score = resolve("data.reward", f"{HERE / 'reward.py'}:reward", {})(config)
@@ -63,23 +66,38 @@ def test_the_right_answer_is_rewarded() -> None:
 
 
 def write_starter(folder: Path) -> list[Path]:
-    """The files written. Raises UserError when the folder is there, or cannot be made."""
+    """The files written. Raises UserError when the folder is there, or cannot be made, or has a name that a config
+    cannot hold.
+    """
     name = folder.as_posix()
+    if ":" in name or not name.isprintable():
+        raise UserError(
+            f"{name!r}: expected a name without colons and line breaks; data.reward names FILE:FUNCTION in it"
+        )
     texts = {
-        "config.yaml": _CONFIG.format(name=name, short=folder.name),
+        "config.yaml": _CONFIG.format(
+            config=shlex.quote(f"{name}/config.yaml"),
+            run=_quoted(f"runs/{folder.name}"),
+            data=_quoted(f"{name}/data.jsonl"),
+            reward=_quoted(f"{name}/reward.py:reward"),
+        ),
         "data.jsonl": _sums(),
         "reward.py": _REWARD,
         "test_reward.py": _TEST,
     }
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
-    except OSError as e:
-        raise UserError(f"{folder}: cannot make it: {e.strerror}") from None
-    for file, text in texts.items():
-        (folder / file).write_text(text)
+    with disk_errors(folder, UserError):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
     return [folder / file for file in texts]
+
+
+def _quoted(text: str) -> str:
+    """As YAML reads it: a JSON string is one."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _sums() -> str:

@@ -59,9 +59,14 @@ def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None
 
 
 def test_a_wheel_trains_a_shipped_config_by_its_name(tmp_path: Path) -> None:
-    """In a venv of its own, which borrows what rlsys needs from this one, and in a folder that is no checkout."""
+    """The wheel is made from an sdist, which has to hold all of it. In a venv of its own, which borrows what rlsys
+    needs from this one, and in a folder that is no checkout.
+    """
     pip, venv = [sys.executable, "-m", "pip"], tmp_path / "venv"
-    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    pack = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", pack, str(tmp_path)], check=True, cwd=ROOT, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    build = [*pip, "wheel", str(sdist), "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
     subprocess.run(build, check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ from rich.console import Console
 from rlsys.cli import main
 from rlsys.cli_own import SHOWN, advice, folder_beside, show
 from rlsys.config import load_config
+from rlsys.data import Tokenizer, build_source
 from rlsys.errors import UserError
 from rlsys.preflight import check_start
+from rlsys.starter import write_starter
 
 
 def entry(*rewards: Any, status: str = "finished", text: str = "4") -> dict[str, Any]:
@@ -39,6 +44,61 @@ def test_new_writes_a_folder_that_would_start(
     check_start(load_config(Path("mine/config.yaml")))
     assert main(["new", "mine"]) == 2
     assert "mine: exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["it's mine #1", "yes", "a {b}, c", "-2", "größer", "1e3", "deep/er"])
+def test_new_writes_a_config_that_says_what_was_meant_whatever_the_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_starter(Path(name))
+    config = load_config(Path(name, "config.yaml"))
+    assert config.run.dir == Path("runs", Path(name).name)
+    assert config.data.params == {"path": f"{name}/data.jsonl"}
+    assert config.data.reward == f"{name}/reward.py:reward"
+    source = build_source(config, Tokenizer(config.model.path))
+    assert source.train(0).entry["answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a:b", "'a:b': expected a name without colons"),
+        ("a\nb", "'a\\nb': expected a name without colons and line breaks"),
+        ("file/mine", "file/mine: Not a directory"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_in_one_line(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["new", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_that_is_full_is_told_of_what_new_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="mine: No space left on device"):
+        write_starter(tmp_path / "mine")
+
+
+def test_the_test_that_new_writes_passes_anywhere(tmp_path: Path) -> None:
+    """Its folder has a name that YAML would take apart."""
+    folder = tmp_path / "a, b} #1"
+    write_starter(folder)
+    spec = importlib.util.spec_from_file_location("written", folder / "test_reward.py")
+    assert spec is not None and spec.loader is not None
+    written = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(written)
+    written.test_the_right_answer_is_rewarded()
 
 
 def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> None:
