@@ -1,4 +1,4 @@
-"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--json]`.
+"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--json] [--quick]`.
 
 Each kind of rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs,
 one process after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1
@@ -26,6 +26,7 @@ SECONDS, BYTES = 180.0, 4e9
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Of DeepSeek-V3's 61 layers on 2,048 GPUs."""
+SMALLEST = "qwen2.5-7b_8gpu_colocated"
 
 
 def cases() -> dict[str, tuple[Path, list[str]]]:
@@ -50,19 +51,23 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="experiments with it in their names"
     )
+    parser.add_argument("--quick", action="store_true", help=f"one rank of {SMALLEST}: shows that it runs")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
     args = parser.parse_args()
+    chosen = [SMALLEST] if args.quick else [n for n in cases() if any(word in n for word in args.only)]
+    if not chosen:
+        parser.error(f"--only {' '.join(args.only)}: in no name; known: {', '.join(cases())}")
     results: dict[str, list[dict[str, Any]]] = {}
-    for name, (path, overrides) in cases().items():
-        if not any(word in name for word in args.only):
-            continue
+    for name in chosen:
+        path, overrides = cases()[name]
         config = load_config(path, overrides)
-        for rank in kinds_of_rank(config, read_model(config)):
+        ranks = kinds_of_rank(config, read_model(config))
+        for rank in ranks[:1] if args.quick else ranks:
             results.setdefault(name, []).append(measured(path, overrides, rank))
             if not args.json:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
-    ranks = [rank for found in results.values() for rank in found]
-    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in ranks)
+    found = [figures for ranks in results.values() for figures in ranks]
+    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in found)
     print(json.dumps({"machine": machine(), "within": within, "results": results}, indent=1))
     return 0 if within else 1
 

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -50,6 +51,13 @@ if "rlsys.train" in " ".join(sys.orig_argv) and "--rollout" in sys.orig_argv:
 """Becomes the trainer's sitecustomize.py: it is there before the first import of rlsys, in whatever tree."""
 
 
+def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """What a reader of the walk meets: its functions and files, and how often the file changes and comes back."""
+    stays = [room for room, _ in groupby(room for room, _ in walk)]
+    files = len(set(stays))
+    return {"functions": len(walk), "files": files, "changes": len(stays) - 1, "returns": len(stays) - files}
+
+
 def walk(tree: Path) -> list[tuple[str, str]]:
     """(file, function) of one step, in the order in which they are entered for the first time."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,14 +89,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print the walk, a line a stay")
     args = parser.parse_args()
     found = walk(args.tree.resolve())
-    stays = [
-        (room, [name for _, name in names]) for room, names in groupby(found, key=lambda entry: entry[0])
-    ]
     if args.verbose:
-        print("\n".join(f"{room}: {', '.join(names)}" for room, names in stays))
-    rooms = {room for room, _ in stays}
-    counts = {"functions": len(found), "files": len(rooms), "changes": len(stays) - 1}
-    print(json.dumps(counts | {"returns": len(stays) - len(rooms)}))
+        for room, entries in groupby(found, key=lambda entry: entry[0]):
+            print(f"{room}: {', '.join(name for _, name in entries)}")
+    print(json.dumps(counted(found)))
 
 
 if __name__ == "__main__":

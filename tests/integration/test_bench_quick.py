@@ -1,4 +1,7 @@
-"""The benches of trainer, weight pushes and router run and say what they promise. Figures mean nothing here."""
+"""Benches run and say what they promise: trainer, weight pushes, router, rehearsals, the walk through a step.
+
+Figures mean nothing here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +18,16 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def summary(script: str) -> dict[str, float | None]:
-    command = [sys.executable, f"bench/{script}.py", "--json", "--quick"]
+def printed(script: str, *args: str) -> dict[str, Any]:
+    command = [sys.executable, f"bench/{script}.py", *args]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found: dict[str, float | None] = json.loads(ended.stdout)["summary"]
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def summary(script: str) -> dict[str, float | None]:
+    found: dict[str, float | None] = printed(script, "--json", "--quick")["summary"]
     return found
 
 
@@ -44,3 +53,18 @@ def test_router() -> None:
         "requests_per_second",
     }
     assert "sglang_router_added_p50_ms" in found
+
+
+def test_rehearse() -> None:
+    ((name, (rank,)),) = printed("rehearse", "--json", "--quick")["results"].items()
+    assert name == "qwen2.5-7b_8gpu_colocated"
+    assert (rank["rank"], rank["world"]) == (0, 8)
+    assert rank["operations"] > 0 < rank["rss_gb"]
+
+
+def test_step_path() -> None:
+    found = printed("step_path")
+    assert found.keys() == {"functions", "files", "changes", "returns"}
+    assert found["functions"] > found["files"] > 5, (
+        "a step goes through packing, scoring, losses and an update"
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlsys.config import Config
 
@@ -42,6 +44,20 @@ def test_links_lead_somewhere(doc: Path) -> None:
         if place:
             headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
             assert place in {anchor(heading) for heading in headings}, target
+
+
+def test_hooks_of_pre_commit_name_commands_that_are_there() -> None:
+    """The lint and the format of `make check`, and that no key gets into a commit."""
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    hooks = {hook["id"]: hook for repo in repos for hook in repo["hooks"]}
+    assert hooks.keys() >= {"ruff-format", "ruff", "detect-private-key"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in (hook["entry"].split() for hook in hooks.values() if "entry" in hook):
+        folder, name = command[0].rsplit("/", 1)
+        assert folder == ".venv/bin", "where `make setup-dev` puts it"
+        assert Path(sys.prefix, "bin", name).is_file()
+        assert f"$(VENV)/{' '.join([name, *command[1:]])} " in makefile
+    assert all(re.fullmatch(r"v\d+\.\d+\.\d+", r["rev"]) for r in repos if r["repo"] != "local")
 
 
 def test_config_fields_are_there(doc: Path) -> None:

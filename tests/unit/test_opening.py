@@ -16,26 +16,14 @@ from rlsys.errors import RunError
 from rlsys.rollout import client
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.opening import open_while_telling
+from tests.helpers.clocks import FalseClock
 
 TIMEOUT = 240.0
 
 
-class Clock:
-    """Instead of the module `time`: a sleep takes none."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FalseClock:
+    clock = FalseClock()
     monkeypatch.setattr(client, "time", clock)
     return clock
 
@@ -45,7 +33,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: object) -> RolloutClient
     return RolloutClient("http://127.0.0.1:1", "key")
 
 
-def test_an_opening_that_goes_on_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_goes_on_is_waited_for(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: the trainer gave up after engine.start_timeout, however far the ledger was."""
     opening = ((503, f"opening the ledger: {i // 100} MiB".encode()) for i in range(5000))
     ready = (200, json.dumps({"engines_ready": True}).encode())
@@ -53,7 +41,7 @@ def test_an_opening_that_goes_on_is_waited_for(clock: Clock, monkeypatch: pytest
     assert clock.now > 4 * TIMEOUT
 
 
-def test_an_opening_that_does_not_go_on_is_not(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_does_not_go_on_is_not(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = answering(monkeypatch, itertools.repeat((503, b"opening the ledger: 7 MiB read")))
     with pytest.raises(RunError, match="not ready after 240 s: opening the ledger: 7 MiB read"):
         stuck.wait_ready(TIMEOUT)

@@ -22,6 +22,7 @@ from launch.stops import Stopped
 from launch.supervisor import Supervisor
 from rlsys.errors import RunError, UserError
 from rlsys.obs import coordinator
+from tests.helpers.clocks import FalseClock
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 
@@ -92,21 +93,13 @@ def test_an_engine_that_dies_too_often_stops_the_run(stage: Stage) -> None:
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
 
 
-class Clock:
-    """In the place of `time`: it goes on only while the supervisor sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
+class Clock(FalseClock):
+    """It goes on only while the supervisor sleeps; the roles, which are real, get a moment then."""
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        super().sleep(seconds)
         assert self.now < 1000, "the supervisor waits for something that will not come"
         time.sleep(0.01)
-
-    strftime, time = staticmethod(time.strftime), staticmethod(time.time)
 
 
 def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_at_for_long(
