@@ -7,8 +7,10 @@ the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.segments import sum_by
 from rlsys.types import RouteSpan, Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,34 +141,76 @@ def pack(
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
-    costs = [len(s) + len(s) ** 2 / crossover for s in samples]
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
-    total = sum(len(s) for s in samples)
-    round_size = dp_size * multiple
-    bins = max(1, -(-total // (token_budget * round_size))) * round_size
-    while (filled := _fill(samples, costs, order, bins, token_budget)) is None:
-        bins += round_size
-    filled.sort(key=lambda members: -sum(costs[i] for i in members))
-    places = [filled[i : i + dp_size] for i in range(0, bins, dp_size)]
-    mine = [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
-    shortest = samples[order[-1]]
+    lengths = [len(s) for s in samples]
+    mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover)
+    shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
     return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in mine]
 
 
-def _fill(
-    samples: Sequence[TrainSample], costs: list[float], order: list[int], bins: int, budget: int
-) -> list[list[int]] | None:
-    """Indices per bin, or None when a bin of several samples would exceed the budget."""
+def plan_bins(
+    lengths: Sequence[int],
+    token_budget: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    multiple: int = 1,
+    crossover: float = math.inf,
+) -> list[list[int]]:
+    """Indices of the sequences of each of this rank's micro-batches, from the lengths alone. See `pack`."""
+    costs = [n + n**2 / crossover for n in lengths]
+    round_size = dp_size * multiple
+    fewest = max(1, -(-sum(lengths) // (token_budget * round_size)))
+
+    def filled(rounds: int) -> list[list[int]] | None:
+        return fill(lengths, costs, rounds * round_size, token_budget)
+
+    bins = _smallest(filled, fewest)
+    bins.sort(key=lambda members: -sum(costs[i] for i in members))
+    places = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
+    return [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
+
+
+def _smallest(find: Callable[[int], T | None], least: int) -> T:
+    """What `find` finds for the smallest number from `least` on for which it does, if it does for all above as well.
+
+    Steps that double, then halves of the last one: seconds for tens of thousands of sequences would be minutes.
+    """
+    step, below, found = 1, least - 1, find(at := least)
+    while found is None:
+        below, at, step = at, at + step, 2 * step
+        found = find(at)
+    while at - below > 1:
+        middle = (at + below) // 2
+        if (fewer := find(middle)) is None:
+            below = middle
+        else:
+            at, found = middle, fewer
+    return found
+
+
+def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
+    """Indices per bin, or None when a bin of several sequences would exceed the budget of tokens.
+
+    Longest first; each into the bin that costs least of those that have room, the first of equals. An empty bin has
+    room for any. O(N log bins): lengths only fall, so a bin that was too full for one sequence is looked at again
+    once, when the first comes that fits.
+    """
     out: list[list[int]] = [[] for _ in range(bins)]
     tokens, cost = [0] * bins, [0.0] * bins
-    for i in order:
-        room = [b for b in range(bins) if not out[b] or tokens[b] + len(samples[i]) <= budget]
-        if not room:
+    fitting = [(0.0, b) for b in range(bins)]
+    full: list[tuple[int, int]] = []  # by tokens: those that have no room for the lengths so far
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        while full and full[0][0] + lengths[i] <= budget:
+            b = heappop(full)[1]
+            heappush(fitting, (cost[b], b))
+        while fitting and out[b := fitting[0][1]] and tokens[b] + lengths[i] > budget:
+            heappush(full, (tokens[b], heappop(fitting)[1]))
+        if not fitting:
             return None
-        b = min(room, key=lambda j: cost[j])
+        b = fitting[0][1]
         out[b].append(i)
-        tokens[b] += len(samples[i])
+        tokens[b] += lengths[i]
         cost[b] += costs[i]
+        heapreplace(fitting, (cost[b], b))
     return out
 
 

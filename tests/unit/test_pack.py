@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pack import MicroBatch, TrainSample, fill, pack
 from rlsys.types import RouteSpan, Sample, Segment, TokenSpan, VersionSpan
 
 
@@ -53,6 +53,28 @@ def test_budget_holds_save_for_a_sample_that_exceeds_it_alone(
     for rank in range(dp):
         for micro in pack(samples, budget, rank, dp):
             assert len(micro.tokens) <= budget or len(micro.cu_seqlens) == 2
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.integers(5, 60),
+    st.sampled_from([math.inf, 10.0]),
+)
+def test_each_goes_into_the_cheapest_bin_that_has_room(
+    sizes: list[int], bins: int, budget: int, crossover: float
+) -> None:
+    """The heaps do what a look at every bin would."""
+    costs = [n + n**2 / crossover for n in sizes]
+    wanted: list[list[int]] | None = [[] for _ in range(bins)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        assert wanted is not None
+        room = [b for b in wanted if not b or sum(sizes[j] for j in b) + sizes[i] <= budget]
+        if not room:
+            wanted = None
+            break
+        min(room, key=lambda b: sum(costs[j] for j in b)).append(i)
+    assert fill(sizes, costs, bins, budget) == wanted
 
 
 @given(st.lists(st.integers(2, 60), min_size=8, max_size=64), st.sampled_from([math.inf, 10.0]))
