@@ -9,6 +9,9 @@ from pathlib import Path
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 
+_NAMED = 4
+"""Nodes whose idle GPUs are listed."""
+
 
 def describe_plan(plan: LaunchPlan) -> str:
     """The roles by node, each with its GPUs and its command line."""
@@ -19,6 +22,36 @@ def describe_plan(plan: LaunchPlan) -> str:
             lines.append(f"node {index} ({node.name}):")
         lines += [_describe_role(role) for role in roles]
     return "\n".join(lines)
+
+
+def describe_idle(config: Config, plan: LaunchPlan) -> list[str]:
+    """A line for GPUs that no role has, and for those that colocated roles leave idle half of the time."""
+    total = len(plan.nodes) * config.launch.gpus_per_node
+    if not total:
+        return []
+    everybody = _left(config, plan, "engine", "trainer")
+    told = [f"IDLE: {_places(plan, everybody)} of {total} GPUs: no role has them"] if everybody else []
+    if config.launch.placement == "colocated":
+        for kind, when in (("engine", "while samples are generated"), ("trainer", "while the trainer works")):
+            if some := _left(config, plan, kind) - everybody:
+                told.append(f"IDLE {when}: {_places(plan, some)} of {total} GPUs: no {kind} has them")
+    return told
+
+
+def _left(config: Config, plan: LaunchPlan, *kinds: str) -> set[tuple[int, int]]:
+    """(node, GPU) of all that no role of these kinds has."""
+    there = {(n, gpu) for n in range(len(plan.nodes)) for gpu in range(config.launch.gpus_per_node)}
+    return there - {(role.node, gpu) for role in plan.roles if role.kind in kinds for gpu in role.gpus}
+
+
+def _places(plan: LaunchPlan, gpus: set[tuple[int, int]]) -> str:
+    """How many, and where: the GPUs of each node by number, of a few nodes."""
+    by_node = [
+        f"{plan.nodes[node].name} {','.join(str(gpu) for _, gpu in on_it)}"
+        for node, on_it in groupby(sorted(gpus), key=lambda place: place[0])
+    ]
+    more = f"; and of {len(by_node) - _NAMED} more nodes" if len(by_node) > _NAMED else ""
+    return f"{len(gpus)} ({'; '.join(by_node[:_NAMED])}{more})"
 
 
 def _describe_role(role: Role) -> str:

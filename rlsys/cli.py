@@ -19,7 +19,7 @@ from rich.table import Table
 
 from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
-from launch.describe import describe_arithmetic, describe_plan
+from launch.describe import describe_arithmetic, describe_idle, describe_plan
 from launch.layout import lay_out
 from launch.memory import describe_memory
 from launch.plan import LaunchPlan, Node, Ports, build_asking_plan, build_plan, build_sft_plan
@@ -34,6 +34,7 @@ from launch.supervisor import Supervisor
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
+from rlsys.config.foreign import ours_of_options
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
 from rlsys.gateway.command import add_router
@@ -198,7 +199,8 @@ def describe_run(config: Config, gpu_gb: float) -> str:
         told.append(
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory\n"
         )
-    told.append(describe_plan(build_plan(config, lay_out(config), nodes, ports, engine_command)))
+    plan = build_plan(config, lay_out(config), nodes, ports, engine_command)
+    told += [describe_plan(plan), *describe_idle(config, plan)]
     if not first:
         told.append("(port 0: a free one is chosen at the start)")
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
@@ -298,6 +300,9 @@ class Parser(argparse.ArgumentParser):
             self._mixing = False
 
     def error(self, message: str) -> NoReturn:
+        head, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not head and (told := ours_of_options(words.split())) is not None:
+            message = told
         print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
         sys.exit(UserError.exit_code)
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from rlsys.config.foreign import explain_foreign
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import find_config, find_model
@@ -111,7 +112,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as e:
-        raise ConfigError(explain_error(e, Config)) from None
+        raise ConfigError(explain_foreign(e) or explain_error(e, Config)) from None
 
 
 def dump_config(config: Config) -> str:

@@ -7,6 +7,7 @@ import re
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rlsys.errors import UserError
 
@@ -16,6 +17,31 @@ class ConfigError(UserError):
 
 
 _EXPECTED = {"Spec": "expected a name, or {name: NAME, parameter: value, ...}"}
+_NUMBER, _WHOLE, _SWITCH = "a number", "a whole number", "true or false"
+_KINDS = {
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "a finite number",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_parsing_size": _WHOLE,
+    "int_from_float": _WHOLE,
+    "bool_type": _SWITCH,
+    "bool_parsing": _SWITCH,
+    "string_type": "a text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "keys and values, {{key: value, ...}}",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "too_long": "at most {max_length} of them",
+    "too_short": "at least {min_length} of them",
+}
+"""Kind of pydantic's errors -> what was expected, with names of the error's context."""
 
 
 def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
@@ -33,6 +59,17 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     return f"{dotted}: unknown key; {hint}"
 
 
+def _expected(error: ErrorDetails) -> str:
+    """In a person's words where we have them, else in pydantic's."""
+    if (told := _KINDS.get(error["type"])) is not None:
+        bounds = {
+            k: int(v) if isinstance(v, float) and v.is_integer() else v
+            for k, v in error.get("ctx", {}).items()
+        }
+        return f"expected {told.format(**bounds)}"
+    return error["msg"].removeprefix("Value error, ")
+
+
 def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for the first mistake of a validation error: field, value, what was expected."""
     first = error.errors()[0]
@@ -42,7 +79,7 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         return _unknown_key(first["loc"], model)
     if first["type"] == "missing":
         return f"{loc}: missing; it has no default"
-    message = first["msg"].removeprefix("Value error, ")
+    message = _expected(first)
     if first["type"] == "value_error":
         return f"{loc}: {message}" if loc else message
     value = repr(first["input"])[:200]
@@ -53,7 +90,9 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         if near := difflib.get_close_matches(first["input"], known, n=1, cutoff=0.5):
             return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(known)})"
     others = error.errors()[1:]
-    if alternatives := [e["msg"] for e in others if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]]:
-        message = ", or: ".join([message, *alternatives])  # of a union: what each would have taken
+    if alternatives := [
+        _expected(e) for e in others if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
+    ]:  # of a union: what each would have taken
+        message = " or ".join([message, *(told.removeprefix("expected ") for told in alternatives)])
     more = f" (and {len(others) - len(alternatives)} more)" if len(others) > len(alternatives) else ""
     return f"{loc} = {value}: {message}{more}"

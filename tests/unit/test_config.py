@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from rlsys.config import ConfigError, dump_config, identity, load_config
+from rlsys.algo import check
+from rlsys.cli import main
+from rlsys.config import Config, ConfigError, dump_config, identity, load_config
+from rlsys.config.foreign import SLIME, VERL
 from rlsys.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +45,22 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean rollout.group_size?"),
         ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),
         ("rollout.zzz=4", "rollout.zzz: unknown key; known keys: groups_per_step"),
-        ("rollout.group_size=eight", "rollout.group_size = 'eight': Input should be a valid integer"),
-        ("rollout.group_size=0", "rollout.group_size = 0: Input should be greater than or equal to 1"),
-        ("rollout.over_provision=0.5", "rollout.over_provision = 0.5: Input should be greater than"),
+        ("trainer.lr=fast", "trainer.lr = 'fast': expected a number"),
+        ("trainer.lr=", "trainer.lr = None: expected a number"),
+        ("trainer.lr=-1", "trainer.lr = -1: expected more than 0"),
+        ("trainer.lr=.inf", "trainer.lr = inf: expected a finite number"),
+        ("trainer.steps=2.5", "trainer.steps = 2.5: expected a whole number"),
+        ("trainer.early_backward=maybe", "trainer.early_backward = 'maybe': expected true or false"),
+        ("trainer.recompute=layer", "trainer.recompute = 'layer': expected a list"),
+        ("trainer.betas=[1, 2, 3]", "trainer.betas = [1, 2, 3]: expected at most 2 of them"),
+        ("run.dir=3", "run.dir = 3: expected a path"),
+        ("data.source=3", "data.source = 3: expected a text"),
+        ("data.params=3", "data.params = 3: expected keys and values, {key: value, ...}"),
+        ("rollout.group_size=eight", "rollout.group_size = 'eight': expected a whole number"),
+        ("rollout.group_size=0", "rollout.group_size = 0: expected at least 1"),
+        ("rollout.over_provision=0.5", "rollout.over_provision = 0.5: expected at least 1 or 'auto'"),
         ("algo.anchor=odl", "algo.anchor = 'odl': did you mean old? (known: mu, old, behaviour"),
-        ("engine.port=70000", "engine.port = 70000: Input should be less than or equal to 65535"),
+        ("engine.port=70000", "engine.port = 70000: expected at most 65535"),
         ("model.path=", "model.path = None: "),
         ("steps", "override 'steps': expected section.field=value"),
         ("a..b=1", "override 'a..b=1': expected section.field=value"),
@@ -54,11 +71,10 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "override 'data.params={a: 1, a: 2}': not valid YAML: the key a",
         ),
         ("parallel.ep=1000", "rollout.groups_per_step * group_size = 128 samples do not divide"),
-        ("run.seed=2147483648", "run.seed = 2147483648: Input should be less than"),
+        ("run.seed=2147483648", "run.seed = 2147483648: expected less than"),
         (
             "rollout.over_provision=manual",
-            "rollout.over_provision = 'manual': Input should be a valid number, unable to parse string as a number, "
-            "or: Input should be 'auto'",
+            "rollout.over_provision = 'manual': expected a number or 'auto'",
         ),
         ("trainer.steps=[1", "override 'trainer.steps=[1': not valid YAML"),
     ],
@@ -156,3 +172,67 @@ def test_wrong_types_and_near_names_are_told_in_our_words(override: str, why: st
         load_config(path, [override])
     assert why in str(error.value)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.rollout.n: a field of verl; here it is rollout.group_size",
+        ),
+        (
+            "algorithm={gamma: 1, kl_ctrl: {kl_coef: 0.1}}",
+            "algorithm.kl_ctrl.kl_coef: a field of verl; here it is algo.shaping=[{name: kl_reward, beta: X}]",
+        ),
+        (
+            "trainer.total_epochs=3",
+            "trainer.total_epochs: a field of verl; here it is trainer.steps, the train steps of the whole run",
+        ),
+        (
+            "rollout_batch_size=32",
+            "rollout_batch_size: an option of slime; here it is rollout.groups_per_step",
+        ),
+        ("lr=3", "lr: an option of slime; here it is trainer.lr"),
+        ("actor_rollout_ref.rollout.zzz=1", "actor_rollout_ref: unknown key; "),
+    ],
+)
+def test_names_of_verl_and_slime_are_told_in_ours(override: str, told: str) -> None:
+    assert error(override).startswith(told)
+
+
+def test_an_option_of_slime_is_told_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["--rollout-batch-size", "32"],
+        ["--rollout-batch-size=32"],
+        ["--zzz", "--rollout-batch-size"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "quickstart", *words])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            "rlsys: error: --rollout-batch-size: an option of slime; here it is rollout.groups_per_step; see"
+        )
+
+
+@pytest.mark.parametrize("theirs", [*VERL, *SLIME])
+def test_what_stands_for_a_foreign_name_is_a_field_with_a_value_that_it_takes(theirs: str) -> None:
+    ours = {**VERL, **SLIME}[theirs]
+    field, _, given = ours.partition("=")
+    names = re.match(r"[\w.]+", field)
+    assert names is not None
+    at: Any = Config
+    for name in names[0].split("."):
+        if at is dict:
+            break
+        annotation = at.model_fields[name].annotation
+        kinds = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type)]
+        at = next(
+            (a for a in kinds if issubclass(a, BaseModel)), dict if get_origin(annotation) is dict else None
+        )
+    if given:
+        value = re.sub(r", (the default|which) .*|, the default$", "", given).replace("X", "0.125")
+        config = load_config(QUICKSTART, [f"{names[0]}={value}"])
+        if names[0].startswith("algo."):
+            check(config.algo)

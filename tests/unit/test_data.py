@@ -203,7 +203,7 @@ def test_stable_hash_is_the_same_in_every_process() -> None:
         ({"params": {"shrt": [3, 6]}}, "data.params.shrt: unknown key; did you mean short?"),
         (
             {"params": {"long_share": 2}},
-            "data.params.long_share = 2: Input should be less than or equal to 1",
+            "data.params.long_share = 2: expected at most 1",
         ),
         ({"params": {"long": [20, 12]}}, "long = [20, 12]: the fewest terms come first"),
         ({"source": "reasoning_gym"}, "data.params.task: missing"),
@@ -362,7 +362,7 @@ def test_trace_batches_start_in_the_middle(model: Path, tokenizer: Tokenizer) ->
     [
         ({"traces": "chain_some"}, "sft.traces = 'chain_some': unknown name; did you mean chain_sum?"),
         ({"params": {"work": 3}}, "sft.params.work: unknown key; did you mean worked?"),
-        ({"params": {"guess_share": 1}}, "sft.params.guess_share = 1: Input should be less than 1"),
+        ({"params": {"guess_share": 1}}, "sft.params.guess_share = 1: expected less than 1"),
     ],
 )
 def test_trace_mistakes(model: Path, tokenizer: Tokenizer, sft: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import bootstrap, rundir
-from launch.describe import describe_arithmetic, describe_plan, evaluations, mode
+from launch.describe import describe_arithmetic, describe_idle, describe_plan, evaluations, mode
 from launch.layout import NodeShare, lay_out
 from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports, free_ports
@@ -60,6 +60,43 @@ def test_the_plan_names_every_process_in_order() -> None:
     expected = {"HOME": "/h", "SOME": "1 2", "OMP_NUM_THREADS": "1"}
     assert plan.environment(engine, {"HOME": "/h"}).items() >= expected.items()
     assert "engine-1    SOME='1 2' python -m engine 1 5001" in describe_plan(plan)
+
+
+GPUS_8 = (
+    "weights.method=broadcast",
+    "model.dtype=bfloat16",
+    "launch.gpus_per_node=8",
+    "rollout.groups_per_step=24",
+)
+
+
+def test_gpus_that_stay_idle_are_told() -> None:
+    def idle(*overrides: str) -> list[str]:
+        return describe_idle(config(*GPUS_8, *overrides), planned(*GPUS_8, *overrides))
+
+    assert idle("parallel.dp=8", "engine.count=8") == []
+    assert idle("parallel.dp=6", "engine.count=6") == ["IDLE: 2 (localhost 6,7) of 8 GPUs: no role has them"]
+    assert idle("parallel.dp=6", "engine.count=4") == [
+        "IDLE: 2 (localhost 6,7) of 8 GPUs: no role has them",
+        "IDLE while samples are generated: 2 (localhost 4,5) of 8 GPUs: no engine has them",
+    ]
+    assert idle("parallel.dp=4", "engine.count=2", "engine.tp=4") == [
+        "IDLE while the trainer works: 4 (localhost 4,5,6,7) of 8 GPUs: no trainer has them"
+    ]
+    apart = ("launch.placement=disaggregated", "rollout.max_staleness=2")
+    assert idle(*apart, "parallel.dp=4", "engine.count=4") == []
+    assert idle(*apart, "parallel.dp=4", "engine.count=3") == [
+        "IDLE: 1 (localhost 7) of 8 GPUs: no role has them"
+    ]
+    assert describe_idle(config("parallel.dp=2"), planned("parallel.dp=2")) == [], "without GPUs"
+
+
+def test_idle_gpus_of_many_nodes_are_counted() -> None:
+    many = ("launch.backend=slurm", "launch.nodes=6", "parallel.dp=4")
+    (whole, generated) = describe_idle(config(*GPUS_8, *many), planned(*GPUS_8, *many))
+    assert whole.startswith("IDLE: 44 (n0 4,5,6,7; n1 0,1,2,3,4,5,6,7; n2 0")
+    assert whole.endswith("; and of 2 more nodes) of 48 GPUs: no role has them")
+    assert generated == "IDLE while samples are generated: 3 (n0 1,2,3) of 48 GPUs: no engine has them"
 
 
 def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -> None:

@@ -30,12 +30,12 @@ LONG = "a" * 300
         ("rollout.group_size=100000000000000000000.0", "rollout.group_size = 1e+20: "),
         (
             "rollout.group_size=1000000",
-            "rollout.group_size = 1000000: Input should be less than or equal to 65536",
+            "rollout.group_size = 1000000: expected at most 65536",
         ),
-        ("engine.count=1000000", "engine.count = 1000000: Input should be less than or equal to 16384"),
+        ("engine.count=1000000", "engine.count = 1000000: expected at most 16384"),
         (
             "launch.nodes=10000000000",
-            "launch.nodes = 10000000000: Input should be less than or equal to 65536",
+            "launch.nodes = 10000000000: expected at most 65536",
         ),
         ("parallel.pp=2000000000", "parallel.pp = 2000000000: expected at most the 3 layers of "),
         ("run.dir=", "run.dir = None: "),
