@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from rlsys.config import Config
+from rlsys.config.sections import WeightsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [
@@ -44,6 +46,13 @@ def test_links_lead_somewhere(doc: Path) -> None:
         if place:
             headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
             assert place in {anchor(heading) for heading in headings}, target
+
+
+def test_every_way_of_pushing_weights_is_in_the_docs() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    methods = get_args(WeightsConfig.model_fields["method"].annotation)
+    assert "disk_delta" in methods
+    assert [method for method in methods if not re.search(rf"`(weights\.method=)?{method}`", text)] == []
 
 
 def test_hooks_of_pre_commit_name_commands_that_are_there() -> None:
