@@ -233,6 +233,7 @@ class Prompt:
     """One problem. `entry` is what the reward function needs to judge a response.
 
     `question` is the user's message, which `algo.prompt` may put in another way; empty where a source gives chats.
+    `where` is the place of its record, FILE:LINE, for messages; empty where a source has no records.
     """
 
     index: int
@@ -240,6 +241,7 @@ class Prompt:
     ids: list[int]
     entry: dict[str, Any]
     question: str = ""
+    where: str = ""
 
 
 @dataclass(slots=True)

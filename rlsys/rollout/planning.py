@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
@@ -77,7 +78,7 @@ class Planning:
             raise UserError("algo.prompt: data.source gives whole chats, and only a question can be reworded")
         text = self._text.apply_chat(template.messages(prompt.question)) + template.opening
         entry = {**prompt.entry, "form": template.form, "marks": list(template.marks)}
-        return Prompt(prompt.index, text, self._text.encode(text), entry, prompt.question)
+        return replace(prompt, text=text, ids=self._text.encode(text), entry=entry)
 
     async def reward(self, prompt: Prompt, group: SampleGroup) -> str | None:
         """Set the rewards that need the whole group; why the group cannot be used, None when it can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Scorer:
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
             told = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-            return Verdict(reason=f"reward raised {told}")
+            return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
         reward = task.result()
         named = reward if isinstance(reward, dict) else None
         parts: list[Any] = list(named.values()) if named else [reward]
@@ -94,3 +95,12 @@ class Scorer:
             return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
         in_order = {name: named[name] for name in self._names} if named else None
         return Verdict(reward=float(sum(parts)), named=in_order, answer=self._answer(prompt, text))
+
+
+def _lacking(told: str, prompt: Prompt) -> str:
+    """Where the reward asked for a key that the prompt's record lacks: which record, and the keys that it has."""
+    asked = re.fullmatch(r"KeyError: '(.*)'", told)
+    if asked is None or asked[1] in prompt.entry:
+        return ""
+    where, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
+    return f": {where} has no {asked[1]}; its keys: {keys}"

@@ -329,3 +329,27 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
         Fapo().question.replace("{prompt}", "4-1-7=").replace("{key}", "-4").replace("{response}", solution)
     )
     assert flaw(await judge(asked)) == verdict  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (
+            Prompt(3, "", [1], {"prompt": "1+1=", "solution": "2"}, where="sums.jsonl:7"),
+            "reward raised KeyError: 'answer': sums.jsonl:7 has no answer; its keys: prompt, solution",
+        ),
+        (Prompt(3, "", [1], {}), "reward raised KeyError: 'answer': prompt 3 has no answer; its keys: none"),
+        (Prompt(3, "", [1], {"answer": {}}), "reward raised KeyError: 'value'"),
+        (Prompt(3, "", [1], {"answer": {}, "value": 1}), "reward raised KeyError: 'value'"),
+    ],
+)
+async def test_a_record_that_lacks_what_the_reward_asks_for_is_named(prompt: Prompt, told: str) -> None:
+    """Before: `KeyError: 'answer'`, and which record of which file was for the user to find."""
+
+    async def reward(prompt: Prompt, _: str) -> float:
+        return float(prompt.entry["answer"]["value"])
+
+    scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
+    found = (await scorer.score(prompt, [])).reason or ""
+    assert found.startswith(told)
+    assert "\n" not in found
