@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts"]
+pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts", "tests.gate.unseen"]
 
 settings.register_profile("rlsys", deadline=None, derandomize=True)  # no time limit on any example
 settings.load_profile("rlsys")

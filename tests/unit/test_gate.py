@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate import budget, durations
+from tests.gate import budget, durations, unseen
 from tests.gate.counts import total
 from tests.gate.durations import slow_and_new, tier
 from tests.gate.selection import ROOT, Reach, modules
@@ -159,6 +159,46 @@ def test_what_does_not_fit_the_time_left_is_skipped_by_name(
     ended.assertoutcome(passed=2, skipped=1)
     ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1000.5", "-p", "no:asyncio")
     ended.assertoutcome(skipped=3)
+
+
+def test_what_nobody_has_seen_pass_is_told_and_fails_nothing(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listed are a file, a test with all its parameters, and one parameter; what looks alike is not."""
+    pytester.makepyfile(test_file="def test_a(): assert False\ndef test_b(): ...")
+    pytester.makepyfile(
+        test_some="""
+        import pytest
+        @pytest.fixture
+        def broken():
+            raise OSError
+        def test_setup(broken): ...
+        @pytest.mark.parametrize("x", [1, 2])
+        def test_each(x): assert x == 2
+        def test_each_else(): assert False
+        """
+    )
+    listed = pytester.path / "unseen.txt"
+    listed.write_text("# a comment\ntest_file.py\ntest_some.py::test_setup\ntest_some.py::test_each[1]\n")
+    monkeypatch.setattr(unseen, "FILE", listed)
+    plug_in = ("-p", "tests.gate.unseen", "-p", "no:asyncio")
+    pytester.inline_run(*plug_in).assertoutcome(passed=2, failed=4)
+    ended = pytester.runpytest_inprocess(*plug_in, "--unseen-may-fail")
+    ended.assert_outcomes(passed=1, failed=1, xfailed=3, xpassed=1)
+    ended.stdout.fnmatch_lines(["FAILED test_file.py::test_a", "passed test_file.py::test_b"])
+    listed.write_text(
+        "test_file.py\ntest_some.py::test_setup\ntest_some.py::test_each\ntest_some.py::test_each_else\n"
+    )
+    assert pytester.runpytest_inprocess(*plug_in, "--unseen-may-fail").ret == 0
+
+
+def test_the_list_of_unseen_tests_names_tests() -> None:
+    lines = unseen.read(unseen.FILE.read_text(encoding="utf-8"))
+    assert lines == sorted(set(lines))
+    for line in lines:
+        file, _, test = line.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {test.partition('[')[0]}(" in source if test else "def test_" in source, line
 
 
 def test_durations_are_relative_to_a_fixed_computation() -> None:
