@@ -2,7 +2,7 @@
 
 pytest plug-in for the last stage of `.ci/run`. The file has those tests of the tiers full and slow that nobody has
 seen pass on the tree as it is. Without the option they are tests like all others. With it pytest counts them as
-`xfailed` and `xpassed`, which the last line of CI tells; the summary names both. Who sees one pass takes its line off.
+`xfailed` and `xpassed`, which the last line of CI tells; the summary names both. Whoever sees one pass takes it off.
 """
 
 from __future__ import annotations
