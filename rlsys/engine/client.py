@@ -14,6 +14,7 @@ import aiohttp
 
 from rlsys.engine.chunks import Refused, read_chunk, read_routes
 from rlsys.engine.sse import events
+from rlsys.engine.weight_calls import load_from_disk
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY, Identity
 from rlsys.types import Segment
@@ -202,9 +203,8 @@ class EngineClient:
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
-        label = self.identity.label(version)
-        body = {"model_path": folder, "flush_cache": False, "weight_version": label}
-        await self._post("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
+        call = load_from_disk(folder, self.identity.label(version))
+        await self._post(call.path, call.body, timeout=LOAD_TIMEOUT)
 
     async def info(self) -> dict[str, Any]:
         """What it says of itself: `model_path`, `max_req_input_len`, ..."""

@@ -9,8 +9,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
+from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
 from rlsys.obs.direct import opener
 from rlsys.types import EngineAddress
@@ -39,11 +39,11 @@ class Receivers:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, path: str, bodies: Sequence[dict[str, Any]]) -> dict[str, Future[None]]:
+    def ask(self, calls: Sequence[Call]) -> dict[str, Future[None]]:
         """Begin one POST to each present engine, all at once. The futures raise Gone or RunError (a refusal)."""
         return {
-            engine.url: self._threads.submit(post, engine, path, body)
-            for engine, body in zip(self.present, bodies, strict=True)
+            engine.url: self._threads.submit(post, engine, call)
+            for engine, call in zip(self.present, calls, strict=True)
         }
 
     def settle(self, answers: dict[str, Future[None]]) -> None:
@@ -59,17 +59,21 @@ class Receivers:
         self.present.remove(engine)
 
 
-def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
+def post(engine: EngineAddress, call: Call) -> None:
     """Raises Gone when the engine does not answer; RunError when it refuses, or its answer is not one of SGLang."""
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
-    request = urllib.request.Request(engine.url + path, data=json.dumps(body).encode(), headers=headers)
+    request = urllib.request.Request(
+        engine.url + call.path, data=json.dumps(call.body).encode(), headers=headers
+    )
     try:
         with opener.open(request, timeout=SEND_TIMEOUT) as answer:
             said = answer.read()
     except urllib.error.HTTPError as e:
-        raise RunError(f"{engine.url}{path}: {e.code} {e.read().decode(errors='replace')[:300]}") from None
+        raise RunError(
+            f"{engine.url}{call.path}: {e.code} {e.read().decode(errors='replace')[:300]}"
+        ) from None
     except (OSError, http.client.HTTPException) as e:
         raise Gone(f"{e}") from None
     try:
@@ -77,6 +81,6 @@ def post(engine: EngineAddress, path: str, body: dict[str, Any]) -> None:
     except ValueError:
         result = None
     if not isinstance(result, dict):
-        raise RunError(f"{engine.url}{path}: not an answer of SGLang: {said[:100]!r}")
+        raise RunError(f"{engine.url}{call.path}: not an answer of SGLang: {said[:100]!r}")
     if not result.get("success"):
-        raise RunError(f"{engine.url}{path}: {result.get('message')}")
+        raise RunError(f"{engine.url}{call.path}: {result.get('message')}")

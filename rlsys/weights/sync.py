@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
+from rlsys.engine.weight_calls import load_from_disk
 from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
@@ -124,9 +125,8 @@ class DiskFolders:
                 return 0
             tensors = chain([first], tensors)
         write_hf(folder, self._source, tensors)
-        body = {"model_path": str(folder), "flush_cache": False}
         asked = {engine.url for engine in receivers.present}
-        receivers.settle(receivers.ask("/update_weights_from_disk", [body] * len(receivers.present)))
+        receivers.settle(receivers.ask([load_from_disk(str(folder))] * len(receivers.present)))
         self._version = ticket.weight_version
         self._delete_read(folder, asked, {engine.url for engine in receivers.present})
         return sum(f.stat().st_size for f in folder.glob("*.safetensors"))

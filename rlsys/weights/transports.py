@@ -8,7 +8,6 @@ group      a process group of one trainer rank and every rank of these engines (
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import datetime
 import functools
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsys.engine.weight_calls import join_group, leave_group, load_from_group, load_from_memory
 from rlsys.errors import RunError
 from rlsys.types import EngineAddress
 from rlsys.weights.peers import Peers
@@ -71,8 +71,8 @@ class MemoryTransport:
             if owner == self._rank
         }
         self._hand_in(made)
-        bodies = [self._body(engine, made) for engine in receivers.present]
-        receivers.settle(receivers.ask("/update_weights_from_tensor", bodies))
+        handles = [[made[engine.url, part] for part in range(engine.tp)] for engine in receivers.present]
+        receivers.settle(receivers.ask([load_from_memory(of_ranks) for of_ranks in handles]))
         self._hear({engine.url for engine in receivers.present})
 
     def _hand_in(self, made: dict[tuple[str, int], bytes]) -> None:
@@ -110,15 +110,6 @@ class MemoryTransport:
         assert self._peers is not None, "the plan has one rank for each engine"
         return self._peers
 
-    def _body(self, engine: EngineAddress, made: dict[tuple[str, int], bytes]) -> dict[str, Any]:
-        return {
-            "serialized_named_tensors": [
-                base64.b64encode(made[engine.url, part]).decode() for part in range(engine.tp)
-            ],
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once, after the last bucket, by the router
-        }
-
 
 def _tag(engine: EngineAddress) -> int:
     return engine.index or 0
@@ -144,8 +135,8 @@ class GroupTransport:
             if self._changed(receivers):
                 self._open(receivers)
                 continue
-            bodies = [self._body(bucket)] * len(self._members)
-            answers = receivers.ask("/update_weights_from_distributed", bodies)
+            described = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in bucket]
+            answers = receivers.ask([load_from_group(self._name, described)] * len(self._members))
             if self._broadcast(flat, answers):
                 receivers.settle(answers)
                 return
@@ -160,8 +151,7 @@ class GroupTransport:
             return
         with Receivers(self._members) as members:
             # Both sides at once: NCCL's end waits for the other's.
-            body = {"group_name": self._name}
-            answers = members.ask("/destroy_weights_update_group", [body] * len(self._members))
+            answers = members.ask([leave_group(self._name)] * len(self._members))
             dist.destroy_process_group(self._group)
             for answer in answers.values():
                 with contextlib.suppress(Gone, RunError):  # it has gone, or has never joined
@@ -212,12 +202,11 @@ class GroupTransport:
         world = 1 + sum(e.tp for e in receivers.present)
         self._name = f"rlsys-{secrets.token_hex(8)}"  # an engine keeps the name of a trainer that was killed
         offsets = itertools.accumulate((e.tp for e in receivers.present), initial=1)
-        bodies = [
-            {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world,
-             "group_name": self._name, "backend": backend}
+        calls = [
+            join_group(self._name, host, port, offset, world, backend)
             for _, offset in zip(receivers.present, offsets, strict=False)
-        ]  # fmt: skip
-        answers = receivers.ask("/init_weights_update_group", bodies)
+        ]
+        answers = receivers.ask(calls)
         failure = ""
         try:
             self._group = _join(backend, host, port, world, self._name)
@@ -233,16 +222,6 @@ class GroupTransport:
         if failure or refusal:
             raise refusal or RunError(failure)
         return True
-
-    def _body(self, bucket: Bucket) -> dict[str, Any]:
-        return {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(t.dtype).removeprefix("torch.") for _, t in bucket],
-            "shapes": [list(t.shape) for _, t in bucket],
-            "group_name": self._name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
 
     def _broadcast(self, flat: Tensor, answers: dict[str, Future[None]]) -> bool:
         """Whether it went through. A refusal or a death leaves the others waiting: then the group is given up."""

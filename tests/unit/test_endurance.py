@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from launch.backends.slurm import SlurmBackend
 from launch.plan import Role
 from launch.requeue import may_requeue
 from rlsys.config import Config
+from rlsys.engine.weight_calls import Call
 from rlsys.errors import RlsysError, RunError
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
@@ -96,7 +98,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise RuntimeError("a peer is missing")
         return Group()
 
-    def ask(receivers: Receivers, _path: str, _bodies: Any) -> dict[str, Future[None]]:
+    def ask(receivers: Receivers, _calls: Sequence[Call]) -> dict[str, Future[None]]:
         missing = any("e1" in e.url for e in receivers.present)
         refusal = RunError("400: timed out in the join") if missing else None
         return {
@@ -134,8 +136,8 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
     """Before, each trainer counted from 0, and SGLang refused a name that the dead one had left: 400, end of run."""
     known: set[str] = set()
 
-    def ask(receivers: Receivers, _path: str, bodies: Any) -> dict[str, Future[None]]:
-        names = {body["group_name"] for body in bodies}
+    def ask(receivers: Receivers, calls: Sequence[Call]) -> dict[str, Future[None]]:
+        names = {call.body["group_name"] for call in calls}
         refusal = RunError("400: this group name has already been created") if names & known else None
         known.update(names)
         return {e.url: answered(refusal) for e in receivers.present}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
+from rlsys.engine.weight_calls import Call
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
 from rlsys.weights.receivers import Gone, Receivers
@@ -20,8 +21,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to groups and asked of engines, in order."""
     seen: list[str] = []
 
-    def ask(self: Receivers, path: str, bodies: Any) -> dict[str, Future[None]]:
-        seen.extend(f"{engine.url}{path}" for engine in self.present)
+    def ask(self: Receivers, calls: Sequence[Call]) -> dict[str, Future[None]]:
+        seen.extend(f"{engine.url}{call.path}" for engine, call in zip(self.present, calls, strict=True))
         answers = {engine.url: Future[None]() for engine in self.present}
         for answer in answers.values():
             answer.set_result(None)

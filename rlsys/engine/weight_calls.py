@@ -1,0 +1,47 @@
+"""SGLang's endpoints by which a trainer brings weights: path and body of each POST. No I/O, no torch.
+
+The engine answers when it has taken them; everything else that SGLang is asked for is in client.py.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    path: str
+    body: dict[str, Any]
+
+
+def load_from_memory(handles: Sequence[bytes]) -> Call:
+    """`handles`: of one flattened bucket, for each tensor-parallel rank of the engine (SGLang's own serializer)."""
+    tensors = [base64.b64encode(handle).decode() for handle in handles]
+    body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket"}
+    # The cache is emptied once, after the last bucket, by the router.
+    return Call("/update_weights_from_tensor", {**body, "flush_cache": False})
+
+
+def load_from_group(group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> Call:
+    """A flattened bucket that rank 0 of the group broadcasts now. `tensors`: name, dtype and shape of each."""
+    names, dtypes, shapes = map(list, zip(*tensors, strict=True))
+    body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+    load = {"load_format": "flattened_bucket", "flush_cache": False}
+    return Call("/update_weights_from_distributed", {**body, **load})
+
+
+def load_from_disk(folder: str, label: str | None = None) -> Call:
+    """A safetensors folder that the engine can read. `label`: what it then calls its weights; none: as before."""
+    body: dict[str, Any] = {"model_path": folder, "flush_cache": False}
+    return Call("/update_weights_from_disk", body if label is None else {**body, "weight_version": label})
+
+
+def join_group(group: str, host: str, port: int, rank: int, world_size: int, backend: str) -> Call:
+    """`rank`: of the engine's first tensor-parallel rank; `host` and `port`: where the group meets."""
+    body = {"master_address": host, "master_port": port, "rank_offset": rank, "world_size": world_size}
+    return Call("/init_weights_update_group", {**body, "group_name": group, "backend": backend})
+
+
+def leave_group(group: str) -> Call:
+    return Call("/destroy_weights_update_group", {"group_name": group})
