@@ -94,3 +94,20 @@ async def test_a_deadline_is_kept_while_a_portion_is_waited_for(tmp_path: Path) 
         await answer_all_but(r, 0, early)
         assert hung.samples[0].censor_reason is not None
         assert ids((await r.take(1)).groups) == [1, 2]
+
+
+async def test_portions_are_trained_without_their_old_tokens(tmp_path: Path) -> None:
+    """As the take masks them: what goes backward early must not train what the rest of its step may not."""
+    config = early_config(tmp_path, over_provision=2, max_staleness=1, staleness_policy="mask")
+    masked = 0
+    async with rig(config, lambda s: 19 if s.group_id % 4 == 1 else 5) as r:
+        await r.start()
+        for step in range(1, 12):
+            while (part := await r.until(r.manager.early(step))) is not None:
+                for sample in (s for g in part.groups for s in g.samples):
+                    old = [i for i, v in enumerate(sample.versions()) if step - v > 1]
+                    assert [i for i, trained in enumerate(sample.trained()) if not trained] == old
+                    masked += len(old)
+            await r.take(step)
+            await r.push()
+    assert masked

@@ -188,3 +188,20 @@ async def test_a_client_that_does_not_read_holds_no_update_up(monkeypatch: pytes
             status, answer = await rig.post("/update_weights_from_disk", {"model_path": "next"})
             assert (status, answer["success"]) == (200, True)
             assert engine.deaths == 0
+
+
+async def test_who_hangs_up_is_told_to_the_server_behind_the_door() -> None:
+    """Else its handler would work on for a client that is gone."""
+    seen: list[str] = []
+
+    class Inner(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            seen.append("made")
+
+        def connection_lost(self, error: Exception | None) -> None:
+            seen.append("lost")
+
+    gate = Door(DoorLimits(connections=1)).protocol(Inner)()
+    gate.connection_made(asyncio.Transport())
+    gate.connection_lost(None)
+    assert seen == ["made", "lost"]

@@ -572,3 +572,24 @@ async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
                 await r.manager.commit(2)
         await r.start(1)
         assert ids((await r.take(2)).groups) == [2, 3]
+
+
+@pytest.mark.parametrize("command", ["restore", "leave"])
+async def test_samples_are_brought_back_before_the_trainer_starts_anew_or_goes(
+    tmp_path: Path, command: str
+) -> None:
+    """Disaggregated engines work between commands. What they have made by then is on disk when the answer comes."""
+    config = make_config(tmp_path, **APRIL, launch={"placement": "disaggregated"})
+    async with rig(config, lambda s: 15) as r:
+        await r.start()
+        await settle()
+        r.router.tick(4)
+        busy = r.router.in_flight
+        assert busy
+        r.router.calls.clear()
+        await (r.manager.restore(0) if command == "restore" else r.manager.leave(60.0))
+        assert r.router.calls == ["interrupt"]
+        assert not r.router.in_flight
+        samples = [s for g in r.buffer.active() for s in g.samples if s.sample_id in busy]
+        assert {(s.status, len(s.response_ids)) for s in samples} == {(Status.PARKED, 4)}
+        assert not any(r.buffer.unsaved(s) for s in samples)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
 
 import pytest
 
+from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import INTERRUPT_SECONDS
 from rlsys.router.pool import Pool
 from rlsys.router.push import PROBE_SECONDS
+from rlsys.types import Segment, Status
 from tests.helpers.router_rig import (
     A,
     B,
@@ -18,6 +24,7 @@ from tests.helpers.router_rig import (
     sample,
 )
 from tests.helpers.scripted_engine import (
+    Network,
     ScriptedEngine,
     checksums,
 )
@@ -178,3 +185,50 @@ async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
         rig.router.resume()
         assert rig.router.engine_states() == {A: "version 2", B: "dead"}
         check(await rig.start(sample()), versions={2})
+
+
+async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
+    """Its aborts are lost for some seconds; within INTERRUPT_SECONDS that costs nothing."""
+    async with routing() as rig:
+        samples, tasks = await rig.at_work(2)
+        abort, until = rig.engine._abort_request, asyncio.get_running_loop().time() + INTERRUPT_SECONDS / 2
+        rig.engine._step = lambda request: None  # type: ignore[method-assign]  # it makes no token either
+        step = ScriptedEngine._step
+
+        def late(body: dict[str, Any]) -> tuple[int, str]:
+            if asyncio.get_running_loop().time() < until:
+                return 200, ""
+            rig.engine._step = partial(step, rig.engine)  # type: ignore[method-assign]
+            return abort(body)
+
+        rig.engine._abort_request = late  # type: ignore[method-assign]
+        await rig.router.interrupt()
+        assert asyncio.get_running_loop().time() >= until
+        assert {s.status for s in samples} == {Status.PARKED}
+        assert rig.router.stats()["engine_deaths"] == 0
+        for task in tasks:
+            task.cancel()
+
+
+async def test_an_engine_stops_what_it_does_for_a_process_that_is_gone() -> None:
+    """A rollout process was killed; the engine still makes tokens for it when the next one comes."""
+    async with routing() as rig:
+        network: Any = Network(rig.engine)
+        gone = EngineClient(A, network).generate(
+            [1, 2], rid="old", max_new_tokens=90, temperature=1.0, seed=3, stop_ids=[]
+        )
+        await anext(gone)
+        assert rig.engine.requests
+        left = asyncio.create_task(drain(gone))
+        await rig.push()
+        assert not rig.engine.requests, "aborted before the first push"
+        assert await left == "abort"
+        assert rig.router.stats()["lost"] == 0, "what it made before is nobody's loss"
+
+
+async def drain(stream: AsyncGenerator[Segment, None]) -> str | None:
+    """How it ended."""
+    finish = None
+    async for segment in stream:
+        finish = segment.finish
+    return finish

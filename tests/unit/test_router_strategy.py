@@ -108,5 +108,8 @@ def test_a_breaker_backs_off_longer_each_time_and_forgets_with_a_success(gaps: l
         assert breaker.retry_at - now == wait, "failures of one outage count once"
         last, now = wait, breaker.retry_at + gap
         assert breaker.on_trial(now) and not breaker.open(now)
+    assert last == min(30.0, 0.5 * 2 ** (len(gaps) - 1)), (
+        "seconds: half of one, twice that, up to half a minute"
+    )
     breaker.succeeded()
     assert not breaker.open(now) and not breaker.on_trial(now)
