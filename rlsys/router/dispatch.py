@@ -24,7 +24,7 @@ most interrupts overtake some request, and then this is what they wait for."""
 ABORT_ANSWER_SECONDS = 10.0
 """An abort without an answer is repeated after so long: the engine may have come to itself since."""
 INTERRUPT_SECONDS = 60.0
-"""An engine that has not given its requests back after so long counts as dead."""
+"""An engine that gives nothing back for so long, and makes no token either, counts as dead."""
 
 Interruption = Literal["abort", "retract", "in_place"]
 """What an engine does with its requests while weights change: gives them back, keeps them without their KV cache, or
@@ -125,12 +125,14 @@ class Dispatcher:
         await asyncio.gather(*(self._empty(e, keep) for e in self.pool.engines))
 
     async def _empty(self, engine: EngineState, keep: Callable[[Sample], bool] | None) -> None:
-        deadline, patience = asyncio.get_running_loop().time() + INTERRUPT_SECONDS, ABORT_AGAIN_SECONDS
+        loop, patience, seen = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
         while leaving := _leaving(engine, keep):
             engine.landed.clear()
+            if (now := (len(leaving), engine.received)) != seen:
+                seen, deadline = now, loop.time() + INTERRUPT_SECONDS
             for flight in [engine.flights[rid] for rid in leaving]:
                 if flight.blocked and not flight.scope.expired():  # its end waits for somebody's client
-                    flight.scope.reschedule(asyncio.get_running_loop().time())
+                    flight.scope.reschedule(loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
                     await self.attempt(engine, self._abort(engine, None if keep is None else leaving))
@@ -141,7 +143,7 @@ class Dispatcher:
                         engine.landed.clear()
             except TimeoutError:
                 patience = min(2 * patience, ABORT_AGAIN_AT_MOST)
-                if asyncio.get_running_loop().time() > deadline:
+                if loop.time() > deadline:
                     log.warning("%s: gives nothing back in %g s", engine.url, INTERRUPT_SECONDS)
                     engine.died()
 

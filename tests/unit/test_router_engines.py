@@ -210,6 +210,33 @@ async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
             task.cancel()
 
 
+async def test_an_interrupt_lasts_as_long_as_something_comes_back() -> None:
+    """Before: 60 seconds for all of an engine's samples, however many it had; then it counted as dead."""
+    async with routing() as rig:
+        samples, tasks = await rig.at_work(4)
+        abort, loop, rids = rig.engine._abort_request, asyncio.get_running_loop(), list(rig.engine.requests)
+        rig.engine._step = lambda request: None  # type: ignore[method-assign]
+        step, start = ScriptedEngine._step, loop.time()
+
+        def slowly(body: dict[str, Any]) -> tuple[int, str]:
+            """One more every 40 seconds."""
+            rig.engine._step = lambda request: (  # type: ignore[method-assign]
+                step(rig.engine, request) if request.aborted else None
+            )
+            due = rids[: int((loop.time() - start) / (INTERRUPT_SECONDS * 2 / 3))]
+            for rid in set(due) & set(rig.engine.requests):
+                abort({"rid": rid})
+            return 200, ""
+
+        rig.engine._abort_request = slowly  # type: ignore[method-assign]
+        await rig.router.interrupt()
+        assert loop.time() - start > 2 * INTERRUPT_SECONDS
+        assert {s.status for s in samples} == {Status.PARKED}
+        assert rig.router.stats()["engine_deaths"] == 0
+        for task in tasks:
+            task.cancel()
+
+
 async def test_an_engine_stops_what_it_does_for_a_process_that_is_gone() -> None:
     """A rollout process was killed; the engine still makes tokens for it when the next one comes."""
     async with routing() as rig:
