@@ -311,14 +311,14 @@ class Supervisor:
     def _answer_readers(self) -> None:
         """On other machines, which the rollout process's loopback port does not reach."""
         rollout = self._processes.get("rollout")
-        for question in coordinator.asked(self._run_dir.path):
+        for name, path in coordinator.asked(self._run_dir.path):
             if rollout and rollout.role.ready_url:
-                url = rollout.role.ready_url.replace("/status", f"/{question}")
+                url = rollout.role.ready_url.replace("/status", path)
                 if (body := self._get(url, timeout=coordinator.ANSWER_SECONDS / 2)) is not None:
                     try:
-                        coordinator.tell(self._run_dir.path, question, body)
+                        coordinator.tell(self._run_dir.path, name, body)
                     except OSError as e:  # the reader gives up by itself
-                        self._say(f"the answer to rlsys {question} cannot be written: {e.strerror}")
+                        self._say(f"the answer to rlsys {name} cannot be written: {e.strerror}")
 
     def _ask_status(self) -> dict[str, Any] | None:
         """The rollout process's counts; None when it does not answer."""

@@ -31,6 +31,7 @@ from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.supervisor import Supervisor
+from rlsys.cli_look import add_look
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
@@ -364,6 +365,7 @@ def make_parser() -> Parser:
         "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
     )
     add_commands(add, check_plugins, live_status)
+    add_look(add)
     add_own(add, supervise, check_plugins)
     add_rehearse(add)
     add_router(add)

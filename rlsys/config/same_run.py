@@ -15,7 +15,8 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("launch")
     data.pop("router")
     data["run"].pop("dir")
-    data["rollout"].pop("repeat")
+    for key in ("repeat", "keep_groups"):
+        data["rollout"].pop(key)
     data["data"].pop("judge_timeout")
     if "://" in (data["data"]["judge"] or ""):
         data["data"]["judge"] = "url"  # its server may move

@@ -124,6 +124,9 @@ class RolloutConfig(Section):
     flush_tokens: Positive = 16384
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
     again. A smaller value writes to disk more often."""
+    keep_groups: NonNegative = 2
+    """Groups of each train step whose tokens stay readable (rlsys samples, rlsys dash) when no checkpoint needs them
+    any more, each with its log-probs and its advantage. A token takes 16 bytes on the disk."""
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one reward. After them the sample is censored; after a group reward that is too slow, its
     group."""

@@ -17,6 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.errors import UserError
 
+LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, each of which may be an id."""
+
 
 class Tokenizer:
     """`tokenizer.json`, `tokenizer_config.json` and the chat template of the folder `path`.
@@ -62,6 +65,28 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included. Ids of a padded vocabulary that it lacks give nothing."""
         return self._fast.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id; together they are `decode(ids)`. Of ids that only together are a character, the last
+        one has it and the others have none.
+
+        What a decoder makes of an id depends on the ids before it, so each is decoded with those that came last.
+        """
+        out: list[str] = []
+        context = 0  # where the last id with text begins
+        whole = 0  # ids before this one have their text
+        for end in range(1, len(ids) + 1):
+            before, text = self.decode(ids[context:whole]), self.decode(ids[context:end])
+            if (
+                text.endswith("\N{REPLACEMENT CHARACTER}")
+                and end < len(ids)
+                and end - whole < LONGEST_CHARACTER
+            ):
+                out.append("")
+                continue
+            out.append(text[len(before) :])
+            context, whole = whole, end
+        return out
 
     def apply_chat(self, messages: Sequence[dict[str, str]], *, generate: bool = True) -> str:
         """The chat template over `messages` ({"role", "content"}); `generate` opens the assistant's turn.

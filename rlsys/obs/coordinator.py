@@ -2,9 +2,10 @@
 
     RUN/coordinator.json   {epoch, host, port}: written once it listens, deleted when it ends in order
     RUN/.ask/NAME          a question of another machine, which the coordinator's loopback port does not hear; the
-                           supervisor asks for it, and puts the answer into NAME.told
+                           supervisor asks for it, and puts the answer into NAME.told. A question with a query has it
+                           as its content, and a number of its own behind its name, because answers differ
 
-The questions are the paths that the coordinator answers to a GET: `status`, `ledger`.
+The questions are the paths that the coordinator answers to a GET: `status`, `ledger`, `samples`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import socket
 import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from rlsys.errors import RunError, disk_errors
 from rlsys.obs.direct import opener
@@ -26,7 +29,7 @@ from rlsys.owner import KEY_HEADER, Owner, current
 
 FILE_NAME = "coordinator.json"
 MAILBOX = ".ask"
-QUESTIONS = ("status", "ledger")
+QUESTIONS = ("status", "ledger", "samples")
 ANSWER_SECONDS = 30.0
 """A count of a large ledger takes seconds; caches of a shared file system hide a new file for as long."""
 LOOK_SECONDS = 0.2
@@ -65,8 +68,10 @@ def published(run_dir: Path) -> Address | None:
         return None
 
 
-def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS) -> bytes | None:
+def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS, query: bytes = b"") -> bytes | None:
     """The answer of the run's coordinator; None when there is none: the run has ended, or not begun.
+
+    `query`: what exactly is asked for, where the question takes one.
 
     Raises Silent when it does not answer within `patience` seconds, or not yet, with its words.
     """
@@ -74,12 +79,17 @@ def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS) -> bytes
     if address is None or owner is None or address.epoch != owner.epoch:
         return None
     if address.host == socket.gethostname():
-        return _by_loopback(address, owner.key, question, patience)
-    return _by_mailbox(address, run_dir, question, patience)
+        return _by_loopback(address, owner.key, path_of(question, query), patience)
+    return _by_mailbox(address, run_dir, question, query, patience)
 
 
-def _by_loopback(address: Address, key: str, question: str, patience: float) -> bytes | None:
-    url = f"http://127.0.0.1:{address.port}/{question}"
+def path_of(question: str, query: bytes) -> str:
+    """What to GET from the coordinator."""
+    return f"/{question}?query={quote(query, safe='')}" if query else f"/{question}"
+
+
+def _by_loopback(address: Address, key: str, path: str, patience: float) -> bytes | None:
+    url = f"http://127.0.0.1:{address.port}{path}"
     try:
         with opener.open(urllib.request.Request(url, headers={KEY_HEADER: key}), timeout=patience) as answer:
             return bytes(answer.read())
@@ -95,31 +105,39 @@ def _by_loopback(address: Address, key: str, question: str, patience: float) -> 
         raise Silent(f"the run's coordinator at {url} does not answer: {e or type(e).__name__}") from None
 
 
-def _by_mailbox(address: Address, run_dir: Path, question: str, patience: float) -> bytes:
+def _by_mailbox(address: Address, run_dir: Path, question: str, query: bytes, patience: float) -> bytes:
     box = run_dir / MAILBOX
     with disk_errors(box, Silent):
         box.mkdir(exist_ok=True)
-        told = box / f"{question}.told"
+        name = f"{question}-{secrets.token_hex(8)}" if query else question
+        told = box / f"{name}.told"
         told.unlink(missing_ok=True)
-        (box / question).touch()
+        replace(box / name, query)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
-                return told.read_bytes()
+                answer = told.read_bytes()
+                if query:  # nobody else asks by this name
+                    told.unlink()
+                return answer
             time.sleep(LOOK_SECONDS)
     raise Silent(f"the run's supervisor on {address.host} does not answer within {patience:g} s")
 
 
-def asked(run_dir: Path) -> list[str]:
-    """Questions in the mailbox, taken out of it: for the supervisor."""
-    questions = [name for name in QUESTIONS if (run_dir / MAILBOX / name).exists()]
-    for name in questions:
-        (run_dir / MAILBOX / name).unlink(missing_ok=True)
-    return questions
+def asked(run_dir: Path) -> list[tuple[str, str]]:
+    """Questions in the mailbox, taken out of it: their names there, and what to GET. For the supervisor."""
+    found = []
+    for path in sorted((run_dir / MAILBOX).glob("*")):
+        question = path.name.partition("-")[0]
+        if question in QUESTIONS and not path.suffix:
+            query = path.read_bytes()
+            path.unlink(missing_ok=True)
+            found.append((path.name, path_of(question, query)))
+    return found
 
 
-def tell(run_dir: Path, question: str, answer: bytes) -> None:
-    replace(run_dir / MAILBOX / f"{question}.told", answer)
+def tell(run_dir: Path, name: str, answer: bytes) -> None:
+    replace(run_dir / MAILBOX / f"{name}.told", answer)
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -28,6 +28,7 @@ from typing import TypeVar
 from rlsys.errors import RunError, UserError
 from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
+from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.store import (
     Stored,
     extend_scores,
@@ -355,6 +356,10 @@ class RolloutBuffer:
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """What a query finds in the file, what is not flushed included."""
         return self._file.read(query)
+
+    def samples(self, query: SampleQuery) -> list[Seen]:
+        """What is not flushed included. Raises UserError for a step, group or sample that is not there."""
+        return self._file.samples(query)
 
     def ledger(self) -> Ledger:
         return self.read(count)

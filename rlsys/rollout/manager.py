@@ -26,6 +26,7 @@ from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
+from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.tools import tool_penalty
@@ -277,6 +278,10 @@ class RolloutManager:
     def ledger(self) -> Ledger:
         """For readers, who may not look into the file while it is open here."""
         return self._buffer.ledger()
+
+    def samples(self, query: SampleQuery) -> list[Seen]:
+        """The same: a page of them, what is not flushed included."""
+        return self._buffer.samples(query)
 
     def status(self) -> dict[str, object]:
         """For the live display."""

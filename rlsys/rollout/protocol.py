@@ -1,7 +1,8 @@
 """What trainer rank 0 and the rollout process say to each other: msgpack of dataclasses over loopback HTTP.
 
 A command is `POST /<name>` with its request as body; the answer is 200 with the result, or an error status with
-an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor, `GET /ledger` a Ledger for readers.
+an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor; `GET /ledger` a Ledger and
+`GET /samples?query=...` a SamplesAnswer, for readers.
 Until the ledger is open every answer is a 503 whose text says how far that is.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.rollout.samples import Seen
 from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 
 RUN_ERROR_STATUS = 500
@@ -39,6 +41,14 @@ class EndPushRequest:
 @dataclass
 class ScoresRequest:
     scores: list[Scored]
+
+
+@dataclass
+class SamplesAnswer:
+    """`error`: what the reader's user can mend; empty: nothing."""
+
+    samples: list[Seen] = field(default_factory=list)
+    error: str = ""
 
 
 @dataclass

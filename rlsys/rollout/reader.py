@@ -20,9 +20,12 @@ import msgspec
 from rlsys.errors import RunError, UserError
 from rlsys.obs.coordinator import Silent, ask
 from rlsys.obs.filesystem import is_local
+from rlsys.obs.trained import read_floats, read_trained
 from rlsys.rollout.ledger import Ledger, count
+from rlsys.rollout.protocol import SamplesAnswer
+from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
 from rlsys.rollout.segments import SegmentReader
-from rlsys.rollout.store import FILE_NAME, open_readonly, read_groups
+from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
 from rlsys.types import SampleGroup
 
 
@@ -69,6 +72,54 @@ class RunReader:
                 return read_groups(db, segments, where, *values)
         except RunError as e:
             raise UserError(str(e)) from None
+
+    def samples(self, query: SampleQuery) -> list[Seen]:
+        """One page of them. On a local disk as of the writer's last commit, also while the run lives.
+
+        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file; Silent: as for
+        `ledger`.
+        """
+        check_query(query)
+        found = self._from_coordinator(query) if not is_local(self._run_dir) else None
+        if found is None:
+            try:
+                with self.database() as db, SegmentReader(self._run_dir) as segments:
+                    found = find_samples(db, segments, query)
+            except RunError as e:
+                raise UserError(str(e)) from None
+        for seen in found:
+            self._add_kept(seen)
+        return found
+
+    def _from_coordinator(self, query: SampleQuery) -> list[Seen] | None:
+        """None: the run has none."""
+        body = ask(self._run_dir, "samples", query=msgspec.json.encode(query))
+        if not body:
+            return None
+        with _understood():
+            answer = msgspec.msgpack.decode(body, type=SamplesAnswer)
+        if answer.error:
+            raise UserError(answer.error)
+        return answer.samples
+
+    def _add_kept(self, seen: Seen) -> None:
+        """What the trainer wrote down of the sample; its tokens too, where the ledger has forgotten them."""
+        if seen.train_step is None:
+            return
+        figures = read_trained(self._run_dir, seen.train_step).get(seen.sample.sample_id)
+        if figures is None:
+            return
+        if not seen.kept:
+            seen.sample.response_ids = blob_to_ids(figures.ids)
+            seen.sample.mu = read_floats(figures.mu)
+        seen.logp, seen.advantages = read_floats(figures.logp), read_floats(figures.advantages)
+
+    def last_step(self) -> int:
+        """The last train step that took groups, of those whose samples can be asked for; 0 before the first."""
+        if not is_local(self._run_dir) and (status := self.status()) is not None:
+            return int(status["train_step"])
+        with self.database() as db:
+            return last_step(db)
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:

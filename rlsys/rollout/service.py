@@ -38,7 +38,16 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
-from rlsys.rollout.protocol import EndPushRequest, Result, ScoresRequest, StepRequest, encode, encode_error
+from rlsys.rollout.protocol import (
+    EndPushRequest,
+    Result,
+    SamplesAnswer,
+    ScoresRequest,
+    StepRequest,
+    encode,
+    encode_error,
+)
+from rlsys.rollout.samples import SampleQuery, check_query
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.router import Router
 
@@ -74,6 +83,16 @@ def make_app(
         access.check_key(request)
         return web.Response(body=encode(manager.ledger()))
 
+    async def samples(request: web.Request) -> web.Response:
+        access.check_key(request)
+        try:
+            query = msgspec.json.decode(request.query["query"], type=SampleQuery)
+            check_query(query)
+            answer = SamplesAnswer(manager.samples(query))
+        except (KeyError, msgspec.DecodeError, UserError) as e:
+            answer = SamplesAnswer(error=str(e))
+        return web.Response(body=encode(answer))
+
     async def leave(request: web.Request) -> web.Response:
         access.check_key(request)
         await manager.leave(float(request.query["seconds"]))
@@ -95,6 +114,7 @@ def make_app(
         [
             web.get("/status", status),
             web.get("/ledger", ledger),
+            web.get("/samples", samples),
             web.post("/leave", leave),  # a command of the supervisor
             web.post("/restore", command(StepRequest, lambda r: manager.restore(r.train_step))),
             web.post("/early", command(StepRequest, lambda r: manager.early(r.train_step))),

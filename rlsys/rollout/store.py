@@ -332,7 +332,13 @@ def read_groups(
     for sample_id, *place in db.execute(pieces, values):
         arrays.setdefault(sample_id, Arrays()).add(sample_id, segments.read(*place))
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
-        groups[row[1]].samples.append(_sample(row, prompts[row[1]], arrays.get(row[0], Arrays())))
+        found = arrays.get(row[0], Arrays())
+        if not len(found.ids) == len(found.mu) == row[5]:
+            raise RunError(
+                f"sample {row[0]}: {row[5]} tokens in the ledger, but {len(found.ids)} ids and "
+                f"{len(found.mu)} log-probs are kept"
+            )
+        groups[row[1]].samples.append(sample_of_row(row, prompts[row[1]], found))
     return list(groups.values())
 
 
@@ -356,8 +362,9 @@ class Arrays:
             self.routes += msgspec.msgpack.decode(record.route_bytes(), type=list[RouteSpan])
 
 
-def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
-    sample_id, group_id, place, seed, status, tokens, spans, *rest = row
+def sample_of_row(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
+    """`row`: of the table samples. `prompt_ids`: of its group. `arrays`: all of its tokens, or none."""
+    sample_id, group_id, place, seed, status, _, spans, *rest = row
     (
         reward,
         censor_reason,
@@ -372,11 +379,6 @@ def _sample(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         drawn_from,
         deaths,
     ) = rest
-    if not len(arrays.ids) == len(arrays.mu) == tokens:
-        raise RunError(
-            f"sample {sample_id}: {tokens} tokens in the ledger, but {len(arrays.ids)} ids and "
-            f"{len(arrays.mu)} log-probs are kept"
-        )
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
         arrays.ids, arrays.mu,

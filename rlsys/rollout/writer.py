@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.owner import Deposed, Owner
+from rlsys.rollout.samples import SampleQuery, Seen, find_samples
 from rlsys.rollout.segments import SegmentReader, SegmentWriter
 from rlsys.rollout.store import WriterLock, open_store, read_groups, sqlite_errors
 from rlsys.types import SampleGroup
@@ -100,6 +101,13 @@ class StoreWriter:
             self.segments.write_out()
             with SegmentReader(self.path.parent) as segments:
                 return read_groups(self.db, segments, where, *values)
+
+    def samples(self, query: SampleQuery) -> list[Seen]:
+        """A page of them, what is not flushed included."""
+        with sqlite_errors(self.path):
+            self.segments.write_out()
+            with SegmentReader(self.path.parent) as segments:
+                return find_samples(self.db, segments, query)
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """What a query finds in the file, what is not flushed included."""

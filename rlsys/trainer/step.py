@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.notes import TokenNotes
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
@@ -49,13 +50,15 @@ def train_step(
         "effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})
     }
     gone: set[int] = set()
+    notes = TokenNotes()
     if early is not None:
-        gone = early.group_ids
+        gone, notes = early.group_ids, early.notes
         metrics |= early.metrics(taken)
     if plan.rows:  # else every group's rewards are equal: nothing to learn
         rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
         updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
-        metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs)
+        metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs, notes=notes)
+    notes.write(trainer, taken)
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
     if due := objective.put_off(plan, taken.groups, step):
@@ -64,7 +67,7 @@ def train_step(
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
         metrics |= {
             "replayed": len(due),
-            **learn(trainer, objective, plan, again, [plan.rows], sums, first=False),
+            **learn(trainer, objective, plan, again, [plan.rows], sums),
         }
 
     of_loss = objective.metrics(sums) if sums else {}
@@ -84,13 +87,14 @@ def learn(
     sums: dict[str, Tensor],
     epochs: int = 1,
     *,
-    first: bool = True,
+    notes: TokenNotes | None = None,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
 
     Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
     passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
-    added. Adds to `sums`; returns the last update's figures. `first`: no update of this step came before.
+    added. Adds to `sums` and to `notes`; returns the last update's figures. `notes`: None when an update of this step
+    came before.
     """
     figures: dict[str, object] = {}
     batches = ready(trainer, objective, plan, taken, updates)
@@ -100,13 +104,16 @@ def learn(
     assert critic is None or isinstance(critic, Critic)
     rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
     share = plan.denominator / max(1, len(updates))
+    samples = [s for group in taken.groups for s in group.samples]
     one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and "now" in objective.asks.passes:  # the weights have moved since the scores were made
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.now = logp
         objective.prepare(batch, trainer.passes.sum_over_dp)
-        loss = partial(micro_loss, objective, compare=first and i == 0)
+        first = notes is not None and i == 0
+        noted = partial(notes.take, samples=samples) if notes is not None and i < len(one_pass) else None
+        loss = partial(micro_loss, objective, compare=first, note=noted)
         of_critic: dict[str, object] = {}
         if critic is not None:
             of_critic = critic.improve(objective, batch, rate, share)
@@ -236,13 +243,20 @@ def _score_with(
 
 
 def micro_loss(
-    objective: Objective, scores: Scores, micro: MicroBatch, *, compare: bool
+    objective: Objective,
+    scores: Scores,
+    micro: MicroBatch,
+    *,
+    compare: bool,
+    note: Callable[..., None] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch, and sums for the metrics.
 
     `compare`: the weights are still those that start the step, so that log-probs must be those of the engine. After
-    an update the same difference says how far the weights have moved.
+    an update the same difference says how far the weights have moved. `note`: TokenNotes.take for these samples.
     """
+    if note is not None:
+        note(micro, logp=scores.logp.detach() if compare else micro.old)
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
     if not compare:
         return loss, sums
@@ -264,6 +278,7 @@ class Early:
     group_ids: set[int] = field(default_factory=set)
     samples: int = 0
     seconds: float = 0.0
+    notes: TokenNotes = field(default_factory=TokenNotes)
 
     def metrics(self, taken: Taken) -> dict[str, float]:
         """early_share: of the step's samples. time_early: seconds, all of them while the rollout went on."""
@@ -277,7 +292,9 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
     for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
         objective.prepare(batch, trainer.passes.sum_over_dp)
-        trainer.passes.accumulate(batch, partial(micro_loss, objective, compare=True))
+        samples = [s for group in part.groups for s in group.samples]
+        note = partial(early.notes.take, samples=samples)
+        trainer.passes.accumulate(batch, partial(micro_loss, objective, compare=True, note=note))
     early.group_ids |= {g.group_id for g in part.groups}
     early.samples += sum(len(g.samples) for g in part.groups)
     early.seconds += time.monotonic() - start

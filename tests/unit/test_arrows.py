@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {"errors", "config", "obs", "owner", "identity", "convert", "weights"},
 }
-FREE = {"train", "cli", "cli_models", "cli_own", "preflight"}  # these may import every room
+FREE = {"train", "cli", "cli_look", "cli_models", "cli_own", "preflight"}  # these may import every room
 
 TORCH_FREE = (
     "types",
@@ -57,6 +57,7 @@ TORCH_FREE = (
     "rollout",
     "launch",
     "cli",
+    "cli_look",
     "cli_models",
     "cli_own",
     "starter",

@@ -156,7 +156,7 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     thread.join()
     with pytest.raises(coordinator.Silent, match=f"supervisor on {here} does not answer within 0 s"):
         coordinator.ask(nfs, "status", patience=0)
-    assert coordinator.asked(nfs) == ["status"]
+    assert coordinator.asked(nfs) == [("status", "/status")]
 
 
 def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

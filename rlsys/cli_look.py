@@ -1,0 +1,145 @@
+"""Commands to look at runs: `rlsys samples` in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from launch.commands import must_hold_run
+from rlsys.errors import UserError
+from rlsys.rollout.reading import Part, RunTexts, finite, parts_of, turns_of
+from rlsys.rollout.samples import SampleQuery, Seen, check_query
+from rlsys.types import Status
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
+"""Of the weight versions of one sample, in their order."""
+
+
+def add_look(add: Add) -> None:
+    sub = add("samples", show_samples, "show what the model wrote in a run, and what it got for it")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub.add_argument(
+        "--step", type=int, metavar="N", help="of this train step; the last one, when nothing is said"
+    )
+    sub.add_argument("--group", type=int, metavar="ID", help="of this group")
+    sub.add_argument("--sample", type=int, metavar="ID", help="this one")
+    which = sub.add_mutually_exclusive_group()
+    which.add_argument("--worst", action="store_true", help="lowest rewards first")
+    which.add_argument("--best", action="store_true", help="highest rewards first")
+    which.add_argument("--longest", action="store_true", help="most tokens first")
+    sub.add_argument("--resumed", action="store_true", help="only those that went on after an interruption")
+    sub.add_argument("--status", metavar="S", help="only parked, finished, truncated or censored ones")
+    sub.add_argument("--grep", metavar="REGEX", help="only those whose response has this")
+    sub.add_argument("--n", type=int, default=8, metavar="N", help="show at most so many; 8")
+    sub.add_argument("--json", action="store_true", help="print them as JSON, one a line")
+
+
+def show_samples(args: argparse.Namespace) -> int:
+    """Decoded by the run's tokenizer; of a run that lives or has ended."""
+    must_hold_run(args.run)
+    pattern = _pattern(args.grep)
+    if args.n < 1:
+        raise UserError(f"--n {args.n}: expected 1 or more")
+    order = next((name for name in ("worst", "best", "longest") if getattr(args, name)), "newest")
+    query = SampleQuery(
+        sample=args.sample, group=args.group, step=args.step, status=args.status, resumed=args.resumed, order=order
+    )  # fmt: skip
+    check_query(query)
+    texts = RunTexts(args.run)
+    if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
+        query = SampleQuery(step=last)
+    shown, console = 0, Console()
+    prompt_of = -1
+    for seen in texts.every(query, pattern, args.n):
+        shown += 1
+        if args.json:
+            print(json.dumps(as_json(texts, seen)))
+            continue
+        if seen.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
+            prompt_of = seen.sample.group_id
+            console.print(_group_line(seen))
+            console.print(Text(texts.prompt(seen), style="dim"))
+        _print_sample(console, texts, seen)
+    if not shown and not args.json:
+        console.print("no sample fulfils all of this" if texts.reader.last_step() else "no samples yet")
+    return 0
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as e:
+        raise UserError(f"--grep {text}: not a regular expression: {e}") from None
+
+
+def as_json(texts: RunTexts, seen: Seen) -> dict[str, Any]:
+    sample = seen.sample
+    return {
+        "sample": sample.sample_id, "group": sample.group_id, "step": seen.train_step, "state": seen.state,
+        "status": sample.status, "reward": sample.reward, "rewards": sample.named_rewards, "answer": sample.answer,
+        "reason": sample.censor_reason, "tokens": seen.tokens, "turns": turns_of(seen), "resumes": sample.resumes,
+        "prompt": texts.prompt(seen), "response": texts.response(seen) if seen.kept else None,
+        "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
+        "mu": sample.mu, "logp": finite(seen.logp), "advantages": finite(seen.advantages),
+    }  # fmt: skip
+
+
+def _group_line(seen: Seen) -> Rule:
+    step = f"step {seen.train_step}" if seen.train_step is not None else seen.state.value
+    return Rule(f"group {seen.sample.group_id}, {step}", align="left")
+
+
+def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
+    sample = seen.sample
+    advantage = next((a for a in finite(seen.advantages) if a is not None), None)
+    facts = [
+        f"sample {sample.sample_id}",
+        f"reward {sample.reward:.4g}" if sample.reward is not None else f"no reward: {_why_none(seen)}",
+        *(f"{name} {value:.4g}" for name, value in (sample.named_rewards or {}).items()),
+        *([f"answer {sample.answer}"] if sample.answer is not None else []),
+        *([f"advantage {advantage:+.3g}"] if advantage is not None else []),
+        f"{seen.tokens} tokens",
+        *([f"{turns} turns"] if (turns := turns_of(seen)) > 1 else []),
+        *([sample.status.value] if sample.reward is not None else []),
+    ]
+    console.print(Text(facts[0] + "  ", style="bold").append("  ".join(facts[1:]), style="bold"))
+    parts = parts_of(seen)
+    versions = sorted({part.version for part in parts})
+    style = {version: _STYLES[i % len(_STYLES)] for i, version in enumerate(versions)}
+    if seen.kept:
+        pieces = texts.tokenizer.pieces(sample.response_ids)
+        text = Text()
+        for part in parts:
+            if part.interrupted:
+                text.append(" ⏸ ", style="reverse")
+            text.append(
+                "".join(pieces[part.start : part.end]), style="dim" if part.tool else style[part.version]
+            )
+        console.print(text, highlight=False)
+    else:
+        console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
+    if len(parts) > 1:
+        words = ", ".join(f"{_author(p)} {p.start}-{p.end}" for p in parts)
+        console.print(Text(f"tokens by weight version (train steps in it): {words}", style="dim"))
+
+
+def _why_none(seen: Seen) -> str:
+    return seen.sample.censor_reason or (
+        "not finished" if seen.sample.status is Status.PARKED else seen.sample.status.value
+    )
+
+
+def _author(part: Part) -> str:
+    steps = "?" if part.trained_steps is None else part.trained_steps
+    return f"{'⏸ ' if part.interrupted else ''}{'tool' if part.tool else f'v{part.version} ({steps})'}"

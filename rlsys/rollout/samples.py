@@ -1,0 +1,156 @@
+"""Samples for people to read: which ones, and what the ledger still has of each. A page at a time, read only."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from rlsys.errors import UserError
+from rlsys.rollout.segments import SegmentReader
+from rlsys.rollout.store import Arrays, blob_to_ids, sample_of_row
+from rlsys.types import GroupState, Sample, Status
+
+Order = Literal["newest", "worst", "best", "longest"]
+ORDERS: tuple[str, ...] = get_args(Order)
+_SQL_ORDERS = {
+    "newest": "samples.sample_id DESC",
+    "worst": "samples.reward, samples.sample_id DESC",
+    "best": "samples.reward DESC, samples.sample_id DESC",
+    "longest": "samples.tokens DESC, samples.sample_id DESC",
+}
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Samples with a token that fulfil all conditions; None and False ask for nothing.
+
+    `worst` and `best` go by reward and leave out samples that have none. `skip`: how many of the order come before
+    the page of at most `limit`.
+    """
+
+    sample: int | None = None
+    group: int | None = None
+    step: int | None = None
+    """The train step that took the group."""
+    status: str | None = None
+    resumed: bool = False
+    order: Order = "newest"
+    skip: int = 0
+    limit: int = 20
+
+
+@dataclass(slots=True)
+class Seen:
+    """A sample, and where its group is. Without tokens where these are no longer kept: `tokens` says how many there
+    were."""
+
+    sample: Sample
+    tokens: int
+    prompt_index: int
+    state: GroupState
+    train_step: int | None
+    interrupts: list[tuple[int, int]] = field(default_factory=list)
+    """(response tokens it had, weight version then), each time it was taken out of an engine."""
+    trained_steps: dict[int, int] = field(default_factory=dict)
+    """Of each weight version that sampled a token of it: the train steps that these weights contain."""
+    logp: list[float] = field(default_factory=list)
+    """The trainer's, of each response token, before the step's first update; NaN: not computed. Empty: not kept."""
+    advantages: list[float] = field(default_factory=list)
+    """Of each response token; empty: not kept."""
+
+    @property
+    def kept(self) -> bool:
+        return len(self.sample.response_ids) == self.tokens
+
+
+def last_step(db: sqlite3.Connection) -> int:
+    """The last train step that took groups; 0 before the first."""
+    return int(db.execute("SELECT coalesce(max(train_step), 0) FROM takes").fetchone()[0])
+
+
+def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQuery) -> list[Seen]:
+    """What the ledger has of them. Raises UserError for a sample, group or step that does not exist, RunError for
+    tokens that are damaged."""
+    conditions, values = _conditions(db, query)
+    columns = "samples.*, prompt_ids, prompt_index, state, train_step"
+    rows = db.execute(
+        f"SELECT {columns} FROM samples JOIN groups USING (group_id) WHERE {' AND '.join(conditions)} "
+        f"ORDER BY {_SQL_ORDERS[query.order]} LIMIT ? OFFSET ?",
+        (*values, query.limit, query.skip),
+    ).fetchall()
+    return [_seen(db, segments, row) for row in rows]
+
+
+def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
+    conditions, values = ["samples.tokens > 0"], list[object]()
+    if query.sample is not None:
+        conditions, values = ["samples.sample_id = ?"], [query.sample]
+        if not db.execute("SELECT 1 FROM samples WHERE sample_id = ?", values).fetchone():
+            raise UserError(f"sample {query.sample}: the run has no such sample")
+    if query.group is not None:
+        issued = db.execute("SELECT count(*) FROM groups").fetchone()[0]
+        if not 0 <= query.group < issued:
+            raise UserError(f"group {query.group}: the run has the groups 0 to {issued - 1}")
+        conditions.append("samples.group_id = ?")
+        values.append(query.group)
+    if query.step is not None:
+        row = db.execute("SELECT group_ids FROM takes WHERE train_step = ?", (query.step,)).fetchone()
+        if row is None:
+            raise UserError(f"step {query.step}: the run has taken the steps 1 to {last_step(db)}")
+        ids = json.loads(row[0])
+        conditions.append(f"samples.group_id IN ({', '.join('?' * len(ids))})")
+        values += ids
+    if query.status is not None:
+        conditions.append("samples.status = ?")
+        values.append(query.status)
+    if query.resumed:
+        conditions.append("samples.resumes > 0")
+    if query.order in ("worst", "best"):
+        conditions.append("samples.reward IS NOT NULL")
+    return conditions, values
+
+
+def _seen(db: sqlite3.Connection, segments: SegmentReader, row: Sequence) -> Seen:
+    *of_sample, prompt_ids, prompt_index, state, train_step = row
+    sample_id, tokens = row[0], row[5]
+    arrays = Arrays()
+    pieces = (
+        "SELECT name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        "WHERE sample_id = ? ORDER BY piece"
+    )
+    for place in db.execute(pieces, (sample_id,)):
+        arrays.add(sample_id, segments.read(*place))
+    arrays.routes.clear()  # large, and nothing to read
+    if len(arrays.ids) != tokens:
+        arrays = Arrays()
+    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), arrays)
+    interrupts = "SELECT tokens, weight_version FROM interrupts WHERE sample_id = ? AND tokens ORDER BY place"
+    versions = sorted({span.version for span in sample.spans})
+    marks = ", ".join("?" * len(versions))
+    steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"
+    return Seen(
+        sample, tokens, prompt_index, GroupState(state), train_step,
+        db.execute(interrupts, (sample_id,)).fetchall(), dict(db.execute(steps, versions).fetchall()),
+    )  # fmt: skip
+
+
+def check_query(query: SampleQuery) -> None:
+    """Raises UserError for a value that can never be right."""
+    statuses = [s.value for s in Status if s is not Status.IN_FLIGHT]
+    if query.status is not None and query.status not in statuses:
+        raise UserError(f"status {query.status}: expected one of {', '.join(statuses)}")
+    if query.order not in ORDERS:
+        raise UserError(f"order {query.order}: expected one of {', '.join(ORDERS)}")
+    for name in ("sample", "group", "step", "skip"):
+        value = getattr(query, name)
+        if value is not None and value < 0:
+            raise UserError(f"{name} {value}: expected 0 or more")
+    if not 1 <= query.limit <= MOST:
+        raise UserError(f"limit {query.limit}: expected 1 to {MOST}")
+
+
+MOST = 256
+"""Samples of one page."""

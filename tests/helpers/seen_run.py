@@ -1,0 +1,98 @@
+"""A run folder as a run leaves it, written in a moment: real text of the quickstart's tokenizer, a ledger, metrics.
+
+Groups of two samples. Steps 1 and 2 took groups 0 and 1; group 2 is active: its first sample was interrupted twice,
+by the pushes of versions 2 and 3, and has tokens of three versions; its second one has a tool's answer in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rlsys.config import dump_config
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.obs.trained import TokenFigures, to_floats, write_trained
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
+from tests.helpers.rollout_rig import make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs" / "models" / "quickstart-moe"
+PROMPT = "12 + 30 ="
+THIRDS = ("12 + 30 = 4", "2, so it ", "is 42")
+
+
+def write_run(folder: Path) -> Path:
+    """The run, inside `folder`."""
+    config = make_config(folder, model={"path": str(MODEL)})
+    run = config.run.dir
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(dump_config(config))
+    tokenizer = Tokenizer(MODEL)
+    buffer = RolloutBuffer(run / FILE_NAME, "made up", 2)
+
+    def issue() -> SampleGroup:
+        index = buffer.next_group_id
+        return buffer.issue(Prompt(index, PROMPT, tokenizer.encode(PROMPT), {}), [1, 2])
+
+    def say(sample: Sample, text: str, version: int) -> None:
+        ids = tokenizer.encode(text)
+        mu = [-0.1 - i / 100 for i in range(len(ids))]
+        sample.append(Segment(ids, mu, [VersionSpan(version, 0, len(ids))]))
+
+    for step in (1, 2):
+        version = buffer.new_version(step - 1)
+        group = issue()
+        for sample, text, reward in zip(group.samples, (f"{step} = 42", "17"), (1.0, 0.0), strict=True):
+            say(sample, text, version)
+            sample.status, sample.reward, sample.answer = Status.FINISHED, reward, text[-2:]
+        buffer.finish(group, GroupState.READY)
+        buffer.take(step, [group])
+        write_trained(run, step, {s.sample_id: _figures(s) for s in group.samples})
+
+    group = issue()
+    first, second = group.samples
+    say(second, "2 + 2", 2)
+    second.observe(tokenizer.encode("4"))
+    say(second, "8", 2)
+    for version, text in zip((2, 3, 4), THIRDS, strict=True):
+        if version > 2:
+            buffer.new_version(version - 1)
+        say(first, text, version)
+        first.status = Status.PARKED
+        first.resumes = version - 2
+        if version < 4:
+            buffer.record_interrupts([first])
+    buffer.save(group.samples)
+    buffer.close()
+    _write_metrics(run)
+    return run
+
+
+def _figures(sample: Sample) -> TokenFigures:
+    logp = [m + 0.001 for m in sample.mu]
+    advantages = [1.0 if sample.reward else -1.0] * len(sample.mu)
+    ids = np.array(sample.response_ids, dtype="<i4").tobytes()
+    return TokenFigures(ids, to_floats(sample.mu), to_floats(logp), to_floats(advantages))
+
+
+def _write_metrics(run: Path) -> None:
+    lines = [{"kind": "run", "event": "start", "step": 0, "time": 100.0}]
+    lines.append({"kind": "eval", "step": 0, "time": 101.0, "accuracy": 0.25, "prompts": 4})
+    for step in (1, 2):
+        parts = {"time_rollout": 2.0, "time_train": 1.0, "time_sync": 0.5, "time_step": 3.5}
+        lines.append(
+            {
+                "kind": "step",
+                "step": step,
+                "time": 101.0 + 4 * step,
+                "reward": step / 4,
+                "tokens": 20,
+                **parts,
+            }
+        )
+    lines.append({"kind": "run", "event": "end", "step": 2, "time": 110.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
