@@ -6,9 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -16,8 +14,8 @@ from rich.text import Text
 
 from launch.commands import must_hold_run
 from rlsys.errors import UserError
-from rlsys.rollout.reading import Part, RunTexts, finite, parts_of, turns_of
-from rlsys.rollout.samples import SampleQuery, Seen, check_query
+from rlsys.rollout.reading import Part, RunTexts, arrays_of, parts_of, turns_of
+from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
 from rlsys.types import Status
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -51,7 +49,8 @@ def show_samples(args: argparse.Namespace) -> int:
     pattern = _pattern(args.grep)
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
-    order = next((name for name in ("worst", "best", "longest") if getattr(args, name)), "newest")
+    orders: tuple[Order, ...] = ("worst", "best", "longest")
+    order: Order = next((name for name in orders if getattr(args, name)), "newest")
     query = SampleQuery(
         sample=args.sample, group=args.group, step=args.step, status=args.status, resumed=args.resumed, order=order
     )  # fmt: skip
@@ -64,12 +63,12 @@ def show_samples(args: argparse.Namespace) -> int:
     for seen in texts.every(query, pattern, args.n):
         shown += 1
         if args.json:
-            print(json.dumps(as_json(texts, seen)))
+            print(json.dumps(texts.described(seen) | arrays_of(seen)))
             continue
         if seen.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
             prompt_of = seen.sample.group_id
             console.print(_group_line(seen))
-            console.print(Text(texts.prompt(seen), style="dim"))
+            console.print(Text(_harmless(texts.prompt(seen)), style="dim"))
         _print_sample(console, texts, seen)
     if not shown and not args.json:
         console.print("no sample fulfils all of this" if texts.reader.last_step() else "no samples yet")
@@ -83,18 +82,6 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {text}: not a regular expression: {e}") from None
 
 
-def as_json(texts: RunTexts, seen: Seen) -> dict[str, Any]:
-    sample = seen.sample
-    return {
-        "sample": sample.sample_id, "group": sample.group_id, "step": seen.train_step, "state": seen.state,
-        "status": sample.status, "reward": sample.reward, "rewards": sample.named_rewards, "answer": sample.answer,
-        "reason": sample.censor_reason, "tokens": seen.tokens, "turns": turns_of(seen), "resumes": sample.resumes,
-        "prompt": texts.prompt(seen), "response": texts.response(seen) if seen.kept else None,
-        "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
-        "mu": sample.mu, "logp": finite(seen.logp), "advantages": finite(seen.advantages),
-    }  # fmt: skip
-
-
 def _group_line(seen: Seen) -> Rule:
     step = f"step {seen.train_step}" if seen.train_step is not None else seen.state.value
     return Rule(f"group {seen.sample.group_id}, {step}", align="left")
@@ -102,7 +89,7 @@ def _group_line(seen: Seen) -> Rule:
 
 def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
     sample = seen.sample
-    advantage = next((a for a in finite(seen.advantages) if a is not None), None)
+    advantage = next((a for a in arrays_of(seen)["advantages"] if a is not None), None)
     facts = [
         f"sample {sample.sample_id}",
         f"reward {sample.reward:.4g}" if sample.reward is not None else f"no reward: {_why_none(seen)}",
@@ -123,15 +110,19 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
         for part in parts:
             if part.interrupted:
                 text.append(" ⏸ ", style="reverse")
-            text.append(
-                "".join(pieces[part.start : part.end]), style="dim" if part.tool else style[part.version]
-            )
+            words = _harmless("".join(pieces[part.start : part.end]))
+            text.append(words, style="dim" if part.tool else style[part.version])
         console.print(text, highlight=False)
     else:
         console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
     if len(parts) > 1:
         words = ", ".join(f"{_author(p)} {p.start}-{p.end}" for p in parts)
         console.print(Text(f"tokens by weight version (train steps in it): {words}", style="dim"))
+
+
+def _harmless(text: str) -> str:
+    """What a model writes must not move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _why_none(seen: Seen) -> str:

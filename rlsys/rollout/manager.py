@@ -291,6 +291,7 @@ class RolloutManager:
             "weight_version": self._buffer.weight_version,
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
+            "engine_figures": self._router.engine_figures(),
             "leaving": self._seconds_left(),
             "waiting_for": self._waiting.missing(),
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rlsys.config import load_config
 from rlsys.data.tokenizer import Tokenizer
@@ -94,14 +95,26 @@ class RunTexts:
         """Empty where the tokens are no longer kept."""
         return self.tokenizer.decode(seen.sample.response_ids)
 
+    def described(self, seen: Seen) -> dict[str, Any]:
+        """As JSON has it, without its arrays."""
+        sample = seen.sample
+        return {
+            "sample": sample.sample_id, "group": sample.group_id, "place": sample.index, "step": seen.train_step,
+            "state": seen.state, "status": sample.status, "reward": sample.reward, "rewards": sample.named_rewards,
+            "answer": sample.answer, "reason": sample.censor_reason, "tokens": seen.tokens, "kept": seen.kept,
+            "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
+            "response": self.response(seen) if seen.kept else None,
+            "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
+        }  # fmt: skip
+
 
 def parts_of(seen: Seen) -> list[Part]:
     """Who wrote which response tokens; also where these are no longer kept."""
     sample = seen.sample
     interrupted = {tokens for tokens, _ in seen.interrupts}
     cuts = {0, seen.tokens} | interrupted
-    for span in (*sample.spans, *sample.observed):
-        cuts |= {span.start, span.end}
+    cuts |= {at for s in sample.spans for at in (s.start, s.end)}
+    cuts |= {at for o in sample.observed for at in (o.start, o.end)}
     ordered = sorted(cut for cut in cuts if 0 <= cut <= seen.tokens)
     parts = []
     for start, end in pairwise(ordered):
@@ -118,6 +131,7 @@ def turns_of(seen: Seen) -> int:
     return sum(mine and not before for before, mine in zip([False, *own], own, strict=False))
 
 
-def finite(values: Sequence[float]) -> list[float | None]:
-    """For JSON, which has no NaN."""
-    return [v if math.isfinite(v) else None for v in values]
+def arrays_of(seen: Seen) -> dict[str, list[float | None]]:
+    """Of each response token: the engine's log-prob, the trainer's, the advantage; as JSON, which has no NaN."""
+    arrays = {"mu": seen.sample.mu, "logp": seen.logp, "advantages": seen.advantages}
+    return {name: [v if math.isfinite(v) else None for v in values] for name, values in arrays.items()}

@@ -406,6 +406,19 @@ class Router:
         """URL -> state in words."""
         return {e.url: e.state for e in self._pool.engines}
 
+    def engine_figures(self) -> dict[str, dict[str, object]]:
+        """URL -> what the engine does now: its requests, their tokens, its weight version (None: not known)."""
+        return {
+            e.url: {
+                "state": e.state,
+                "requests": e.load,
+                "tokens": e.tokens,
+                "weight_version": e.version if e.version >= 0 else None,
+                "deaths": e.deaths,
+            }
+            for e in self._pool.engines
+        }
+
     def stats(self) -> dict[str, float]:
         """Counts since the process started. `received_tokens` include `evaluation_tokens`; `cached_tokens` of the
         `prefilled_tokens` came from a cache; `engine_tokens` (the engines' own count) and `lost` (what of it

@@ -65,4 +65,4 @@ class TokenNotes:
 
 
 def _bytes(values: Tensor) -> bytes:
-    return to_floats(values.detach().to("cpu", torch.float32).numpy())
+    return to_floats(values.detach().to("cpu", torch.float32).tolist())

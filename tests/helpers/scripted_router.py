@@ -122,5 +122,8 @@ class ScriptedRouter:
             "lost": self.lost, "evaluation_tokens": 0, "engines_serving": 1, "engine_deaths": 0,
         }  # fmt: skip
 
+    def engine_figures(self) -> dict[str, dict[str, object]]:
+        return {URL: {"state": "serving", "requests": 0}}
+
     def engine_states(self) -> dict[str, str]:
         return {URL: f"version {self.version}"}

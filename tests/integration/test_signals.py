@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.obs.trained import read_floats, read_trained
 from rlsys.trainer.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import Early, go_backward, pack_rows, score, score_parked, train_step
@@ -77,6 +79,34 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., A
     assert torch.allclose(logp, expected_logp, atol=1e-5)
     assert torch.allclose(entropy, expected_entropy, atol=1e-5)
     assert torch.allclose(ours.grad, plain.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callable[..., Any]) -> None:
+    """Of the first groups by id: the log-probs of the weights that began the step, and the advantages."""
+    trainer, objective = start("rollout.keep_groups=3")
+    taken = cases.single_rewards(cases.recorded())
+    kept = sorted(taken.groups, key=lambda g: g.group_id)[:3]
+    rows = [s for g in taken.groups for s in g.samples]
+    batch = scored(trainer, objective)
+    expected = {}
+    for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+        for row, end in zip(micro.rows.tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
+            expected[rows[row].sample_id] = logp[end - len(rows[row].response_ids) : end].tolist()
+    train_step(trainer, objective, taken)
+    found = read_trained(trainer.config.run.dir, taken.train_step)
+    assert set(found) == {s.sample_id for g in kept for s in g.samples}
+    for group, sample in ((g, s) for g in kept for s in g.samples):
+        told = found[sample.sample_id]
+        assert np.frombuffer(told.ids, "<i4").tolist() == sample.response_ids
+        assert read_floats(told.mu) == pytest.approx(sample.mu)
+        advantages = set(read_floats(told.advantages))
+        rewards = [s.reward or 0.0 for s in group.samples]
+        if len(set(rewards)) == 1:  # no gradient, so no pass
+            assert not told.logp and not advantages
+            continue
+        assert read_floats(told.logp) == pytest.approx(expected[sample.sample_id], abs=1e-4)
+        (advantage,) = advantages
+        assert (advantage > 0) == ((sample.reward or 0.0) > sum(rewards) / len(rewards))
 
 
 def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[..., Any]) -> None:

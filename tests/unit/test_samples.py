@@ -195,7 +195,12 @@ def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: p
 
     def supervisor() -> None:
         found: list[tuple[str, str]] = []
-        wait_until(lambda: found.extend(coordinator.asked(run)) or bool(found))
+
+        def heard_something() -> bool:
+            found.extend(coordinator.asked(run))
+            return bool(found)
+
+        wait_until(heard_something)
         name, path = found[0]
         heard.append(msgspec.json.decode(unquote(path.partition("query=")[2]), type=SampleQuery))
         coordinator.tell(run, name, encode(SamplesAnswer(there)))
