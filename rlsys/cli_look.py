@@ -1,18 +1,23 @@
-"""Commands to look at runs: `rlsys samples` in the terminal."""
+"""Commands to look at runs: `rlsys samples` in the terminal, `rlsys dash` in a browser."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
+import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from launch.commands import must_hold_run
+from rlsys.dash.server import serve
 from rlsys.errors import UserError
 from rlsys.rollout.reading import Part, RunTexts, arrays_of, parts_of, turns_of
 from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
@@ -41,6 +46,9 @@ def add_look(add: Add) -> None:
     sub.add_argument("--grep", metavar="REGEX", help="only those whose response has this")
     sub.add_argument("--n", type=int, default=8, metavar="N", help="show at most so many; 8")
     sub.add_argument("--json", action="store_true", help="print them as JSON, one a line")
+    sub = add("dash", show_dashboard, "serve a page about runs, for a browser: curves, engines, samples")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    sub.add_argument("--port", type=int, default=0, metavar="P", help="of 127.0.0.1; 0 finds a free one")
 
 
 def show_samples(args: argparse.Namespace) -> int:
@@ -72,6 +80,28 @@ def show_samples(args: argparse.Namespace) -> int:
         _print_sample(console, texts, seen)
     if not shown and not args.json:
         console.print("no sample fulfils all of this" if texts.reader.last_step() else "no samples yet")
+    return 0
+
+
+def show_dashboard(args: argparse.Namespace) -> int:
+    """Until Ctrl-C. Reads only."""
+    for run in args.runs:
+        must_hold_run(run)
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port {args.port}: expected 0 to 65535")
+
+    def say(link: str) -> None:
+        port = urlsplit(link).port
+        print(link, flush=True)
+        print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
+
+    async def until_stopped() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await serve(args.runs, args.port, say, stop)
+
+    asyncio.run(until_stopped())
     return 0
 
 

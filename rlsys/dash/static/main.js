@@ -1,0 +1,54 @@
+// Which view is shown, and when it is read again: a live run every few seconds, an ended one once.
+import { get } from "./api.js";
+import { el, number, runColour } from "./dom.js";
+import { overview } from "./overview.js";
+import { group, sample, samples } from "./samples.js";
+
+const AGAIN_MS = 4000;
+const main = document.getElementById("main");
+const trouble = document.getElementById("trouble");
+const off = new Set();
+let runs = [];
+let drawing = 0;
+
+function drawRuns() {
+  document.getElementById("runs").replaceChildren(...runs.map((run, index) => {
+    const box = el("input", { type: "checkbox", checked: !off.has(index), onchange: () => { off.has(index) ? off.delete(index) : off.add(index); show(); } });
+    const state = run.ended ? `${number(run.steps)} steps, ended` : `step ${number(run.steps)} of ${number(run.of)}`;
+    return el("label", { class: `run ${off.has(index) ? "off" : ""}`, style: { "--swatch": runColour(index) }, title: `${run.folder}\n${run.model}` },
+      runs.length > 1 ? box : null, el("span", { class: "swatch" }), el("b", {}, run.name), el("span", { class: "state" }, state));
+  }));
+}
+
+async function show() {
+  const mine = ++drawing;
+  const [path, told] = location.hash.replace(/^#\/?/, "").split("?");
+  const query = new URLSearchParams(told ?? "");
+  const draft = document.createElement("div");
+  try {
+    runs = await get("runs");
+    if (mine !== drawing) return;
+    drawRuns();
+    for (const link of document.querySelectorAll("nav a")) link.classList.toggle("here", link.dataset.view === (path ? "samples" : "overview"));
+    const views = { samples, sample, group };
+    if (path in views) await views[path](draft, runs, query);
+    else await overview(draft, runs, new Set(runs.keys().filter((i) => !off.has(i))));
+    if (mine !== drawing) return;
+    const held = [window.scrollX, window.scrollY];
+    main.replaceChildren(...draft.childNodes);
+    window.scrollTo(...held);
+    trouble.hidden = true;
+  } catch (error) {
+    if (mine !== drawing) return;
+    trouble.textContent = error.message;
+    trouble.hidden = false;
+  }
+  document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
+}
+
+window.addEventListener("hashchange", () => { window.scrollTo(0, 0); show(); });
+setInterval(() => {
+  const onOverview = !location.hash.replace(/^#\/?/, "");
+  if (onOverview && !document.hidden && runs.some((run) => !run.ended)) show();
+}, AGAIN_MS);
+show();

@@ -1,0 +1,137 @@
+"""A headless Chromium, driven through its DevTools protocol with what we have: no driver, no package."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 60.0
+
+
+class Page:
+    """The browser's one tab."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._events: list[dict[str, Any]] = []
+        self.home = ""
+        """Where a test begins."""
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        while True:
+            told = await self._socket.receive_json(timeout=PATIENCE)
+            if told.get("id") == number:
+                if "error" in told:
+                    raise AssertionError(f"{method}: {told['error']}")
+                return dict(told["result"])
+            self._events.append(told)
+
+    async def evaluate(self, code: str) -> Any:
+        """The value of an expression, awaited."""
+        told = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in told:
+            raise AssertionError(f"{code}: {told['exceptionDetails']}")
+        return told["result"].get("value")
+
+    async def size(self, width: int, height: int, *, dark: bool = False) -> None:
+        mobile = width < 640
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def open(self, url: str) -> None:
+        """And wait until the page has drawn what the address names."""
+        before = await self.evaluate("document.body ? Number(document.body.dataset.drawn ?? 0) : 0")
+        same = await self.evaluate("location.href.split('#')[0]") == url.split("#")[0]
+        await self.call("Page.navigate", url=url)
+        await self.until(f"Number(document.body?.dataset.drawn ?? 0) > {before if same else 0}")
+
+    async def until(self, condition: str) -> None:
+        code = (
+            f"new Promise((done, late) => {{ const end = Date.now() + {PATIENCE * 1000:.0f}; const look = () => "
+            f"{{ if ({condition}) done(true); else if (Date.now() > end) late(new Error('never')); "
+            "else setTimeout(look, 20); }; look(); })"
+        )
+        while True:
+            try:
+                await self.evaluate(code)
+                return
+            except AssertionError as e:  # the page before went away while it was asked
+                if "navigated" not in str(e) and "context" not in str(e):
+                    raise
+
+    async def text(self, selector: str = "body") -> str:
+        return str(await self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    async def picture(self, path: Path, *, whole: bool = False) -> None:
+        told = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(told["data"]))
+
+    @property
+    def complaints(self) -> list[str]:
+        """What the console said of errors, and what was refused."""
+        found = []
+        for event in self._events:
+            params = event.get("params", {})
+            if event.get("method") == "Runtime.exceptionThrown":
+                found.append(json.dumps(params["exceptionDetails"])[:300])
+            if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+                found.append(params["entry"]["text"])
+        return found
+
+    def forget_complaints(self) -> None:
+        self._events.clear()
+
+
+@asynccontextmanager
+async def browser(folder: Path) -> AsyncIterator[Page]:
+    """`folder`: for its profile. It reaches this machine only."""
+    assert CHROMIUM is not None
+    profile = folder / "chromium"
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        "--disable-background-networking", "--no-first-run", "--remote-debugging-port=0",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}", "about:blank",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": str(folder)}
+    )
+    try:
+        port = profile / "DevToolsActivePort"
+        async with asyncio.timeout(PATIENCE):
+            while not (port.exists() and len(port.read_text().split()) == 2):
+                assert process.poll() is None, "Chromium ended"
+                await asyncio.sleep(0.05)
+        at = f"http://127.0.0.1:{port.read_text().split()[0]}"
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{at}/json/list") as answer:
+                (tab,) = [t for t in await answer.json() if t["type"] == "page"]
+            async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                page = Page(socket)
+                for domain in ("Page", "Runtime", "Log"):
+                    await page.call(f"{domain}.enable")
+                yield page
+    finally:
+        process.terminate()
+        process.wait(30)

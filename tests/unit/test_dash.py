@@ -1,0 +1,249 @@
+"""`rlsys dash`: what its server answers and to whom; the page itself, in a headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from rlsys import cli
+from rlsys.dash.series import RunCurves
+from rlsys.dash.server import Dashboard
+from rlsys.errors import UserError
+from tests.helpers.browser import CHROMIUM, Page, browser
+from tests.helpers.seen_run import THIRDS, write_run
+
+TOKEN = "the link's token"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+
+
+@pytest.fixture
+async def stranger(runs: list[Path]) -> AsyncIterator[TestClient]:
+    """Who knows the port, and not the token."""
+    async with TestClient(TestServer(Dashboard(runs, TOKEN).app(), host="127.0.0.1")) as client:
+        yield client
+
+
+@pytest.fixture
+async def reader(stranger: TestClient) -> TestClient:
+    answer = await stranger.get("/", params={"token": TOKEN})
+    assert answer.status == 200 and str(answer.url.query_string) == ""  # the address bar keeps no secret
+    return stranger
+
+
+async def ask(client: TestClient, path: str, **query: Any) -> Any:
+    answer = await client.get(f"/api/{path}", params={k: str(v) for k, v in query.items()})
+    return await answer.json()
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/samples?run=0", "/static/main.js", "/?token=guess"])
+async def test_nothing_without_the_token(stranger: TestClient, path: str) -> None:
+    assert (await stranger.get(path)).status == 403
+
+
+async def test_it_changes_nothing(reader: TestClient) -> None:
+    for path in ("/", "/api/runs", "/api/samples"):
+        assert (await reader.post(path)).status == 405
+
+
+async def test_no_file_beside_the_page_is_served(reader: TestClient) -> None:
+    for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/"):
+        assert (await reader.get(path)).status in (403, 404)
+
+
+async def test_runs_curves_and_timeline(reader: TestClient) -> None:
+    first, _ = await ask(reader, "runs")
+    assert (first["steps"], first["ended"], "reward" in first["metrics"]) == (2, True, True)
+    curves = await ask(reader, "curves", names="reward,eval.accuracy,none")
+    assert curves[0]["reward"] == {"x": [1, 2], "y": [0.25, 0.5]}
+    assert curves[0]["eval.accuracy"] == {"x": [0], "y": [0.25]} and curves[0]["none"] == {"x": [], "y": []}
+    _, second = await ask(reader, "timeline", run=1)
+    assert second == {
+        "step": 2, "rollout": 2.0, "train": 1.0, "sync": 0.5, "other": 0.0, "between": 0.5, "stopped": 0.0
+    }  # fmt: skip
+    assert await ask(reader, "status", run=0) == {}
+
+
+async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
+    found = await ask(reader, "samples", run=0, resumed=1)
+    assert [s["sample"] for s in found["samples"]] == [4] and found["next"] is None
+    one = await ask(reader, "sample", run=0, sample=4)
+    assert "".join(one["pieces"]) == "".join(THIRDS) and len(one["mu"]) == len(one["pieces"])
+    rest = await ask(reader, "sample", run=0, **{"sample": 4, "from": 20})
+    assert "".join(rest["pieces"]) == THIRDS[2]
+    trained = await ask(reader, "sample", run=0, sample=0)
+    gaps = [logp - mu for logp, mu in zip(trained["logp"], trained["mu"], strict=True)]
+    assert gaps == pytest.approx([0.001] * trained["tokens"], abs=1e-6) and set(trained["advantages"]) == {
+        1.0
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("samples?run=7", "run 7: there are 2"),
+        ("samples?step=9", "step 9: the run has taken the steps 1 to 2"),
+        ("samples?step=x", "step x: expected a whole number"),
+        ("samples?order=odd", "order odd: expected one of newest"),
+        ("samples?grep=(", "not a regular expression"),
+        ("sample?sample=99", "sample 99: the run has no such sample"),
+    ],
+)
+async def test_what_cannot_be_is_one_line(reader: TestClient, path: str, words: str) -> None:
+    answer = await reader.get(f"/api/{path}")
+    assert answer.status == 400 and words in (await answer.json())["error"]
+
+
+def test_a_long_run_is_no_more_points_than_a_screen_has(tmp_path: Path) -> None:
+    lines = [{"kind": "run", "event": "start", "step": 0, "time": 0.0}]
+    for step in range(1, 1001):
+        at = float(step)
+        lines.append({"kind": "step", "step": step, "time": at, "reward": at, "time_step": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = RunCurves(tmp_path)
+    curves.follow()
+    found = curves.curve("reward", 100)
+    assert len(found["x"]) == 100 and found["y"][0] == found["x"][0] == 5.5
+    assert [c["step"] for c in curves.timeline(3)] == [998, 999, 1000]
+
+
+def test_steps_that_a_resume_makes_void_are_forgotten_and_the_stop_is_shown(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"kind": "run", "event": "start", "step": 0, "time": 0.0}]
+    lines += [
+        {"kind": "step", "step": s, "time": 10.0 * s, "reward": 1.0, "time_step": 4.0} for s in (1, 2, 3)
+    ]
+    lines += [{"kind": "run", "event": "resume", "step": 1, "time": 100.0}]
+    lines += [{"kind": "step", "step": 2, "time": 110.0, "reward": 2.0, "time_step": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = RunCurves(tmp_path)
+    curves.follow()
+    assert curves.curve("reward", 100) == {"x": [1, 2], "y": [1.0, 2.0]}
+    assert curves.timeline(10)[-1] == {
+        "step": 2, "rollout": 0.0, "train": 0.0, "sync": 0.0, "other": 4.0, "between": 0.0, "stopped": 96.0
+    }  # fmt: skip
+
+
+def test_a_folder_that_is_no_run_and_a_bad_port_are_one_line(
+    tmp_path: Path, runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["dash", str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    assert cli.main(["dash", str(runs[0]), "--port", "99999"]) == 2
+    assert "--port 99999: expected 0 to 65535" in capsys.readouterr().err
+    with pytest.raises(UserError, match="not a run folder"):
+        Dashboard([tmp_path], TOKEN)
+
+
+def test_the_command_prints_a_link_and_how_to_get_there_by_ssh(runs: list[Path]) -> None:
+    command = [sys.executable, "-m", "rlsys.cli", "dash", str(runs[0])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    link, tunnel = process.stdout.readline(), process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    port = link.split("/?token=")[0].rpartition(":")[2]
+    assert link.startswith("http://127.0.0.1:") and f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def page(stranger: TestClient, tmp_path: Path) -> AsyncIterator[Page]:
+    async with browser(tmp_path) as page:
+        await page.size(1280, 900)
+        await page.open(str(stranger.make_url("/").with_query(token=TOKEN)))
+        page.home = str(stranger.make_url("/"))
+        yield page
+        assert page.complaints == []  # no error, nothing that the page's own policy refuses
+        loaded = "performance.getEntriesByType('resource').map(r => new URL(r.name).host === location.host)"
+        assert set(await page.evaluate(loaded)) == {True}  # nothing comes from elsewhere
+
+
+@needs_chromium
+async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
+    lines = "[...document.querySelectorAll('.chart')][0].querySelectorAll('polyline').length"
+    await page.until(f"{lines} === 2")
+    assert "Where the time went" in await page.text()
+    await page.evaluate("document.querySelector('#runs input').click()")
+    await page.until(f"{lines} === 1")
+
+
+@needs_chromium
+async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(page: Page) -> None:
+    await page.open(f"{page.home}#/samples?run=0&status=parked")
+    await page.evaluate(
+        "[...document.querySelectorAll('a.row')].find(r => r.innerText.includes('sample 4')).click()"
+    )
+    await page.until("document.querySelectorAll('.tokens span.cut').length === 2")
+    by_version = (
+        "[...new Set([...document.querySelectorAll('.tokens span:not(.cut)')].map(s => s.className))]"
+    )
+    assert await page.evaluate(by_version) == ["v-0", "v-1", "v-2"]
+    assert "".join(THIRDS) in (await page.text(".tokens")).replace("interrupted", "")
+    assert "weights 3 (2 train steps), tokens 11–20" in await page.text()
+
+
+@needs_chromium
+async def test_gap_and_advantage_by_token(page: Page) -> None:
+    await page.open(f"{page.home}#/sample?run=1&sample=0")
+    for view in ("gap", "advantage"):
+        await page.evaluate(f"document.querySelector('[data-view={view}]').click()")
+        coloured = (
+            "[...document.querySelectorAll('.tokens span')].every(s => s.style.background.startsWith('rgba'))"
+        )
+        assert await page.evaluate(coloured), view
+    assert "logp - mu" in await page.evaluate("document.querySelector('.tokens span').title")
+
+
+@needs_chromium
+async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
+    await page.open(f"{page.home}#/samples")
+    assert (
+        await page.evaluate("document.querySelector('[name=step]').value") == "2"
+    )  # the last one, by itself
+    for name, value in (("grep", "so it"), ("step", "")):
+        await page.evaluate(f"document.querySelector('[name={name}]').value = '{value}'")
+    await page.evaluate("document.querySelector('form.filter').requestSubmit()")
+    await page.until("document.querySelectorAll('a.row').length === 1")
+    await page.open(f"{page.home}#/group?run=0&group=1")
+    assert await page.evaluate("document.querySelectorAll('.columns .card').length") == 2
+
+
+@needs_chromium
+async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
+    made = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
+    assert await page.evaluate(made) == "&lt;img src=x onerror=alert(1)&gt;"
+    modules = (Path(cli.__file__).parent / "dash" / "static").glob("*.js")
+    assert [p.name for p in modules if "innerHTML" in p.read_text()] == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True])
+async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bool) -> None:
+    await page.size(width, 900, dark=dark)
+    for view in ("/", "/samples?run=0&status=parked", "/sample?run=0&sample=4", "/group?run=0&group=2"):
+        await page.open(f"{page.home}#{view}")
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+
+@needs_chromium
+async def test_a_refusal_is_told_and_the_page_stays(page: Page) -> None:
+    await page.open(f"{page.home}#/samples?run=0&step=9")
+    assert await page.text("#trouble") == "step 9: the run has taken the steps 1 to 2"
+    assert "400" in page.complaints[0]
+    page.forget_complaints()
