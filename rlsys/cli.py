@@ -36,6 +36,7 @@ from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
 from rlsys.config.foreign import ours_of_options
+from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import RlsysError, UserError
 from rlsys.gateway.command import add_router
@@ -50,7 +51,7 @@ from rlsys.rehearse.command import add_rehearse
 
 def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
-    config = load_config(args.config, args.overrides)
+    config = pin_data(load_config(args.config, args.overrides))
     check_model(config)
     check_plugins(config)
     if config.launch.backend == "local":  # other nodes say it themselves

@@ -43,11 +43,23 @@ class ModelConfig(Section):
         return self
 
 
+class KeysConfig(Section):
+    prompt: str | None = None
+    """Where a row has its prompt, a text or a chat. Unset: prompt or messages."""
+    answer: str | None = None
+    """Where a row has the right answer; `a.b` is key b of key a. Unset: answer, label, ground_truth or
+    reward_model.ground_truth, whichever comes first."""
+    tools: str | None = None
+    """Where a row has the schemas of its tools. Unset: tools."""
+
+
 class DataConfig(Section):
     source: str = "chain_sum_tail"
     """Short name of a prompt source, or an import path `package.module:function`, or `path/to/file.py:function`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the prompt source."""
+    keys: KeysConfig = KeysConfig()
+    """Where the rows of jsonl, parquet and dataset have what a run needs, if not where it is looked for."""
     seed: NonNegative = 0
     """Seed of the training prompts; run.seed is added to it."""
     reward: str = "reasoning_gym"

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rlsys.config import Config
 from rlsys.data.chain_sum import chain_sum_tail
 from rlsys.data.faults import chain_sum_faults
-from rlsys.data.source import PromptSource, jsonl, reasoning_gym
+from rlsys.data.mixture import Mixture, MixtureParams, part_config
+from rlsys.data.row_source import dataset, jsonl, parquet
+from rlsys.data.source import PromptSource, reasoning_gym
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.plugins import call, resolve
+from rlsys.errors import UserError
+from rlsys.plugins import call, parse_params, resolve
+
+
+def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
+    """Several sources with weights."""
+    p = parse_params("data.params", MixtureParams, params)
+    made = []
+    for place, part in enumerate(p.sources):
+        try:
+            made.append(build_source(part_config(config, part), tokenizer))
+        except UserError as e:
+            raise UserError(f"data.params.sources[{place}]: {e}") from None
+    names = [part.name or part.source for part in p.sources]
+    seed = config.data.seed + config.run.seed
+    return Mixture(made, [part.weight for part in p.sources], names, seed)
+
 
 SOURCES: dict[str, Callable[..., PromptSource]] = {
     "chain_sum_tail": chain_sum_tail,
     "chain_sum_faults": chain_sum_faults,
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
+    "parquet": parquet,
+    "dataset": dataset,
+    "mixture": mixture,
 }
 
 

@@ -12,13 +12,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import Field
 
 from rlsys.config import Config
-from rlsys.config.section import FilePath, NonNegative, Positive, Section
+from rlsys.config.section import Positive, Section
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import parse_params
@@ -160,87 +159,3 @@ def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> Prompt
 
     task = Task(p.task, args=p.args, size=p.size)
     return ReasoningGymSource([task], render, tokenizer, config.data.seed + config.run.seed, config.eval.seed)
-
-
-class JsonlParams(Section):
-    path: FilePath
-    """One JSON object a line: `prompt` (text) or `messages` (a chat), and what the reward needs."""
-    heldout_path: FilePath | None = None
-    """The same for held-out prompts; without it one line in eight of `path`, by the hash of its prompt."""
-    shuffle_seed: NonNegative = 0
-    """Further seed of the order; data.seed and run.seed change it too."""
-
-
-class JsonlSource:
-    """Prompts of a file, in an order that is shuffled anew in each epoch."""
-
-    def __init__(self, params: JsonlParams, tokenizer: Tokenizer, seed: int) -> None:
-        rows = _read_jsonl(params.path)
-        held = (
-            [r for r in rows if is_heldout(_key(r))]
-            if params.heldout_path is None
-            else _read_jsonl(params.heldout_path)
-        )
-        keys = {_key(r) for r in held}
-        self._held = list({_key(r): r for r in held}.values())
-        self._train = [r for r in rows if _key(r) not in keys]
-        if not self._train:
-            raise UserError(
-                f"data.params.path = {str(params.path)!r}: no training prompt is left beside the held-out"
-            )
-        self._path, self._tokenizer, self._seed = params.path, tokenizer, (seed, params.shuffle_seed)
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
-
-    def train(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self._train))
-        return self._prompt(index, self._train[self._order(epoch)[place]])
-
-    def heldout(self, n: int) -> list[Prompt]:
-        if n > len(self._held):
-            raise UserError(
-                f"eval.prompts = {n}: only {len(self._held)} different held-out prompts beside {self._path}"
-            )
-        return [self._prompt(i, row) for i, row in enumerate(self._held[:n])]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        return sorted(range(len(self._train)), key=lambda i: stable_hash(self._seed, epoch, i, bits=64))
-
-    def _prompt(self, index: int, row: Entry) -> Prompt:
-        text = self._tokenizer.apply_chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}])
-        question = "" if row.get("messages") else row["prompt"]
-        return Prompt(index, text, self._tokenizer.encode(text), row, question)
-
-
-def _key(row: Entry) -> str:
-    return json.dumps(row.get("messages") or row["prompt"])
-
-
-def _read_jsonl(path: Path) -> list[Entry]:
-    """Rows of the file. Raises UserError naming file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"data.params: {path}: cannot read: {e}") from None
-    rows: list[Entry] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as e:
-            raise UserError(f"{path}:{number}: not JSON: {e}") from None
-        if not isinstance(row, dict) or not (
-            isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
-        ):
-            raise UserError(f"{path}:{number}: expected an object with prompt (text) or messages (a list)")
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{path}: no prompts in it")
-    return rows
-
-
-def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Prompts from a file of JSON lines."""
-    return JsonlSource(
-        parse_params("data.params", JsonlParams, params), tokenizer, config.data.seed + config.run.seed
-    )

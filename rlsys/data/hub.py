@@ -1,0 +1,93 @@
+"""Data sets of the `datasets` library: a folder on disk, or one of a Hugging Face hub by its id.
+
+The roles of a run read only what is on this disk (HF_HUB_OFFLINE), so a data set of a hub is fetched before they
+start: by the trial of `rlsys explain`, `try`, `train` and `submit`. `HF_ENDPOINT` names another hub than Hugging
+Face's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from rlsys.data.tables import Arrow
+from rlsys.errors import UserError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` writes for one split, and for several."""
+
+
+def read_dataset(name: str, subset: str | None, split: str, revision: str | None) -> Arrow:
+    """One split. Raises UserError: neither a folder nor to be had from the hub, or it has no such subset or split."""
+    import datasets
+
+    folder = Path(name)
+    if not folder.exists():
+        folder = fetch(name, revision)
+    elif revision is not None:
+        raise UserError(f"data.params.revision = {revision!r}: {name} is a folder; a revision is a hub's")
+    if any((folder / file).is_file() for file in _SAVED):
+        found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict):
+            if split not in found:
+                raise UserError(_no_split(name, split, list(found)))
+            found = found[split]
+    else:
+        try:
+            found = datasets.load_dataset(str(folder), subset, split=split)
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as e:
+            raise UserError(_told(name, subset, split, e)) from None
+    if not len(found):
+        raise UserError(f"{name}, split {split}: no prompts in it")
+    return Arrow(found, f"{name} ({split})")
+
+
+def fetch(name: str, revision: str | None) -> Path:
+    """The folder of a hub's data set, in the cache of huggingface_hub. Asks the hub where that is allowed, and takes
+    what the cache has when the hub does not answer. Raises UserError."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if not _HUB_ID.fullmatch(name):
+        raise UserError(f"data.params.name = {name!r}: no such folder, and no id of a data set, owner/name")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision))
+    except HFValidationError as e:
+        raise UserError(f"data.params.name = {name!r}: no id of a data set: {_first_line(e)}") from None
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, OSError) as e:
+        where = huggingface_hub.constants.ENDPOINT
+        at = f" at revision {revision}" if revision else ""
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            why = f"and the cache has no copy{at}; rlsys explain fetches one where HF_HUB_OFFLINE is not set"
+        else:
+            why = f"and {where} gives no data set of this name{at}: {_first_line(e)}"
+        raise UserError(f"data.params.name = {name!r}: no such folder, {why}") from None
+
+
+def head(name: str, revision: str | None) -> str | None:
+    """The commit that a hub's data set is at, as it is in the cache after `fetch`; None for a folder."""
+    return None if Path(name).exists() else fetch(name, revision).name
+
+
+def _told(name: str, subset: str | None, split: str, error: Exception) -> str:
+    """`datasets` names what there is in its message."""
+    known = re.findall("'([^']*)'", str(error).partition("[")[2])
+    if "split" in str(error) and known:
+        return _no_split(name, split, known)
+    if "BuilderConfig" in str(error) or "Config name" in str(error):
+        hint = f"it has {', '.join(known)}" if known else _first_line(error)
+        return f"data.params.subset = {subset!r}: {name} has no such subset; {hint}"
+    return f"data.params.name = {name!r}: cannot read it: {_first_line(error)}"
+
+
+def _no_split(name: str, split: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(split, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    return f"data.params.split = {split!r}: {name} has no such split; {hint}"
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

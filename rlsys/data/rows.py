@@ -1,0 +1,165 @@
+"""What a row of somebody's data says: the chat that is the prompt, the right answer, the tools.
+
+Rows come from many hands: `prompt` is a text or a chat, and the answer stands where slime, verl, TRL or a person put
+it. `data.keys` names other places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.config.sections import KeysConfig
+from rlsys.errors import UserError
+
+Entry = dict[str, Any]
+Message = dict[str, Any]
+
+PROMPTS = ("prompt", "messages")
+ANSWERS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
+"""Where the right answer is looked for, in this order."""
+_LIKELY = ("question", "problem", "input", "instruction", "query", "conversations", "text")
+"""Names that others give to a prompt: too many to guess, so a message proposes them."""
+_SHOWN = 12
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Row:
+    """`question`: the user's message where the chat is nothing else, or empty. `entry`: the row itself, with the
+    right answer as `answer` where it has one."""
+
+    messages: list[Message]
+    question: str
+    entry: Entry
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> str:
+        """What two rows with the same prompt share."""
+        return json.dumps(self.question or self.messages, default=str)
+
+
+def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
+    """`where`: the row's place, for messages. Raises UserError, one line, for what is no prompt."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected an object with prompt or messages, found {_kind(row)}")
+    prompt = _prompt(row, keys.prompt, where)
+    if isinstance(prompt, str):
+        messages, question = [{"role": "user", "content": prompt}], prompt
+    else:
+        messages = [_message(m, where) for m in prompt]
+        question = messages[0]["content"] if [m["role"] for m in messages] == ["user"] else ""
+    if not messages or messages[-1]["role"] == "assistant":
+        what = "ends with the assistant's turn" if messages else "is empty"
+        raise UserError(f"{where}: the prompt {what}; expected a chat that ends with the user's turn")
+    return Row(messages, question, _with_answer(row, keys.answer, where), _tools(row, keys.tools, where))
+
+
+def find(row: Entry, path: str) -> Any:
+    """The value at `a` or `a.b`; _MISSING where there is none."""
+    if path in row:
+        return row[path]
+    at: Any = row
+    for part in path.split("."):
+        if not isinstance(at, dict) or part not in at:
+            return _MISSING
+        at = at[part]
+    return at
+
+
+def _prompt(row: Entry, key: str | None, where: str) -> str | list[Any]:
+    for path in (key,) if key else PROMPTS:
+        found = find(row, path)
+        if found is _MISSING or found is None:
+            continue
+        if not isinstance(found, str | list):
+            raise UserError(f"{where}: {path} is {_kind(found)}; expected a text, or a list of messages")
+        if found == "":
+            raise UserError(f"{where}: {path} is empty")
+        return found
+    if key:
+        raise UserError(_no_key("prompt", key, row, where))
+    near = next((name for name in _LIKELY if name in row), None)
+    hint = f"; did you mean data.keys.prompt={near}?" if near else f"; its keys: {_names(row)}"
+    raise UserError(f"{where}: expected prompt (a text or a chat) or messages (a chat){hint}")
+
+
+def _message(message: Any, where: str) -> Message:
+    """Without keys that have no value: tables give every message the keys of all of them."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(
+            f'{where}: a message of the prompt is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
+        )
+    kept = {k: v for k, v in message.items() if v is not None}
+    content = kept.get("content", "")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else _kind(part)
+                raise UserError(f"{where}: a message has a part of type {kind}; expected text only")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UserError(f"{where}: the content of a message is {_kind(content)}; expected a text")
+    return {**kept, "content": content}
+
+
+def _with_answer(row: Entry, key: str | None, where: str) -> Entry:
+    for path in (key,) if key else ANSWERS:
+        found = find(row, path)
+        if found is not _MISSING and found is not None:
+            return {**row, "answer": found}
+    if key:
+        raise UserError(_no_key("answer", key, row, where))
+    return {k: v for k, v in row.items() if k != "answer"} if "answer" in row else dict(row)
+
+
+def _tools(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | None:
+    found = find(row, key or "tools")
+    if found is _MISSING or found is None:
+        if key:
+            raise UserError(_no_key("tools", key, row, where))
+        return None
+    if isinstance(found, str):  # tables keep schemas as texts: columns have one type
+        try:
+            found = json.loads(found)
+        except ValueError as e:
+            raise UserError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
+    if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
+        raise UserError(
+            f"{where}: {key or 'tools'}: expected a list of function schemas, found {_kind(found)}"
+        )
+    return found or None
+
+
+def _no_key(what: str, key: str, row: Entry, where: str) -> str:
+    near = difflib.get_close_matches(key, list(_paths(row)), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"its keys: {_names(row)}"
+    return f"data.keys.{what} = {key!r}: {where} has no such key; {hint}"
+
+
+def _paths(row: Entry, before: str = "") -> Iterator[str]:
+    for name, value in row.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{before}{name}.")
+
+
+def _names(row: Entry) -> str:
+    names = list(row)
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "none"
+
+
+def _kind(value: Any) -> str:
+    words = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        int: "a number",
+        float: "a number",
+        bool: "a boolean",
+    }
+    return "nothing" if value is None else words.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,64 @@
+"""A Hugging Face hub on loopback with one data set: what huggingface_hub asks for, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "a1" * 20
+
+
+@contextlib.contextmanager
+def hub(name: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """Its URL, and the paths that it was asked for, as they come."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def _answer(self, *, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            asked.append(path)
+            body, headers = find(path)
+            self.send_response(200 if body is not None else 404)
+            for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if with_body and body is not None:
+                self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    def find(path: str) -> tuple[bytes | None, dict[str, str]]:
+        if path.startswith(f"/api/datasets/{name}/tree/"):
+            tree = [{"type": "file", "path": f, "size": len(b), "oid": digest(b)} for f, b in files.items()]
+            return json.dumps(tree).encode(), {}
+        if path.startswith(f"/api/datasets/{name}/revision/") or path == f"/api/datasets/{name}":
+            about = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files], "tags": []}
+            return json.dumps(about).encode(), {}
+        at = f"/datasets/{name}/resolve/{COMMIT}/"
+        if path.startswith(at) and (body := files.get(path.removeprefix(at))) is not None:
+            return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": COMMIT}
+        return None, {}
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
