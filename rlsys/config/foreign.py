@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 VERL = {
-    "data.train_files": "data.params.path, with a data.source that reads files",
+    "data.train_files": "data.params.path, with data.source=parquet",
     "data.val_files": "data.params.heldout_path",
+    "data.prompt_key": "data.keys.prompt",
     "data.train_batch_size": "rollout.groups_per_step",
     "data.max_response_length": "rollout.max_response_tokens",
     "actor_rollout_ref.model.path": "model.path",
@@ -68,8 +69,10 @@ SLIME = {
     "--load": "run.dir: the same command with the same folder goes on",
     "--save": "run.dir",
     "--save-interval": "trainer.checkpoint_every",
-    "--prompt-data": "data.params.path, with a data.source that reads files",
+    "--prompt-data": "data.params.path, with data.source=jsonl",
     "--eval-prompt-data": "data.params.heldout_path",
+    "--input-key": "data.keys.prompt",
+    "--label-key": "data.keys.answer",
     "--rm-type": "data.reward",
     "--custom-rm-path": "data.reward=path/to/file.py:function",
     "--custom-generate-function-path": "rollout.generator=path/to/file.py:function",

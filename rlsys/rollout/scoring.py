@@ -103,4 +103,5 @@ def _lacking(told: str, prompt: Prompt) -> str:
     if asked is None or asked[1] in prompt.entry:
         return ""
     where, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
-    return f": {where} has no {asked[1]}; its keys: {keys}"
+    hint = " (data.keys.answer=KEY takes another for it)" if asked[1] == "answer" and prompt.entry else ""
+    return f": {where} has no {asked[1]}; its keys: {keys}{hint}"

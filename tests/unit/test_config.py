@@ -232,6 +232,7 @@ def test_what_stands_for_a_foreign_name_is_a_field_with_a_value_that_it_takes(th
             (a for a in kinds if issubclass(a, BaseModel)), dict if get_origin(annotation) is dict else None
         )
     if given:
+        assert names[0] == "data.params.path" or names[0] == field
         value = re.sub(r", (the default|which) .*|, the default$", "", given).replace("X", "0.125")
         config = load_config(QUICKSTART, [f"{names[0]}={value}"])
         if names[0].startswith("algo."):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -149,6 +151,21 @@ def test_what_would_stop_the_first_step_is_told_before(
     with pytest.raises(UserError, match=told) as caught:
         check_start(load_config(QUICKSTART, overrides))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("same_process")
+def test_a_record_without_the_answer_that_the_reward_asks_for_is_named(tmp_path: Path) -> None:
+    """Before: `KeyError: 'answer'`. data.keys.answer, which the message names, mends it."""
+    rows = tmp_path / "sums.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": i + 1}) + "\n" for i in range(40)))
+    data = ["data.source=jsonl", f"data.params.path={rows}", "data.reward=exact_answer", "eval.prompts=2"]
+    with pytest.raises(UserError) as caught:
+        check_start(load_config(QUICKSTART, data))
+    told = str(caught.value)
+    assert re.search(
+        rf"{rows}:\d+ has no answer; its keys: prompt, solution \(data\.keys\.answer=KEY", told
+    ), told
+    check_start(load_config(QUICKSTART, [*data, "data.keys.answer=solution"]))
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
