@@ -31,7 +31,7 @@ from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.supervisor import Supervisor
-from rlsys.cli_look import add_look
+from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, dump_config, load_config
@@ -47,6 +47,7 @@ from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
+from rlsys.trackers.tracker import check_trackers
 
 
 def train(args: argparse.Namespace) -> int:
@@ -118,6 +119,7 @@ def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, asi
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
         contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
         make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
+        followed_by_trackers(config, lambda text: console.print(f"rlsys: {text}", highlight=False)),
     ):
         losses, reached = 0, -1
         while True:
@@ -170,6 +172,7 @@ def check_plugins(config: Config) -> None:
     """Raises UserError for a run that would not start; tells what is worth knowing of it."""
     from rlsys.preflight import check_start  # imports torch
 
+    check_trackers(config.run.trackers)
     for line in check_start(config):
         print(f"rlsys: note: {line}", file=sys.stderr)
 

@@ -1,14 +1,17 @@
-"""Commands to look at runs: `rlsys samples` in the terminal, `rlsys dash` in a browser."""
+"""Commands to look at runs: `rlsys samples` in the terminal, `rlsys dash` in a browser, `rlsys track` elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import signal
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,14 +20,19 @@ from rich.rule import Rule
 from rich.text import Text
 
 from launch.commands import must_hold_run
+from rlsys.config import Config, load_config
 from rlsys.dash.server import serve
 from rlsys.errors import UserError
-from rlsys.rollout.reading import Part, RunTexts, arrays_of, parts_of, turns_of
+from rlsys.rollout.reading import CONFIG_FILE, Part, RunTexts, arrays_of, parts_of, turns_of
 from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
+from rlsys.trackers.follow import follow
+from rlsys.trackers.tracker import PACKAGES
 from rlsys.types import Status
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
+TRACKER_SECONDS = 60.0
+"""How long a run that has ended waits for its trackers to take what is left."""
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
 """Of the weight versions of one sample, in their order."""
 
@@ -49,6 +57,9 @@ def add_look(add: Add) -> None:
     sub = add("dash", show_dashboard, "serve a page about runs, for a browser: curves, engines, samples")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     sub.add_argument("--port", type=int, default=0, metavar="P", help="of 127.0.0.1; 0 finds a free one")
+    sub = add("track", track, "give a run's trackers what they lack of it (run.trackers)")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    sub.add_argument("--to", choices=sorted(PACKAGES), action="append", help="other ones than the config's")
 
 
 def show_samples(args: argparse.Namespace) -> int:
@@ -103,6 +114,47 @@ def show_dashboard(args: argparse.Namespace) -> int:
 
     asyncio.run(until_stopped())
     return 0
+
+
+def track(args: argparse.Namespace) -> int:
+    """Every line of metrics that they do not have yet; nothing twice."""
+    must_hold_run(args.run)
+    names = args.to or load_config(args.run / CONFIG_FILE).run.trackers
+    if not names:
+        raise UserError(
+            f"{args.run}: run.trackers is empty; name one with --to, of {', '.join(sorted(PACKAGES))}"
+        )
+    for name, lines in follow(args.run, names, until=None).items():
+        print(f"{name}: {lines} lines written")
+    return 0
+
+
+@contextlib.contextmanager
+def followed_by_trackers(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """While a run goes on, a process beside it feeds its trackers. What goes wrong there ends no run."""
+    run = config.run.dir
+    if not config.run.trackers:
+        yield
+        return
+    command = [sys.executable, "-m", "rlsys.trackers.follow", str(run)]
+    path = run / "logs" / "trackers.log"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()  # it writes what is left
+        try:
+            code = process.wait(TRACKER_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code:
+            say(f"not all is with the trackers, see {path}; `rlsys track {run}` writes what they lack")
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

@@ -14,7 +14,8 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
-    data["run"].pop("dir")
+    for key in ("dir", "trackers"):
+        data["run"].pop(key)
     for key in ("repeat", "keep_groups"):
         data["rollout"].pop(key)
     data["data"].pop("judge_timeout")

@@ -1,0 +1,241 @@
+"""Trackers hold every line of metrics once, whatever is killed and resumed; the real packages, where they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys import cli
+from rlsys.cli_look import followed_by_trackers
+from rlsys.config import load_config
+from rlsys.errors import UserError
+from rlsys.trackers import follow as following
+from rlsys.trackers.follow import Follower, follow
+from rlsys.trackers.tracker import PACKAGES, Row, TrackedRun, check_trackers, run_id
+from tests.helpers.seen_run import write_run
+from tests.helpers.supervisor_stage import wait_until
+
+Held = dict[tuple[str, int], dict[str, float]]
+
+
+class InMemory:
+    """A tracker that a kill leaves as it is."""
+
+    held: list[tuple[str, int, dict[str, float], Sequence[Row]]]
+    runs: list[TrackedRun]
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.runs.append(run)
+
+    def written(self) -> dict[str, int]:
+        return {kind: step for kind, step, _, _ in self.held}
+
+    def write(
+        self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
+    ) -> None:
+        self.held.append((kind, step, values, samples))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
+    monkeypatch.setattr(InMemory, "held", [], raising=False)
+    monkeypatch.setattr(InMemory, "runs", [], raising=False)
+    monkeypatch.setattr(following, "open_tracker", lambda _, run: InMemory(run))
+    monkeypatch.setattr(following, "check_trackers", lambda _: None)
+    return InMemory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two steps in a folder with room beside it."""
+    (tmp_path / "mine").mkdir()
+    return write_run(tmp_path / "mine")
+
+
+def add_lines(run: Path, *lines: dict[str, Any]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def resume_with_a_repeated_step(run: Path) -> None:
+    """From a checkpoint of step 1: step 2 is trained again, and says something else now."""
+    add_lines(
+        run,
+        {"kind": "run", "event": "resume", "step": 1, "time": 200.0},
+        {"kind": "step", "step": 2, "time": 205.0, "reward": 0.9, "tokens": 20},
+        {"kind": "step", "step": 3, "time": 209.0, "reward": 0.75, "tokens": 21},
+        {"kind": "eval", "step": 3, "time": 210.0, "accuracy": 1.0, "prompts": 4},
+    )
+
+
+def test_every_line_once_over_a_resume(run: Path, tracker: type[InMemory]) -> None:
+    follower = Follower(run, ["wandb"])
+    follower.catch_up()
+    resume_with_a_repeated_step(run)
+    again = Follower(run, ["wandb"])  # the process was killed; another one begins
+    again.catch_up()
+    held = [(kind, step, values.get("reward")) for kind, step, values, _ in tracker.held]
+    assert held == [
+        ("eval", 0, None),
+        ("step", 1, 0.25),
+        ("step", 2, 0.5),
+        ("step", 3, 0.75),
+        ("eval", 3, None),
+    ]
+    first, second = tracker.runs
+    assert first.run_id == second.run_id and len(first.run_id) == 16
+
+
+def test_other_runs_have_other_ids() -> None:
+    assert len({run_id("a", 1.0), run_id("b", 1.0), run_id("a", 2.0)}) == 3
+
+
+def test_a_table_of_samples_where_an_evaluation_is_due(
+    run: Path, tracker: type[InMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(run / "config.yaml")
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace(f"every: {config.eval.every}", "every: 2")
+    )
+    assert follow(run, ["wandb"], until=None) == {"wandb": 3}
+    tables = {step: rows for kind, step, _, rows in tracker.held if kind == "step"}
+    assert tables[1] == []
+    worst = tables[2][0]
+    assert (worst["reward"], worst["response"], worst["answer"], worst["step"]) == (0.0, "17", "17", 2)
+
+
+def test_a_package_that_is_missing_is_one_line_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"run.trackers = \[wandb\]: the package wandb is not installed"):
+        check_trackers(["wandb"])
+
+
+def test_track_without_a_tracker_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["track", str(run)]) == 2
+    assert "run.trackers is empty; name one with --to, of mlflow, trackio, wandb" in capsys.readouterr().err
+
+
+def test_a_tracker_that_fails_ends_no_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(run / "config.yaml", ["run.trackers=[wandb]", f"run.dir={run}"])
+    monkeypatch.setenv("PYTHONPATH", str(run))  # where nothing is: its process cannot even begin
+    monkeypatch.chdir(run)
+    told: list[str] = []
+    with followed_by_trackers(config, told.append):
+        pass
+    assert len(told) == 1 and "rlsys track" in told[0]
+
+
+# -- the packages themselves -----------------------------------------------------------------------------------
+
+
+def held_by_wandb(run: Path) -> Held:
+    from rlsys.trackers.to_wandb import history
+
+    files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
+    out: Held = {}
+    for step, values in history(files):
+        kind = next(name.partition("/")[0] for name in values if "/" in name)
+        assert (kind, step) not in out, "written twice"
+        out[kind, step] = {n.partition("/")[2]: v for n, v in values.items() if n.startswith(f"{kind}/")}
+    return out
+
+
+def held_by_mlflow(run: Path) -> Held:
+    from rlsys.trackers.to_mlflow import MlflowRun
+
+    name = run.name
+    began = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["time"]
+    if not (run.parent / "trackers" / "mlflow").exists():
+        return {}
+    held = MlflowRun(TrackedRun(run, run_id(name, began), name, {}))
+    out: Held = {}
+    for metric in held.client.get_run(held.id).data.metrics:
+        kind, _, key = metric.partition("/")
+        for point in held.client.get_metric_history(held.id, metric):
+            values = out.setdefault((kind, point.step), {})
+            assert key not in values, "written twice"
+            values[key] = point.value
+    return {at: {k: v for k, v in values.items() if k != "whole"} for at, values in out.items()}
+
+
+def held_by_trackio(run: Path) -> Held:
+    code = (
+        "import json, os, sys, trackio; s = trackio.SQLiteStorage; "
+        "print(json.dumps([row for name in s.get_runs('rlsys') for row in s.get_logs('rlsys', name)], default=str))"
+    )
+    env = {**os.environ, "TRACKIO_DIR": str(run.parent / "trackers" / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    out: Held = {}
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        kind = next((name.partition("/")[0] for name in row if "/" in name), None)
+        if kind is not None:
+            assert (kind, row["step"]) not in out, "written twice"
+            out[kind, row["step"]] = {
+                n.partition("/")[2]: v for n, v in row.items() if n.startswith(f"{kind}/")
+            }
+    return out
+
+
+READERS: dict[str, Callable[[Path], Held]] = {
+    "wandb": held_by_wandb, "mlflow": held_by_mlflow, "trackio": held_by_trackio
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=pytest.mark.skipif(importlib.util.find_spec(p) is None, reason=f"{p} is not installed")
+        )
+        for n, p in PACKAGES.items()
+    ],
+)
+def test_read_back_equal_after_a_kill_and_a_resume(
+    name: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(
+        text.replace("trackers: []", f"trackers: [{name}]").replace("every: 10", "every: 2")
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlsys.trackers.follow", str(run)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    held = READERS[name]
+    wait_until(lambda: ("step", 1) in held(run))
+    os.killpg(process.pid, 9)
+    process.wait()
+    resume_with_a_repeated_step(run)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsys.cli", "track", str(run)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = held(run)
+    assert {at: v.get("reward", v.get("accuracy")) for at, v in sorted(found.items())} == {
+        ("eval", 0): 0.25, ("eval", 3): 1.0, ("step", 1): 0.25, ("step", 2): 0.5, ("step", 3): 0.75
+    }  # fmt: skip
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first: Held = {}
+    for line in lines:
+        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")}
+        if line["kind"] != "run":
+            first.setdefault((line["kind"], line["step"]), numbers)
+    assert found == first
+    once_more = subprocess.run(done.args, capture_output=True, text=True)
+    assert f"{name}: 0 lines written" in once_more.stdout
