@@ -45,6 +45,7 @@ from rlsys.obs.metrics import read_metrics
 from rlsys.obs.progress import make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
+from rlsys.obs.symptoms import sentence
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
 from rlsys.trackers.tracker import check_trackers
@@ -164,7 +165,11 @@ def progress(run: Path) -> int:
 def show_report(run_dir: Path) -> None:
     console = Console()
     write_report(run_dir)
-    console.print(summary_table(run_dir, summarise(read_metrics(run_dir))))
+    metrics = read_metrics(run_dir)
+    console.print(summary_table(run_dir, summarise(metrics)))
+    for warning in metrics.warnings:
+        told = f"warning, step {warning['step']}: {sentence(warning)}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from launch.layout import lay_out, push_plan
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
-from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.critic import add_critic
+from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
@@ -43,7 +43,7 @@ class Loop:
         self.sync = WeightSync(config, self.trainer.rank, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)
-        self.metrics = MetricsWriter(config.run.dir, resume_step=self.step) if self.trainer.is_main else None
+        self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
@@ -87,6 +87,8 @@ class Loop:
         stats |= self.push()
         end = time.monotonic()
         self.step = taken.train_step
+        if self.recorder is not None:
+            self.recorder.show(taken.groups)
         self._write(
             "step", **taken.metrics, **stats, weight_version=taken.weight_version, time_rollout=taken_at - start,
             time_train=trained_at - taken_at, time_step=end - start,
@@ -157,8 +159,8 @@ class Loop:
             self.trainer.empty_cache()
 
     def _write(self, kind: str, **values: object) -> None:
-        if self.metrics is not None:
-            self.metrics.write(kind, self.step, **values)
+        if self.recorder is not None:
+            self.recorder.write(kind, self.step, **values)
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -3,9 +3,12 @@
     {"kind": "run",  "event": "start" | "resume" | "end", "step": n, "time": unix seconds}
     {"kind": "eval", "step": n, "accuracy": ..., ...}
     {"kind": "step", "step": n, "reward": ..., ...}
+    {"kind": "warning", "step": n, "name": ..., "seen": ..., "cause": ..., "knob": ..., "samples": [{...}, ...]}
 
 A resumed run trains the steps after its checkpoint again; a `resume` line at step s makes every earlier
-`step` and `eval` line of a later step void. The file is only ever appended to, save for a torn last line.
+`step`, `eval` and `warning` line of a later step void. `warning`: a sign that the run does not learn
+(rlsys/obs/symptoms.py); `samples` are texts for a person to read. The file is only ever appended to, save for a torn
+last line.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class Metrics:
     runs: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
     wall_seconds: float = 0.0
     """Time from the first to the last line of each session, added up; the start of engines is not in it."""
     torn_lines: int = 0
@@ -98,7 +102,7 @@ def read_metrics(run_dir: Path) -> Metrics:
     except FileNotFoundError:
         raise UserError(f"{run_dir}: no {FILE_NAME} in it: not a run, or one that has not begun") from None
     out = Metrics()
-    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    latest: dict[tuple[str, int, str], dict[str, Any]] = {}
     session_start = last_time = 0.0
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith("\n"):
@@ -113,11 +117,12 @@ def read_metrics(run_dir: Path) -> Metrics:
                 out.wall_seconds += last_time - session_start
                 session_start = entry["time"]
         else:
-            latest[kind, step] = entry
+            latest[kind, step, entry.get("name", "")] = entry
         last_time = entry["time"]
     out.wall_seconds += last_time - session_start
     out.steps = [latest[k] for k in sorted(latest) if k[0] == "step"]
     out.evals = [latest[k] for k in sorted(latest) if k[0] == "eval"]
+    out.warnings = [latest[k] for k in sorted(latest) if k[0] == "warning"]
     return out
 
 
@@ -170,15 +175,17 @@ class MetricsWriter:
         purge = resume_step + 1 if resume_step else None
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
-    def write(self, kind: str, step: int, **values: object) -> None:
-        """Append one line; numbers also go to TensorBoard as `kind/name`. NaN and infinity become null."""
+    def write(self, kind: str, step: int, **values: object) -> dict[str, Any]:
+        """Append one line, and return it; numbers also go to TensorBoard as `kind/name`. NaN and infinity become
+        null."""
         now = time.time()
-        entry = {"kind": kind, "step": step, "time": round(now, 3)}
+        entry: dict[str, Any] = {"kind": kind, "step": step, "time": round(now, 3)}
         for name, value in values.items():
             entry[name] = None if isinstance(value, float) and not math.isfinite(value) else value
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{kind}/{name}", value, global_step=step, walltime=now)
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+        return entry
 
     def close(self) -> None:
         self._file.close()

@@ -1,7 +1,7 @@
 """The live display of a run; plain lines where there is no terminal.
 
 Fed by the supervisor: `phase` (what happens now), `entry` (a line of metrics.jsonl), `status` (the rollout
-process's counts, about once a second).
+process's counts, about once a second). Warnings are shown with their samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlsys.obs.symptoms import QUIET, sentence
+
 _RECENT = 10
 _PARTS = (
     ("rollout", "time_rollout", "cyan"),
@@ -27,6 +29,8 @@ _PARTS = (
 )
 _COUNTS = ("in_flight", "parked", "ready")
 _BAR_WIDTH = 36
+_LINE = 160
+"""Characters of a sample's text in a warning."""
 
 
 class RunView:
@@ -37,6 +41,7 @@ class RunView:
         self.phase = "starting"
         self.step: dict[str, Any] = {}
         self.evals: list[dict[str, Any]] = []
+        self.warnings: list[dict[str, Any]] = []
         self.status: dict[str, Any] = {}
         self._resumed: dict[int, int] = {}  # by step: a step trained again counts once
         self._seconds: deque[float] = deque(maxlen=_RECENT)
@@ -49,7 +54,10 @@ class RunView:
                 self._seconds.append(entry["time_step"])
         elif entry["kind"] == "eval":
             self.evals.append(entry)
+        elif entry["kind"] == "warning":
+            self.warnings.append(entry)
         elif entry.get("event") == "resume":
+            self.warnings = [w for w in self.warnings if w["step"] <= entry["step"]]
             self.evals = [e for e in self.evals if e["step"] <= entry["step"]]
 
     @property
@@ -72,6 +80,11 @@ class RunView:
             return "-"
         first, last = self.evals[0]["accuracy"], self.evals[-1]["accuracy"]
         return f"{first:.3f}" if len(self.evals) == 1 else f"{first:.3f} → {last:.3f}"
+
+    @property
+    def fresh_warnings(self) -> list[dict[str, Any]]:
+        """Those of the last steps: a symptom that lasts is told again only after it was gone."""
+        return [w for w in self.warnings if w["step"] > self.done_steps - QUIET]
 
     def number(self, key: str, spec: str = ",.0f") -> str:
         """A value of the last step, `-` where it has none."""
@@ -121,6 +134,9 @@ class PlainProgress:
                 f"eval at step {entry['step']}: held-out accuracy {entry['accuracy']:.3f} "
                 f"on {entry['prompts']} prompts, mean length {show(entry.get('mean_length'), '.1f')}"
             )
+        elif entry["kind"] == "warning":
+            for line in warning_lines(entry):
+                self._line(line)
         elif entry["event"] == "resume":
             self._line(f"rlsys: goes on after step {entry['step']}")
 
@@ -146,8 +162,24 @@ def plain_step(view: RunView) -> str:
     )
 
 
+def warning_lines(warning: dict[str, Any]) -> list[str]:
+    """What is seen, why it may be and what to change; then the samples, one to three lines each."""
+    lines = [f"rlsys: warning: step {warning['step']}: {sentence(warning)}"]
+    for sample in warning.get("samples") or ():
+        lines.append(f"    prompt    {one_line(sample['prompt'])}")
+        lines.append(f"    response  {one_line(sample['response'])}")
+        lines.append(f"    reward    {show(sample['reward'], 'g')}, {sample['tokens']} tokens")
+    return lines
+
+
+def one_line(text: str) -> str:
+    """As one line of bounded length; the end of a response says more than its middle."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LINE else f"{text[: _LINE // 2]} ... {text[-_LINE // 2 :]}"
+
+
 class LiveProgress:
-    """A panel that redraws itself; phases and evaluations stay above it as lines."""
+    """A panel that redraws itself; warnings stay above it as lines."""
 
     def __init__(self, total_steps: int, console: Console, title: str) -> None:
         self._view = RunView(total_steps)
@@ -176,6 +208,9 @@ class LiveProgress:
         self._view.take_entry(entry)
         if live and entry["kind"] in ("step", "eval"):
             self._view.phase = "training" if self._view.done_steps < self._view.total_steps else "finishing"
+        if live and entry["kind"] == "warning":
+            for line in warning_lines(entry):
+                self._live.console.print(line, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
     def _draw(self) -> RenderableType:
         view = self._view
@@ -186,7 +221,10 @@ class LiveProgress:
             ProgressBar(total=max(1, view.total_steps), completed=view.done_steps, width=_BAR_WIDTH),
             f"{elapsed} elapsed, ETA {clock(view.eta_seconds)}",
         )
-        body = Group(head, Text(), _numbers(view), Text(), _time_split(view))
+        told = [
+            Text(f"{w['name'].replace('_', ' ')}: {w['seen']}", style="yellow") for w in view.fresh_warnings
+        ]
+        body = Group(head, Text(), _numbers(view), Text(), _time_split(view), *told)
         return Panel(body, title=self._title, subtitle=view.phase, title_align="left", subtitle_align="left")
 
 

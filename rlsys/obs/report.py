@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.summary import summarise
+from rlsys.obs.symptoms import sentence
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827 }
@@ -22,6 +24,8 @@ h1 { font-size: 1.4rem; margin-bottom: 0 } p { color: #6b7280; margin-top: .2rem
 .big b { display: block; font-size: 1.5rem }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem }
 img { width: 100%; border: 1px solid #e5e7eb; border-radius: 10px }
+.warning { border-left: 4px solid #d97706; padding: .2rem 1rem; margin: 1rem 0; background: #fffbeb }
+.warning pre { white-space: pre-wrap; color: #374151; border-top: 1px solid #e5e7eb; margin: .4rem 0 }
 table { border-collapse: collapse; margin-top: 2rem } td { padding: .2rem 1.2rem .2rem 0 }
 td + td { font-variant-numeric: tabular-nums }
 """
@@ -40,11 +44,13 @@ def write_report(run_dir: Path) -> None:
         draw(metrics).savefig(buffer, format="png")
         images[name] = buffer.getvalue()
         (folder / f"{name}.png").write_bytes(images[name])
-    page = render_page(run_dir.name, summarise(metrics), images)
+    page = render_page(run_dir.name, summarise(metrics), images, metrics.warnings)
     (run_dir / "report.html").write_text(page, encoding="utf-8")
 
 
-def render_page(name: str, summary: dict[str, Any], images: dict[str, bytes]) -> str:
+def render_page(
+    name: str, summary: dict[str, Any], images: dict[str, bytes], warnings: Sequence[dict[str, Any]] = ()
+) -> str:
     """One HTML page with everything in it."""
     big = "".join(f"<div>{label}<b>{html.escape(value)}</b></div>" for label, value in headline(summary))
     encoded = {key: base64.b64encode(png).decode() for key, png in images.items()}
@@ -55,8 +61,19 @@ def render_page(name: str, summary: dict[str, Any], images: dict[str, bytes]) ->
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>rlsys: {html.escape(name)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(name)}</h1>"
         f"<p>{summary['steps']} steps, {state}, {summary['sessions']} session(s)</p>"
-        f'<div class="big">{big}</div><div class="plots">{plots}</div><table>{rows}</table></html>\n'
+        f'<div class="big">{big}</div>{"".join(map(_warning, warnings))}'
+        f'<div class="plots">{plots}</div><table>{rows}</table></html>\n'
     )
+
+
+def _warning(warning: dict[str, Any]) -> str:
+    """What is seen, why it may be and what to change, with the samples that show it."""
+    samples = "".join(
+        f"<pre>{html.escape(s['prompt'])}<b>{html.escape(s['response'])}</b>\nreward {_value(s['reward'])}</pre>"
+        for s in warning.get("samples") or ()
+    )
+    told = html.escape(sentence(warning))
+    return f'<div class="warning"><b>Warning, step {warning["step"]}:</b> {told}{samples}</div>'
 
 
 def headline(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "censored_groups": last.get("censored"),
         "cache_share": last.get("cache_share"),
         **{f"{part}_seconds": _sum(steps, f"time_{part}") for part in ("rollout", "train", "sync")},
+        "warnings": len(metrics.warnings),
         "sessions": sum(r["event"] in ("start", "resume") for r in metrics.runs),
         "finished": bool(metrics.runs) and metrics.runs[-1]["event"] == "end",
         "torn_lines": metrics.torn_lines,

@@ -67,11 +67,13 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     """Metrics of taken groups. `age(weight_version)`: train steps between those weights and the current ones.
 
     Lengths in tokens; `staleness_*` is the age of a group's oldest token, in train steps; `off_policy_share` is
-    the share of trained tokens that other weights than the current ones sampled.
+    the share of trained tokens that other weights than the current ones sampled. `sampled_entropy`: the mean of -mu
+    over the tokens that a model sampled, in nats; the mean entropy of what they were drawn from, without bias.
     """
     samples = [s for g in groups for s in g.samples]
     lengths = sorted(len(s.response_ids) for s in samples)
     tokens = sum(lengths)
+    sampled = sum(s.sampled_tokens for s in samples)
     spans = [span for s in samples for span in s.spans]
     off_policy = sum(span.end - span.start for span in spans if age(span.version))
     staleness = [max((age(x.version) for s in g.samples for x in s.spans), default=0) for g in groups]
@@ -82,6 +84,7 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
         "response_len_p99": quantile(lengths, 0.99),
         "response_len_max": lengths[-1],
         "tokens": tokens,
+        "sampled_entropy": -math.fsum(m for s in samples for m in s.mu) / sampled if sampled else 0.0,
         "off_policy_share": off_policy / tokens if tokens else 0.0,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),

@@ -173,7 +173,8 @@ class Routing:
 
         replay_share: of the choices, how many were replayed; route_agreement: of the replayed ones, how many the
         router would have made itself; replay_missing: tokens that had no route though replay is on;
-        expert_load_max: the busiest expert's tokens over the mean, in the worst layer.
+        expert_load_max: the busiest expert's tokens over the mean, in the worst layer; expert_idle_share: the share
+        of experts without a token, in the worst layer.
         """
         figures = torch.zeros(3, dtype=torch.int64)
         experts = max((len(r.load) for r in self._all), default=0)
@@ -198,7 +199,10 @@ class Routing:
         busy = load[load.sum(1) > 0].double()
         if not len(busy):
             return {}
-        out = {"expert_load_max": float((busy.max(1).values / busy.mean(1)).max())}
+        out = {
+            "expert_load_max": float((busy.max(1).values / busy.mean(1)).max()),
+            "expert_idle_share": float((busy == 0).double().mean(1).max()),
+        }
         if self._mode != "off":
             out["replay_share"] = replayed / max(seen, 1)
             out["replay_missing"] = (seen - replayed) / len(busy)

@@ -13,6 +13,7 @@ def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, r
         start = len(made.response_ids)
         made.spans.append(VersionSpan(version, start, start + tokens))
         made.response_ids += [7] * tokens
+        made.mu += [-0.25 if version == 5 else -1.0] * tokens
     return made
 
 
@@ -31,6 +32,7 @@ def test_step_metrics_of_groups_of_different_age_by_hand() -> None:
         "response_len_p99": 8,
         "response_len_max": 8,
         "tokens": 22,
+        "sampled_entropy": (15 * 0.25 + 7 * 1.0) / 22,
         "off_policy_share": 7 / 22,
         "staleness_mean": (1 + 3 + 0) / 3,
         "staleness_max": 3,
@@ -42,3 +44,10 @@ def test_step_metrics_of_groups_of_different_age_by_hand() -> None:
 def test_a_step_without_a_token_has_no_age() -> None:
     metrics = step_metrics([SampleGroup(0, 0, [sample([], Status.FINISHED, None, 0)])], lambda version: 1)
     assert (metrics["tokens"], metrics["off_policy_share"], metrics["staleness_mean"]) == (0, 0.0, 0.0)
+    assert metrics["sampled_entropy"] == 0.0
+
+
+def test_what_a_tool_wrote_has_no_entropy() -> None:
+    made = sample([(5, 2)], Status.FINISHED, 1.0, 0)
+    made.observe([8, 9, 10])
+    assert step_metrics([SampleGroup(0, 0, [made])], lambda version: 0)["sampled_entropy"] == 0.25

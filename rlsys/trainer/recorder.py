@@ -1,0 +1,70 @@
+"""What trainer rank 0 writes down of a run: metrics.jsonl, with a `warning` line where its figures show a symptom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.obs.metrics import MetricsWriter, read_metrics
+from rlsys.obs.symptoms import Watch
+from rlsys.types import Sample, SampleGroup, Status
+
+SAMPLES = 3
+"""Shown with a warning, each of another group."""
+_CHARACTERS = 1200
+"""Of a text; what is longer loses its middle."""
+
+
+class Recorder:
+    """The only writer of a run's metrics while it trains; `steps_done` of an earlier session are known to it."""
+
+    def __init__(self, config: Config, steps_done: int) -> None:
+        self._config = config
+        self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
+        self._watch = Watch()
+        if steps_done:  # what an earlier session wrote, up to the checkpoint that this one begins with
+            before = read_metrics(config.run.dir)
+            steps, evals = (
+                [e for e in kind if e["step"] <= steps_done] for kind in (before.steps, before.evals)
+            )
+            self._watch = Watch(steps, evals)
+        self._groups: Sequence[SampleGroup] = ()
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        entry = self._metrics.write(kind, step, **values)
+        if kind not in ("step", "eval"):
+            return
+        for symptom in self._watch.add(entry):
+            samples = told_samples(symptom.name, self._groups, Tokenizer(self._config.model.path).decode)
+            self._metrics.write("warning", step, **symptom.entry(), samples=samples)
+
+    def show(self, groups: Sequence[SampleGroup]) -> None:
+        """Samples for the warnings from now on: those of the step that is trained."""
+        self._groups = groups
+
+
+def told_samples(
+    symptom: str, groups: Sequence[SampleGroup], decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+    """Of a few groups, the sample that shows most: of lengths one that was cut off, of a reward the best one."""
+
+    def tells(sample: Sample) -> float:
+        if symptom == "at_the_cap":
+            return float(sample.status is Status.TRUNCATED)
+        return sample.reward or 0.0 if symptom == "held_out_falls" else 0.0
+
+    each = sorted((max(g.samples, key=tells) for g in groups if g.samples), key=tells, reverse=True)
+    return [
+        {
+            "prompt": _short(decode(s.prompt_ids)), "response": _short(decode(s.response_ids)),
+            "tokens": len(s.response_ids), "reward": s.reward,
+        }
+        for s in each[:SAMPLES]
+    ]  # fmt: skip
+
+
+def _short(text: str) -> str:
+    half = _CHARACTERS // 2
+    return text if len(text) <= _CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
