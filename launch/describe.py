@@ -1,13 +1,19 @@
-"""Config and plan as text: what `rlsys explain` prints. Pure."""
+"""Config and plan in words and figures, for `rlsys explain`. Pure."""
 
 from __future__ import annotations
 
 import shlex
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from launch.memory import Fact
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
+from rlsys.config.algo import Spec
+
+_PARAMS = 100
+"""Characters of a plug-in's parameters."""
 
 _NAMED = 4
 """Nodes whose idle GPUs are listed."""
@@ -61,27 +67,63 @@ def _describe_role(role: Role) -> str:
     return f"{role.name:10}  {gpus}{own}{command}"
 
 
-def describe_arithmetic(config: Config) -> str:
-    """How many samples, groups and ranks the numbers of the config come to, one fact a line."""
+def describe_parts(config: Config) -> list[Fact]:
+    """What is trained on what, and how."""
+    data, algo = config.data, config.algo
+    named = [("advantage", [algo.advantage]), ("loss", algo.loss), ("corrections", algo.corrections)]
+    named += [("shaping", algo.shaping), ("selectors", algo.selectors), ("planners", algo.planners)]
+    named += [("hooks", algo.hooks), ("reducer", [algo.reducer])]
+    parts = [f"{what} {' + '.join(map(_short, specs))}" for what, specs in named if specs]
+    params = f" with {_flat(data.params)}" if data.params else ""
+    return [
+        ("model", f"{config.model.path}, {config.model.dtype}"),
+        ("prompts", f"{data.source}{params}"),
+        ("reward", data.reward),
+        ("algorithm", ", ".join([*parts, f"anchor {algo.anchor}"])),
+        ("mode", mode(config)),
+    ]
+
+
+def _short(spec: Spec) -> str:
+    return f"{spec.name}({_flat(spec.params)})" if spec.params else spec.name
+
+
+def _flat(params: dict[str, Any]) -> str:
+    text = ", ".join(f"{k} {v}" for k, v in params.items())
+    return text if len(text) <= _PARAMS else f"{text[:_PARAMS]} ..."
+
+
+def describe_arithmetic(config: Config) -> list[Fact]:
+    """How many samples, groups and ranks the numbers of the config come to."""
     r, p, n = config.rollout, config.parallel, config.samples_per_step
     per_rank = n // (p.data_parallel * config.algo.minibatches)
     capacity = config.engine.count * config.engine.max_running_requests
     factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
     updates = config.algo.minibatches * config.algo.epochs
-    facts = [
-        f"one step trains      {r.groups_per_step} groups x {r.group_size} samples = {n} samples",
-        f"in flight            {config.slots} samples (over_provision {factor}), "
-        f"{config.engine.count} engine(s) decode up to {capacity} at once",
-        f"mode                 {mode(config)}",
-        f"an optimizer update  {n // config.algo.minibatches} samples, {per_rank} on each of "
-        f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens; "
-        f"{updates} update(s) a step",
-        f"trainer ranks        {p.world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.data_parallel}; "
-        f"experts ep {p.ep} x etp {p.expert_tp}",
-        f"whole run            {config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-        f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
+    return [
+        ("one step trains", f"{r.groups_per_step} groups x {r.group_size} samples = {n} samples"),
+        (
+            "in flight",
+            f"{config.slots} samples (over_provision {factor}), "
+            f"{config.engine.count} engine(s) decode up to {capacity} at once",
+        ),
+        (
+            "an optimizer update",
+            f"{n // config.algo.minibatches} samples, {per_rank} on each of "
+            f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens; "
+            f"{updates} update(s) a step",
+        ),
+        (
+            "trainer ranks",
+            f"{p.world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.data_parallel}; "
+            f"experts ep {p.ep} x etp {p.expert_tp}",
+        ),
+        (
+            "whole run",
+            f"{config.trainer.steps} steps = {config.trainer.steps * n} samples, "
+            f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
+        ),
     ]
-    return "\n".join(facts)
 
 
 def mode(config: Config) -> str:

@@ -240,26 +240,40 @@ RATES = {"tensor": 20.0, "broadcast": 10.0, "disk": 1.0, "disk_delta": 1.0}
 """GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
 
 
-def describe_memory(config: Config, hf: HFConfig, gpu_gb: float) -> str:
-    """Facts, one a line, then what will not fit a GPU of `gpu_gb` GB."""
+Fact = tuple[str, str]
+"""A name and what is said of it."""
+
+
+def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     size = model_size(hf)
     b = budget(config, size)
     rate, pushed = RATES[config.weights.method], value_bytes(config) * size.total
-    facts = [
-        f"parameters           {_count(size.total)}, {_count(size.experts)} of them in routed experts",
-        f"trainer, one rank    {b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
-        f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + "
-        f"activations about {b.activations / GB:.3g}"
-        + (f"; and {_short(b.host / GB)} GB of the host's memory" if b.host else ""),
-        f"engine, one rank     {b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
-        f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
-        f"a weight push        {_short(pushed / GB)} GB to each engine, about {_short(pushed / GB / rate, 2)} s "
-        f"at {rate:g} GB/s ({config.weights.method})",
-        f"a checkpoint         about {_short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
-        "it is written" + (_offloaded(config, b) if b.host else ""),
-        f"expected staleness   {expected_staleness(config)}",
+    return [
+        ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
+        (
+            "trainer, one rank",
+            f"{b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
+            f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + "
+            f"activations about {b.activations / GB:.3g}"
+            + (f"; and {_short(b.host / GB)} GB of the host's memory" if b.host else ""),
+        ),
+        (
+            "engine, one rank",
+            f"{b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
+            f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
+        ),
+        (
+            "a weight push",
+            f"{_short(pushed / GB)} GB to each engine, about {_short(pushed / GB / rate, 2)} s "
+            f"at {rate:g} GB/s ({config.weights.method})",
+        ),
+        (
+            "a checkpoint",
+            f"about {_short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
+            "it is written" + (_offloaded(config, b) if b.host else ""),
+        ),
+        ("expected staleness", expected_staleness(config)),
     ]
-    return "\n".join([*facts, *(f"warning              {w}" for w in warnings(config, size, b, gpu_gb))])
 
 
 def _offloaded(config: Config, b: Budget) -> str:
@@ -277,8 +291,10 @@ def expected_staleness(config: Config) -> str:
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
-def warnings(config: Config, size: ModelSize, b: Budget, gpu_gb: float) -> list[str]:
-    found = []
+def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """What will not fit a GPU of `gpu_gb` GB, and sizes that do not suit each other."""
+    size = model_size(hf)
+    b, found = budget(config, size), []
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine)):
         if need > gpu_gb * GB:
             found.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")

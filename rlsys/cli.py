@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import signal
 import sys
@@ -19,25 +18,24 @@ from rich.table import Table
 
 from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
-from launch.describe import describe_arithmetic, describe_idle, describe_plan
 from launch.layout import lay_out
-from launch.memory import describe_memory
-from launch.plan import LaunchPlan, Node, Ports, build_asking_plan, build_plan, build_sft_plan
+from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
-from launch.preflight import check_model, read_model
+from launch.preflight import check_model
 from launch.process import RoleFailed
 from launch.readiness import PortTaken
 from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.supervisor import Supervisor
+from rlsys.cli_explain import add_explain
 from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
-from rlsys.config import Config, dump_config, load_config
+from rlsys.config import Config, load_config
 from rlsys.config.foreign import ours_of_options
 from rlsys.data.pin import pin_data
-from rlsys.engine.launch_args import engine_command, have_cuda
+from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
 from rlsys.gateway.command import add_router
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
@@ -182,46 +180,6 @@ def check_plugins(config: Config) -> None:
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 
-def explain(args: argparse.Namespace) -> int:
-    """Show what a config comes to; starts nothing, and needs no weights."""
-    if not 0 < args.gpu_memory < math.inf:
-        raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
-    config = load_config(args.config, args.overrides)
-    described = describe_run(config, args.gpu_memory)
-    check_plugins(config)
-    print(described)
-    return 0
-
-
-def describe_run(config: Config, gpu_gb: float) -> str:
-    """What `explain` prints: the resolved config, what its numbers come to, the processes. Raises UserError."""
-    from rlsys.algo.no_effect import describe_passes  # imports torch
-
-    first, engines = config.engine.port, config.engine.count
-    ports = Ports([first + i if first else 0 for i in range(engines)], 0, 0, (0,) * engines)
-    nodes = [Node("localhost")]
-    if config.launch.nodes > 1:  # names and addresses are the scheduler's
-        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
-    told = [dump_config(config), describe_arithmetic(config), describe_passes(config)]
-    if config.model.path.exists():
-        told.append(describe_memory(config, read_model(config), gpu_gb) + "\n")
-    else:
-        told.append(
-            f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory\n"
-        )
-    plan = build_plan(config, lay_out(config), nodes, ports, engine_command)
-    told += [describe_plan(plan), *describe_idle(config, plan)]
-    if not first:
-        told.append("(port 0: a free one is chosen at the start)")
-    if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
-        told.append("(no GPU: launch.release_memory frees nothing)")
-    if config.launch.gpus_per_node and not have_cuda():
-        told.append(
-            "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
-        )
-    return "\n".join(told)
-
-
 def report(args: argparse.Namespace) -> int:
     """Make the report of a run again."""
     must_be_run(args.run)
@@ -328,7 +286,6 @@ def make_parser() -> Parser:
 
     for name, run, help in (
         ("train", train, "start a run, or go on with it"),
-        ("explain", explain, "show the resolved config, its arithmetic and the launch plan"),
         ("sft", sft, "fine-tune a model on traces"),
     ):
         sub = add(name, run, help)
@@ -338,8 +295,6 @@ def make_parser() -> Parser:
         sub.add_argument(
             "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
         )
-        if name == "explain":
-            sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
     for name, run, help in (
         ("report", report, "make report.html and plots of a run, and print its figures"),
         ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),
@@ -373,6 +328,7 @@ def make_parser() -> Parser:
     tried.add_argument(
         "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
     )
+    add_explain(add)
     add_commands(add, check_plugins, live_status)
     add_look(add)
     add_own(add, supervise, check_plugins)

@@ -48,8 +48,8 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
     return found
 
 
-def describe_passes(config: Config) -> str:
-    """The forward passes of a train step beside those of training, one a line."""
+def describe_passes(config: Config) -> list[str]:
+    """The forward passes of a train step beside those of training; `none` for none."""
     objective, count = Objective(config.algo), config.algo.minibatches
     updates = count * config.algo.epochs
     found = []
@@ -74,6 +74,4 @@ def describe_passes(config: Config) -> str:
         for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))
         if name in objective.asks.passes
     ]
-    return "\n".join(
-        f"{'' if i else 'log-prob passes':20} {line}" for i, line in enumerate(found or ["none"])
-    )
+    return found or ["none"]

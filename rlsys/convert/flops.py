@@ -13,12 +13,21 @@ def crossover_length(hf: HFConfig) -> float:
     n^2 FLOPs a head and number of its query and its value, since half of the scores are masked. The backward pass
     takes twice both.
     """
-    chosen = hf.experts_per_token / hf.experts if hf.experts else 1.0
-    first, *rest = entries(hf)  # the embedding is looked up; a tied one is the head as well
-    visited = sum(e.elements * (chosen if e.expert is not None else 1.0) for e in rest)
-    visited += first.elements if hf.tied else 0
     if (latent := hf.latent) is not None:
         head = latent.plain + latent.rotary + latent.value
     else:
         head = 2 * hf.head_dim
-    return 2 * visited / (hf.layers * hf.heads * head)
+    return 2 * visited_parameters(hf) / (hf.layers * hf.heads * head)
+
+
+def visited_parameters(hf: HFConfig) -> float:
+    """Of one token: all but the embedding, which is looked up, and the experts that it is not sent to."""
+    chosen = hf.experts_per_token / hf.experts if hf.experts else 1.0
+    first, *rest = entries(hf)  # a tied embedding is the head as well
+    visited = sum(e.elements * (chosen if e.expert is not None else 1.0) for e in rest)
+    return visited + (first.elements if hf.tied else 0)
+
+
+def forward_flops(hf: HFConfig, tokens: int) -> float:
+    """Of one sequence."""
+    return 2 * visited_parameters(hf) * (tokens + tokens**2 / crossover_length(hf))

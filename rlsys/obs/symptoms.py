@@ -81,7 +81,7 @@ def find_symptoms(history: History) -> list[Symptom]:
 def no_signal(history: History) -> Symptom | None:
     groups = history.last("effective_groups", NO_SIGNAL_STEPS)
     rewards = history.last("reward", NO_SIGNAL_STEPS)
-    if not groups or not rewards or any(groups):
+    if not groups or not rewards or any(groups) or _nearly_solved(history):
         return None
     same = max(rewards) - min(rewards) < 1e-9
     level = f"all rewards are {rewards[-1]:g}" if same else "the rewards of each group are equal"

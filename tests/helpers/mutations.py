@@ -25,7 +25,7 @@ import yaml
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import SECTION_KINDS, TABLE, load
 from rlsys.algo.trial import try_objective
-from rlsys.cli import describe_run
+from rlsys.cli_explain import describe_run
 from rlsys.config import load_config
 from rlsys.errors import UserError
 from rlsys.rollout.preflight import check_names

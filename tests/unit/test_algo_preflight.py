@@ -253,9 +253,7 @@ def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) 
     ids=str,
 )
 def test_the_passes_of_a_step_are_told(overrides: list[str], told: list[str]) -> None:
-    lines = describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides)).splitlines()
-    assert [line[21:] for line in lines] == told
-    assert lines[0].startswith("log-prob passes")
+    assert describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides)) == told
 
 
 def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:

@@ -42,7 +42,15 @@ ALLOWED: dict[str, set[str]] = {
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {"errors", "config", "obs", "owner", "identity", "convert", "weights"},
 }
-FREE = {"train", "cli", "cli_look", "cli_models", "cli_own", "preflight"}  # these may import every room
+FREE = {
+    "train",
+    "cli",
+    "cli_explain",
+    "cli_look",
+    "cli_models",
+    "cli_own",
+    "preflight",
+}  # may import every room
 
 TORCH_FREE = (
     "types",
@@ -61,6 +69,7 @@ TORCH_FREE = (
     "trackers",
     "launch",
     "cli",
+    "cli_explain",
     "cli_look",
     "cli_models",
     "cli_own",
@@ -72,7 +81,7 @@ TORCH_FREE_FILES = (
     "rlsys/engine/launch_args.py",
     "rlsys/data/source.py",
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
-    *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "folder", "table")),
+    *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "flops", "folder", "table")),
     "rlsys/weights/plan.py",
 )
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}

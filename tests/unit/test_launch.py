@@ -119,12 +119,13 @@ def test_fine_tuning_needs_the_trainer_alone() -> None:
 
 
 def test_the_arithmetic_is_spelled_out() -> None:
-    text = describe_arithmetic(
+    told = describe_arithmetic(
         config("rollout.groups_per_step=16", "rollout.group_size=8", "trainer.steps=60", "eval.every=10")
     )
-    assert "16 groups x 8 samples = 128 samples" in text
-    assert "in flight            256 samples (over_provision 2)" in text
-    assert "60 steps = 7680 samples, 7 evaluations of 128 prompts" in text
+    text = dict(told)
+    assert text["one step trains"] == "16 groups x 8 samples = 128 samples"
+    assert text["in flight"].startswith("256 samples (over_provision 2)")
+    assert text["whole run"] == "60 steps = 7680 samples, 7 evaluations of 128 prompts"
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(60, 10, 7), (61, 10, 8), (5, 10, 2), (0, 10, 1)])

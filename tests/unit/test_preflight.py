@@ -175,7 +175,7 @@ def test_a_folder_of_config_json_alone_is_explained_but_not_trained(
     monkeypatch.chdir(CONFIGS.parent)
     assert cli.main(["explain", str(path)]) == 0
     folder = load_config(path).model.path
-    assert f"NOT CHECKED: {folder} has no tokenizer.json: the first prompt" in capsys.readouterr().err
+    assert f"NOT CHECKED: {folder} has no tokenizer.json: the first prompt" in capsys.readouterr().out
 
 
 def test_what_can_be_known_without_a_tokenizer_is(

@@ -1,0 +1,59 @@
+"""How long a run takes: what earlier steps of it took, or an estimate from config.json and an assumed GPU. Pure.
+
+The estimate takes every response at its longest, and leaves out what overlaps: it is for choosing a layout, and it
+tells the order of magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from launch.memory import GB, RATES, budget, model_size, value_bytes
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.flops import forward_flops
+
+PEAK = {"bfloat16": 989e12, "float32": 67e12}
+"""Dense FLOP/s of an H100 SXM (NVIDIA's data sheet)."""
+SHARE = 0.3
+"""Of the peak, that training reaches."""
+BANDWIDTH = 3.35e12
+"""Bytes a second of its memory (the same sheet). A decoded token of each request reads all weights once."""
+RECENT = 10
+
+
+def clock(seconds: float) -> str:
+    """In the unit that a person would use."""
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def measured(seconds: Sequence[float], steps_left: int) -> str | None:
+    """From the steps that the run has made."""
+    if not seconds:
+        return None
+    each = median(seconds[-RECENT:])
+    return f"a step took {clock(each)} of late; the {steps_left} that are left take about {clock(each * steps_left)}"
+
+
+def estimated(config: Config, hf: HFConfig) -> str:
+    """Seconds of one step's parts and of the whole run, on H100s; without GPUs nobody can say."""
+    if not config.launch.gpus_per_node:
+        return "not estimated without GPUs; the display tells it after the first steps"
+    r, size = config.rollout, model_size(hf)
+    passes = 3 + ("layer" in config.trainer.recompute)
+    flops = config.samples_per_step * passes * config.algo.epochs * forward_flops(hf, r.max_response_tokens)
+    train = flops / (config.parallel.world_size * SHARE * PEAK[config.model.dtype])
+    waves = -(-config.samples_per_step // (config.engine.count * config.engine.max_running_requests))
+    generate = waves * r.max_response_tokens * budget(config, size).engine_weights / BANDWIDTH
+    push = value_bytes(config) * size.total / GB / RATES[config.weights.method]
+    overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0
+    step = max(train, generate) + push if overlaps else train + generate + push
+    return (
+        f"about {clock(step)} a step, {clock(step * config.trainer.steps)} in all: generation {clock(generate)}, "
+        f"training {clock(train)}, push {clock(push)} (H100s at {SHARE:.0%} of their peak, every response at its "
+        f"longest, {r.max_response_tokens} tokens; evaluations and checkpoints not counted)"
+    )
