@@ -83,9 +83,8 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
     """What `explain` tells but for what `check_start` finds, and the processes. Raises UserError."""
     from rlsys.algo.no_effect import describe_passes  # imports torch
 
-    plan, layout = made_up_plan(config), lay_out(config)
     passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
-    sizes, odd = describe_arithmetic(config), describe_idle(config, plan)
+    sizes, odd = describe_arithmetic(config), []
     if config.model.path.exists():
         hf = read_model(config)
         sizes += describe_memory(config, hf)
@@ -96,6 +95,8 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
         odd.append(
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
         )
+    plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
+    odd += describe_idle(config, plan)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
         odd.append("no GPU: launch.release_memory frees nothing")
     others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
