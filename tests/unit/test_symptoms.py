@@ -245,17 +245,19 @@ def test_plain_lines_of_a_warning() -> None:
 
 def test_the_panel_keeps_a_warning_in_view_while_it_is_fresh() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, height=40)
-    with LiveProgress(100, console, "a run") as display:
+
+    def drawn(display: LiveProgress) -> str:
+        console = Console(file=io.StringIO(), width=120)  # its own: the display refreshes in a thread
+        console.print(display._draw())
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    with LiveProgress(100, Console(file=out, force_terminal=True, width=120, height=40), "a run") as display:
         display.entry({"kind": "run", "event": "start", "step": 0}, live=True)
         display.entry(WARNING, live=True)
-        with console.capture() as captured:
-            console.print(display._draw())
-        assert "no signal: no learning signal for 3 steps" in captured.get()
+        assert "no signal: no learning signal for 3 steps" in drawn(display)
         display.entry(healthy(3 + QUIET), live=True)
-        with console.capture() as captured:
-            console.print(display._draw())
-        assert "no signal" not in captured.get()
+        assert "no signal" not in drawn(display)
     assert "Change data.reward" in out.getvalue(), "above the panel, for good"
 
 
