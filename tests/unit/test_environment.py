@@ -1,4 +1,4 @@
-"""What each role of a plan finds in its environment, on a CPU host and on one with GPUs; and how long it may start."""
+"""What each role of a plan finds in its environment, on a CPU host and with GPUs; and how long it may start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Host:
         self, path: Path, *overrides: str, cuda: bool, cores: int = 96
     ) -> list[tuple[Role, dict[str, str]]]:
         """Each role with its environment."""
-        self._patch.setattr(shutil, "which", lambda name, *_: name if cuda else None)  # nvidia-smi is asked for
+        self._patch.setattr(
+            shutil, "which", lambda name, *_: name if cuda else None
+        )  # nvidia-smi is asked for
         self._patch.setattr(os, "cpu_count", lambda: cores)
         self._patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         config = load_config(path, ["run.dir=runs/x", *overrides])
@@ -43,8 +45,7 @@ class Host:
         """By kind of role: of the experiment with GPUs, of the quickstart without."""
         path = EXPERIMENT if cuda else QUICKSTART
         return {
-            role.kind: variables
-            for role, variables in self.roles(path, *overrides, cuda=cuda, cores=cores)
+            role.kind: variables for role, variables in self.roles(path, *overrides, cuda=cuda, cores=cores)
         }
 
 
@@ -58,7 +59,9 @@ def test_threads_and_compilation_are_limited_without_gpus_only(host: Host) -> No
     assert set(cpu) == set(cuda) == KINDS
     for kind in KINDS:
         assert (cpu[kind]["OMP_NUM_THREADS"], cpu[kind]["TORCH_COMPILE_DISABLE"]) == ("1", "1")
-        assert "TORCH_COMPILE_DISABLE" not in cuda[kind], "it would turn off SGLang's compiled top-k and sampler"
+        assert "TORCH_COMPILE_DISABLE" not in cuda[kind], (
+            "it would turn off SGLang's compiled top-k and sampler"
+        )
         assert cuda[kind].items() >= EVERYWHERE.items() <= cpu[kind].items()
         assert cuda[kind]["HOME"] == "/h"
     assert "OMP_NUM_THREADS" not in cuda["engine"]

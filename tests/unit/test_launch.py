@@ -7,12 +7,11 @@ import json
 import os
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-from launch import bootstrap, rundir
+from launch import rundir
 from launch.describe import describe_arithmetic, describe_idle, describe_plan, evaluations, mode
 from launch.layout import NodeShare, lay_out
 from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
@@ -416,57 +415,3 @@ def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
     assert "tensor(s) are missing, first: model.layers.3.input_layernorm.weight" in told_by(model)
     (model / "config.json").write_text(json.dumps({**raw, "vocab_size": 192}))
     assert "model.embed_tokens.weight has shape (128, 128); config.json says (192, 128)" in told_by(model)
-
-
-def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(bootstrap.SetupError, match=r"3\.12 or 3\.13 is needed; this is 3\.9\.2"):
-        bootstrap.fitting_python()
-
-
-def test_set_up_finds_a_newer_python_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shim = tmp_path / "python3.11"
-    shim.write_text("#!/bin/sh\nexit 127\n")  # a version manager's script for a version that it lacks
-    shim.chmod(0o755)
-    (tmp_path / "python3.12").symlink_to(os.path.realpath(sys.executable))
-    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert bootstrap.fitting_python() == os.path.realpath(sys.executable)
-
-
-def test_set_up_says_what_pip_suffered_from() -> None:
-    assert bootstrap.cause("x\nOSError: [Errno 28] No space left on device\n") == "the disk is full"
-    no_network = "WARNING: failure in name resolution\nERROR: No matching distribution found"
-    assert bootstrap.cause(no_network).startswith("no network")
-    assert bootstrap.cause("ERROR: one\nERROR: two") == "ERROR: two"
-
-
-def test_set_up_refuses_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bootstrap.DISK_GB, "cpu", 10**9)
-    with pytest.raises(bootstrap.SetupError, match=r"GB free on the disk of .*, 1000000000 GB are needed"):
-        bootstrap.check_disk("cpu")
-
-
-def test_set_up_is_done_again_when_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
-    monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
-    assert bootstrap.installed_extras("mark") == []
-    (tmp_path / "stamp.json").write_text('{"fingerprint": "mark", "extras": ["cpu"]}')
-    assert bootstrap.installed_extras("mark") == ["cpu"]
-    assert bootstrap.installed_extras("other") == []
-    assert bootstrap.fingerprint("/usr/bin/python3.11") != bootstrap.fingerprint("/usr/bin/python3.12")
-
-
-def test_set_up_is_told_the_kind_of_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
-    for told, kind in (("", "cpu"), ("cpu", "cpu"), ("cuda", "gpu")):
-        monkeypatch.setenv("RLSYS_DEVICE", told)
-        assert bootstrap.host_kind() == kind, "on a login node, too"
-    monkeypatch.setenv("RLSYS_DEVICE", "gpu")
-    with pytest.raises(bootstrap.SetupError, match=r"RLSYS_DEVICE = gpu: expected cpu or cuda"):
-        bootstrap.host_kind()
-    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
-    assert bootstrap.venv_kind() is None
-    (tmp_path / "stamp.json").write_text('{"fingerprint": "x", "extras": ["dev", "gpu"]}')
-    assert bootstrap.venv_kind() == "gpu", "a set-up for cpu makes .venv anew"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError, UserError
 from rlsys.router.attest import Bounds
@@ -115,12 +116,12 @@ async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
             await rig.push(wrong=(A,))
 
 
-HALF = Bounds(0.02, 0.5, exact=False)
+HALF = Bounds.of(Config.model_validate({"model": {"path": "some/model", "dtype": "bfloat16"}}))
 
 
 async def test_rounding_is_warned_of_where_tensors_agree() -> None:
-    """Half precision: up to five times the bounds. Bounds that somebody set are kept to, and so is what no checksum
-    speaks for."""
+    """Half precision: up to five times the bounds, which a model with experts exceeds by rounding alone. Bounds that
+    somebody set are kept to, and so is what no checksum speaks for."""
     async with routing(bounds=HALF) as rig:
         metrics = await rig.push(sums=checksums(1), off=0.05)
         assert metrics["push_canary_warnings"] == 1 and metrics["push_canary_mean"] > HALF.mean

@@ -1,0 +1,204 @@
+"""NCCL without a GPU: a backend of torch.distributed that refuses, as NCCL does, a group of two ranks of one GPU.
+
+One process plays one rank of a planned run at a time. Every group that it makes, of the trainer's or with engines, is
+torch's own down to the backend; its members' GPUs are those that the plan gives their processes. NCCL refuses at the
+first collective, this backend when the group is made. Nothing is sent; engines are stood in for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launch.layout import lay_out
+from launch.plan import Node, Ports, Role, build_plan
+from rlsys.config import Config
+from rlsys.trainer import setup
+from rlsys.types import EngineAddress
+from rlsys.weights import receivers, transports
+
+Gpu = tuple[int, int]
+"""Node, index on that node."""
+BACKEND = "one_rank_a_gpu"
+_NAMES = {"nccl": BACKEND, "gloo": "fake"}
+
+
+class _Renamed(distributed_c10d.BackendConfig):
+    """Who asks for NCCL gets ours, who asks for gloo gets torch's fake one; each keeps the name that it asked for."""
+
+    def get_device_backend_map(self) -> dict[str, str]:
+        asked = super().get_device_backend_map()
+        if set(asked.values()) == {"nccl"}:
+            asked = {"cpu": "nccl", "cuda": "nccl"}  # the tensors of these tests are in host memory
+        return {device: _NAMES.get(backend, backend) for device, backend in asked.items()}
+
+
+@dataclass
+class Machines:
+    """The GPUs of a planned run, and what this process does there. `events`: requests to engines, broadcasts, and
+    ends of groups."""
+
+    config: Config
+    trainer: list[Gpu]
+    engines: list[EngineAddress]
+    gpus: dict[str, list[Gpu]]
+    """Of an engine's ranks, by its URL."""
+    groups: list[tuple[str, list[Gpu]]] = field(default_factory=list)
+    """Name and members of the groups of NCCL that this process is in."""
+    events: list[str] = field(default_factory=list)
+    bodies: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    """URL, path and body of each request to an engine."""
+    rank: int = 0
+    dies: str = ""
+    """URL of an engine that dies when it is asked to receive weights from a group: the broadcast then hangs."""
+    _joining: dict[str, dict[int, Gpu]] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> Gpu:
+        return self.trainer[self.rank]
+
+    def answer(self, request: Any, timeout: float) -> Any:
+        """What an engine does with a POST: the ranks of one that is to join a group name their GPUs."""
+        parts = urlsplit(request.full_url)
+        url, body = f"{parts.scheme}://{parts.netloc}", json.loads(request.data)
+        self.events.append(request.full_url)
+        self.bodies.append((url, parts.path, body))
+        if url == self.dies and parts.path == "/update_weights_from_distributed":
+            raise ConnectionResetError("the engine has died")
+        if parts.path == "/init_weights_update_group":
+            ranks = self._joining.setdefault(body["group_name"], {})
+            ranks |= {body["rank_offset"] + i: gpu for i, gpu in enumerate(self.gpus[url])}
+        return BytesIO(b'{"success": true}')
+
+    def communicator(self, made: Any, _: Any) -> Any:
+        """Raises DistBackendError, with NCCL's words, where two members name one GPU."""
+        with_engines = self._joining.get(made.group_id)
+        if with_engines is not None:
+            members = [with_engines.get(rank, self.mine) for rank in range(made.group_size)]
+        else:
+            members = [self.trainer[rank] for rank in made.global_ranks_in_group or range(made.group_size)]
+        seen: dict[Gpu, int] = {}
+        for rank, (node, device) in enumerate(members):
+            if (other := seen.setdefault((node, device), rank)) != rank:
+                raise dist.DistBackendError(
+                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {device}, node {node}"
+                )
+        self.groups.append((made.group_id, members))
+        return FakeProcessGroup._create_internal(made.group_rank, made.group_size)
+
+
+def gpus_of(config: Config) -> tuple[list[Gpu], list[list[Gpu]]]:
+    """Of the trainer's ranks and of each engine's, by the processes that a launch would start."""
+    nodes = [Node(f"node-{i}", f"10.0.0.{i + 1}") for i in range(config.launch.nodes)]
+    ports = Ports([5000] * config.engine.count, 6000, 7000, (8000,) * config.engine.count)
+    plan = build_plan(config, lay_out(config), nodes, ports, lambda *_: (["engine"], {}))
+
+    def of(role: Role) -> list[Gpu]:
+        return [(role.node, gpu) for gpu in role.gpus]
+
+    trainer = [gpu for role in plan.roles if role.kind == "trainer" for gpu in of(role)]
+    engines = [
+        [gpu for role in plan.roles if role.unit == f"engine-{i}" for gpu in of(role)]
+        for i in range(config.engine.count)
+    ]
+    return trainer, engines
+
+
+def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
+    """The run's machines, with this process on them. Groups must be left before the patch ends."""
+    trainer, engines = gpus_of(config)
+    addresses = [
+        EngineAddress(f"http://127.0.0.1:{5000 + i}", len(g), index=i) for i, g in enumerate(engines)
+    ]
+    made = Machines(config, trainer, addresses, {a.url: g for a, g in zip(addresses, engines, strict=True)})
+    _on_cuda(made, patch)
+    if BACKEND.upper() in dist.Backend._plugins:
+        patch.setitem(
+            dist.Backend._plugins, BACKEND.upper(), dist.Backend._BackendPlugin(made.communicator, True)
+        )
+    else:
+        dist.Backend.register_backend(BACKEND, made.communicator, extended_api=True, devices=["cpu", "cuda"])
+    patch.setattr(distributed_c10d, "BackendConfig", _Renamed)
+    patch.setattr(receivers._opener, "open", made.answer)
+    _watch_ends(made, patch)
+    patch.setattr(dist, "broadcast", _broadcast(made, dist.broadcast))
+    return made
+
+
+class _Hanging:
+    """A broadcast that one of the group will never take part in."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _broadcast(made: Machines, real: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any) -> Any:
+        made.events.append(f"broadcast {dist.get_backend(group)}")
+        _, members = made.groups[-1]
+        if made.dies and set(made.gpus[made.dies]) & set(members):
+            return _Hanging()
+        return real(tensor, group=group, **settings)
+
+    return broadcast
+
+
+def _on_cuda(made: Machines, patch: pytest.MonkeyPatch) -> None:
+    def set_device(device: torch.device) -> None:
+        assert made.trainer[made.rank][1] == visible()[device.index or 0], (
+            "the rank computes where it was planned"
+        )
+
+    def visible() -> list[int]:
+        node = made.mine[0]
+        return [gpu for n, gpu in made.trainer if n == node]
+
+    patch.setattr(shutil, "which", lambda name, *_: name)  # nvidia-smi
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    patch.setattr(torch.cuda, "set_device", set_device)
+    patch.setattr(setup, "model_parallel_cuda_manual_seed", lambda seed: None)
+    patch.setattr(transports, "_prepare_sglang", lambda: None)
+
+
+def _watch_ends(made: Machines, patch: pytest.MonkeyPatch) -> None:
+    def watched(what: str, end: Callable[..., None]) -> Callable[..., None]:
+        def ending(group: dist.ProcessGroup | None = None) -> None:
+            if group is not None:
+                made.events.append(f"{what} {dist.get_backend(group)}")
+            end(group)
+
+        return ending
+
+    patch.setattr(dist, "destroy_process_group", watched("destroy", dist.destroy_process_group))
+    abort = watched("abort", distributed_c10d._abort_process_group)
+    patch.setattr(distributed_c10d, "_abort_process_group", abort)
+
+
+def as_rank(made: Machines, rank: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is that rank, started by torchrun, in groups of its own; they are left at the end."""
+    node = made.trainer[rank][0]
+    made.rank = rank
+    patch.setenv("LOCAL_RANK", str([r for r, gpu in enumerate(made.trainer) if gpu[0] == node].index(rank)))
+    begin = dist.init_process_group
+    world: dict[str, Any] = {"store": FakeStore(), "rank": rank, "world_size": len(made.trainer)}
+    patch.setattr(dist, "init_process_group", lambda backend, **_: begin(backend, **world))
+    try:
+        yield
+    finally:
+        patch.setattr(dist, "init_process_group", begin)
+        if dist.is_initialized():
+            setup.leave_layout()
+            dist.destroy_process_group()
