@@ -12,10 +12,11 @@ import contextlib
 import datetime
 import functools
 import itertools
+import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ Bucket = list[tuple[str, Tensor]]
 
 _GROUP_TIMEOUT = 120.0
 _LOOK_SECONDS = 0.002
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class MemoryTransport:
@@ -232,10 +234,9 @@ class GroupTransport:
             if any(a.done() and a.exception() for a in answers.values()):
                 return False
             time.sleep(_LOOK_SECONDS)
-        try:
-            work.wait()
-        except RuntimeError:  # gloo: a peer closed the connection
+        if work.exception() is not None:  # a peer closed the connection; waiting on NCCL would not raise it
             return False
+        work.wait()
         return True
 
 
@@ -258,11 +259,29 @@ def _join(backend: str, host: str, port: int, world: int, name: str) -> dist.Pro
 
     timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT)
     store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
-    group: dist.ProcessGroup = init_custom_process_group(
-        backend=backend, store=dist.PrefixStore(name, store), world_size=world, rank=0, group_name=name,
-        timeout=timeout,
-    )  # fmt: skip
+    with _outlived_by_this_process():
+        group: dist.ProcessGroup = init_custom_process_group(
+            backend=backend, store=dist.PrefixStore(name, store), world_size=world, rank=0, group_name=name,
+            timeout=timeout,
+        )  # fmt: skip
     return group
+
+
+@contextlib.contextmanager
+def _outlived_by_this_process() -> Iterator[None]:
+    """Groups of NCCL that are made meanwhile leave it to us what an engine's death means. Else NCCL's watchdog ends
+    the process that shares a group with one that has died or hangs. Torch reads the variable as it makes a group:
+    the trainer's own groups keep what theirs was.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 def _abort(group: dist.ProcessGroup) -> None:

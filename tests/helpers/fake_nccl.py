@@ -8,7 +8,9 @@ first collective, this backend when the group is made. Nothing is sent; engines 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -32,6 +34,18 @@ from rlsys.weights import receivers, transports
 Gpu = tuple[int, int]
 """Node, index on that node."""
 BACKEND = "one_rank_a_gpu"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of NCCL. `watched`: whether NCCL's watchdog would end this process with it; `engines`: whether some of its
+    ranks are engines'."""
+
+    members: list[Gpu]
+    watched: bool
+    engines: bool
+
+
 _NAMES = {"nccl": BACKEND, "gloo": "fake"}
 
 
@@ -55,15 +69,18 @@ class Machines:
     engines: list[EngineAddress]
     gpus: dict[str, list[Gpu]]
     """Of an engine's ranks, by its URL."""
-    groups: list[tuple[str, list[Gpu]]] = field(default_factory=list)
-    """Name and members of the groups of NCCL that this process is in."""
+    groups: list[Group] = field(default_factory=list)
+    """That this process is in."""
     events: list[str] = field(default_factory=list)
     bodies: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """URL, path and body of each request to an engine."""
     rank: int = 0
     dies: str = ""
     """URL of an engine that dies when it is asked to receive weights from a group: the broadcast then hangs."""
+    fails: bool = False
+    """Whether NCCL notices that, which ends the work with an error that waiting for it does not raise."""
     _joining: dict[str, dict[int, Gpu]] = field(default_factory=dict)
+    _joined: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def mine(self) -> Gpu:
@@ -78,15 +95,16 @@ class Machines:
         if url == self.dies and parts.path == "/update_weights_from_distributed":
             raise ConnectionResetError("the engine has died")
         if parts.path == "/init_weights_update_group":
-            ranks = self._joining.setdefault(body["group_name"], {})
-            ranks |= {body["rank_offset"] + i: gpu for i, gpu in enumerate(self.gpus[url])}
+            with self._joined:
+                ranks = self._joining.setdefault(body["group_name"], {})
+                ranks |= {body["rank_offset"] + i: gpu for i, gpu in enumerate(self.gpus[url])}
+                self._joined.notify_all()
         return BytesIO(b'{"success": true}')
 
     def communicator(self, made: Any, _: Any) -> Any:
         """Raises DistBackendError, with NCCL's words, where two members name one GPU."""
-        with_engines = self._joining.get(made.group_id)
-        if with_engines is not None:
-            members = [with_engines.get(rank, self.mine) for rank in range(made.group_size)]
+        if with_engines := made.group_id.startswith("rlsys-"):
+            members = self._with_engines(made.group_id, made.group_size)
         else:
             members = [self.trainer[rank] for rank in made.global_ranks_in_group or range(made.group_size)]
         seen: dict[Gpu, int] = {}
@@ -95,8 +113,15 @@ class Machines:
                 raise dist.DistBackendError(
                     f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {device}, node {node}"
                 )
-        self.groups.append((made.group_id, members))
+        watched = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"  # 3 is torch's default
+        self.groups.append(Group(members, watched, with_engines))
         return FakeProcessGroup._create_internal(made.group_rank, made.group_size)
+
+    def _with_engines(self, name: str, size: int) -> list[Gpu]:
+        """Members of a group whose rank 0 is this process, once all have come."""
+        with self._joined:
+            assert self._joined.wait_for(lambda: len(self._joining.get(name, ())) == size - 1, timeout=60)
+            return [self.mine, *(self._joining[name][rank] for rank in range(1, size))]
 
 
 def gpus_of(config: Config) -> tuple[list[Gpu], list[list[Gpu]]]:
@@ -133,24 +158,31 @@ def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(distributed_c10d, "BackendConfig", _Renamed)
     patch.setattr(receivers._opener, "open", made.answer)
     _watch_ends(made, patch)
-    patch.setattr(dist, "broadcast", _broadcast(made, dist.broadcast))
+    patch.setattr(dist, "broadcast", _broadcast(made))
     return made
 
 
-class _Hanging:
-    """A broadcast that one of the group will never take part in."""
+@dataclass
+class _Work:
+    """A broadcast. One that an engine will never take part in is completed by NCCL's noticing that, or never."""
+
+    alive: bool
+    noticed: bool
 
     def is_completed(self) -> bool:
-        return False
+        return self.alive or self.noticed
+
+    def exception(self) -> Exception | None:
+        return None if self.alive else dist.DistBackendError("ncclRemoteError")
+
+    def wait(self) -> None: ...
 
 
-def _broadcast(made: Machines, real: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any) -> Any:
+def _broadcast(made: Machines) -> Callable[..., _Work]:
+    def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> _Work:
         made.events.append(f"broadcast {dist.get_backend(group)}")
-        _, members = made.groups[-1]
-        if made.dies and set(made.gpus[made.dies]) & set(members):
-            return _Hanging()
-        return real(tensor, group=group, **settings)
+        dead = set(made.gpus.get(made.dies, ()))
+        return _Work(dead.isdisjoint(made.groups[-1].members), made.fails)
 
     return broadcast
 

@@ -70,7 +70,7 @@ def test_the_trainers_groups_have_one_rank_on_a_gpu(path: Path, monkeypatch: pyt
         machines.groups.clear()
         with as_rank(machines, rank, monkeypatch):
             setup.init_distributed(machines.config)
-        sizes = {len(members) for _, members in machines.groups}
+        sizes = {len(group.members) for group in machines.groups}
         assert max(sizes) == len(machines.trainer) and machines.config.parallel.tp in sizes
 
 
@@ -89,12 +89,12 @@ def test_two_trainer_ranks_of_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_group_with_engines_has_one_rank_on_a_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = fake_nccl.machines(load_config(path), monkeypatch)
     with as_rank(machines, 0, monkeypatch):
+        setup.init_distributed(machines.config)
         sync = sync_of(machines.config, 0)
         push(sync, machines.engines, 0)
-        (_, members), *others = machines.groups[1:]  # the first one is the trainer's
         sync.close()
-    assert members == [machines.trainer[0], *(gpu for gpus in machines.gpus.values() for gpu in gpus)]
-    assert not others
+    theirs = [gpu for gpus in machines.gpus.values() for gpu in gpus]
+    assert [group.members for group in machines.groups if group.engines] == [[machines.trainer[0], *theirs]]
     urls = [engine.url for engine in machines.engines]
     asked = [
         sorted(url for url, path, _ in machines.bodies if path == wanted) for wanted in (JOIN, RECEIVE, LEAVE)
@@ -110,6 +110,7 @@ def test_each_engine_rank_opens_memory_of_its_own_gpu(path: Path, monkeypatch: p
     monkeypatch.setattr(transports, "Peers", peers_of_one_process())
     monkeypatch.setattr(transports, "_serializer", lambda: whose)
     with as_rank(machines, 0, monkeypatch):
+        setup.init_distributed(machines.config)
         everywhere = [sync_of(machines.config, rank) for rank in range(len(machines.trainer))]
         with ThreadPoolExecutor(len(everywhere)) as ranks:
             list(ranks.map(lambda r: push(everywhere[r], machines.engines, r), range(len(everywhere))))
@@ -128,6 +129,7 @@ def test_a_trainer_and_an_engine_rank_of_one_gpu_are_refused_before_anything_is_
     """A plan that is not the launch's: one group for all."""
     machines = fake_nccl.machines(load_config(path), monkeypatch)
     with as_rank(machines, 0, monkeypatch):
+        setup.init_distributed(machines.config)
         sync = sync_of(machines.config, 0, PushPlan({}, group=True, sender=0))
         with pytest.raises(
             RunError, match="Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
@@ -136,22 +138,27 @@ def test_a_trainer_and_an_engine_rank_of_one_gpu_are_refused_before_anything_is_
     assert not any("broadcast" in event or RECEIVE in event for event in machines.events)
 
 
-def test_a_group_with_an_engine_that_died_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's end of a group waits for the kernel that hangs on the dead engine, until the watchdog ends the trainer.
     The others get the weights by a new group; it ends when they have been asked to leave, since each side waits for
-    the other."""
+    the other. Nor does the watchdog end the trainer for what happens to an engine."""
     machines = fake_nccl.machines(load_config(DISAGGREGATED[-1]), monkeypatch)
-    machines.dies = machines.engines[0].url
+    machines.dies, machines.fails = machines.engines[0].url, noticed
     left = [engine.url for engine in machines.engines[1:]]
     with as_rank(machines, 0, monkeypatch):
+        setup.init_distributed(machines.config)
         sync = sync_of(machines.config, 0)
         push(sync, machines.engines, 0)
         sync.close()
-    ends = [e for e in machines.events if e.endswith(LEAVE) or e.split()[0] in ("abort", "destroy")]
+        events = list(machines.events)
+    ends = [e for e in events if e.endswith(LEAVE) or e.split()[0] in ("abort", "destroy")]
     assert ends[0] == "abort nccl"
     assert sorted(ends[1:-1]) == sorted(url + LEAVE for url in left)
     assert ends[-1] == "destroy nccl"
-    assert [e for e in machines.events if "broadcast" in e] == ["broadcast nccl"] * 2
+    assert [e for e in events if "broadcast" in e] == ["broadcast nccl"] * 2
+    assert {group.watched for group in machines.groups if group.engines} == {False}
+    assert {group.watched for group in machines.groups if not group.engines} == {True}
 
 
 def whose(tensors: dict[str, torch.Tensor]) -> bytes:
