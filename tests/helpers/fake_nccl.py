@@ -52,11 +52,11 @@ _NAMES = {"nccl": BACKEND, "gloo": "fake"}
 class _Renamed(distributed_c10d.BackendConfig):
     """Who asks for NCCL gets ours, who asks for gloo gets torch's fake one; each keeps the name that it asked for."""
 
-    def get_device_backend_map(self) -> dict[str, str]:
-        asked = super().get_device_backend_map()
+    def get_device_backend_map(self) -> dict[str, dist.Backend]:
+        asked: dict[str, str] = dict(super().get_device_backend_map())
         if set(asked.values()) == {"nccl"}:
             asked = {"cpu": "nccl", "cuda": "nccl"}  # the tensors of these tests are in host memory
-        return {device: _NAMES.get(backend, backend) for device, backend in asked.items()}
+        return {device: dist.Backend(_NAMES.get(backend, backend)) for device, backend in asked.items()}
 
 
 @dataclass
@@ -156,7 +156,7 @@ def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
     else:
         dist.Backend.register_backend(BACKEND, made.communicator, extended_api=True, devices=["cpu", "cuda"])
     patch.setattr(distributed_c10d, "BackendConfig", _Renamed)
-    patch.setattr(receivers._opener, "open", made.answer)
+    patch.setattr(receivers.opener, "open", made.answer)
     _watch_ends(made, patch)
     patch.setattr(dist, "broadcast", _broadcast(made))
     return made
