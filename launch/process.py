@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.backends import END, END_NOW, STACKS, Backend
@@ -15,6 +16,14 @@ from rlsys.obs.role import parse_error
 LAST_LINES = 15
 LINE_WIDTH = 300
 """How much of a log is shown when a role died without saying why."""
+
+
+@dataclass(frozen=True)
+class RoleTold:
+    """What of a role's process others may know."""
+
+    up: bool
+    starts: int
 
 
 class RoleFailed(RunError):

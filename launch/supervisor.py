@@ -26,7 +26,7 @@ from launch import diagnosis
 from launch.backends import Backend
 from launch.plan import LaunchPlan, Role
 from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
-from launch.process import RoleFailed, RoleProcess
+from launch.process import RoleFailed, RoleProcess, RoleTold
 from launch.readiness import PortTaken, engine_answers, listens
 from launch.rundir import RunDir, write_whole
 from launch.status import last_lines
@@ -86,6 +86,7 @@ class Supervisor:
         self._unsaid = 0
         """Lines in a row that could neither be shown nor logged."""
         self._next_status = 0.0
+        self._roles: dict[str, RoleTold] = {}
         self._tail = MetricsTail(run_dir.path)
         self._status: dict[str, Any] | None = None
         self._opening, self._last_told = "", 0.0
@@ -293,6 +294,10 @@ class Supervisor:
         code, body = probe(url, self._run_dir.owner.key, data, timeout)
         return body if code == OK else None
 
+    def roles(self) -> dict[str, RoleTold]:
+        """As of the last look; for other threads."""
+        return self._roles
+
     def _observe(self) -> None:
         for entry in self._tail.read():
             self._display.entry(entry, live=True)
@@ -300,6 +305,9 @@ class Supervisor:
         if time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + STATUS_SECONDS
+        self._roles = {
+            name: RoleTold(p.exit_code is None, self._starts[name]) for name, p in self._processes.items()
+        }
         before, self._status = self._status, self._ask_status()
         if self._status is not None:
             self._display.status(self._status)

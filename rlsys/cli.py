@@ -18,6 +18,7 @@ from rich.table import Table
 
 from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
+from launch.exporter import run_plan
 from launch.layout import lay_out
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan
 from launch.ports import choose_ports
@@ -27,7 +28,6 @@ from launch.readiness import PortTaken
 from launch.requeue import may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
-from launch.supervisor import Supervisor
 from rlsys.cli_explain import add_explain
 from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
@@ -123,7 +123,7 @@ def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, asi
         losses, reached = 0, -1
         while True:
             try:
-                Supervisor(config, make_plan(backend), backend, run_dir, display, stop).run()
+                run_plan(config, make_plan(backend), backend, run_dir, display, stop)
                 return
             except NodeLost as lost:
                 step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0

@@ -374,6 +374,8 @@ class LaunchConfig(Section):
     """Fewest engines to go on with when others do not start or die too often. Unset: all of them."""
     srun_args: list[str] = Field(default_factory=list)
     """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on loopback where Prometheus reads the run (docs/seeing.md). 0 finds a free one; unset: none."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900.0
     """Seconds without a token, a reward or a metric after which the log tells who waits for whom."""
 
