@@ -1,0 +1,114 @@
+"""What one rollout process can carry: CPU time a token, how late its loop is, what a take costs, and its memory.
+
+    python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes] [--tree OTHER]
+
+Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
+rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
+is the figure. `--routes`: each reply carries the experts of DeepSeek-V3's shape, 58 layers times 8, as SGLang sends
+them. `--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
+
+`rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import machine, say
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE = Path(__file__).with_name("scale_stage.py")
+LAYERS, TOPK = 58, 8
+
+
+def free_ports(count: int) -> int:
+    """The first of so many that are free in a row, or were a moment ago."""
+    for first in range(20_000, 60_000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    sys.exit(f"no {count} free ports in a row")
+
+
+def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(STAGE), "--coordinator", *common, "--folder", folder]
+        command += ["--samples", str(args.samples), "--steps", str(args.steps)]
+        env = os.environ | {"PYTHONPATH": str(tree)}
+        done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"the rollout of {tree} failed:\n{done.stderr[-3000:]}")
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON at the end")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: a test that it runs")
+    parser.add_argument("--engines", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=5000, help="in flight")
+    parser.add_argument("--mean", type=int, default=512, help="tokens of a response, on average")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
+    args = parser.parse_args()
+    if args.quick:
+        args.engines, args.samples, args.mean, args.steps, args.rounds = 4, 64, 128, 2, 1
+    experts = LAYERS * TOPK if args.routes else 0
+    port = free_ports(args.engines)
+    common = [
+        "--engines",
+        str(args.engines),
+        "--port",
+        str(port),
+        "--mean",
+        str(args.mean),
+        "--experts",
+        str(experts),
+    ]
+    trees = {**({"other": args.tree.resolve()} if args.tree else {}), "this": ROOT}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    engines = subprocess.Popen([sys.executable, str(STAGE), *common], stdout=subprocess.PIPE, text=True)
+    try:
+        assert engines.stdout is not None and engines.stdout.readline() == "ready\n"
+        for n in range(args.rounds):
+            for name, tree in trees.items():
+                found = rollout(tree, common, args)
+                rounds[name].append(found)
+                say(f"round {n + 1}, {name}: {found['rollout_us_per_token']:.2f} us a token")
+    finally:
+        engines.terminate()
+        engines.wait()
+    figures: dict[str, Any] = {
+        name: {key: median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()
+    }
+    for name, found in figures.items():
+        for key, value in found.items():
+            say(f"{name:>6} {key:<24} {value:,.3f}")
+    if args.json:
+        print(
+            json.dumps(
+                {"machine": machine(), "sizes": vars(args) | {"tree": str(args.tree or "")}, **figures}
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

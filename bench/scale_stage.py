@@ -1,0 +1,268 @@
+"""What bench/scale.py measures: engines that answer at once, and one process that does all of a rollout.
+
+python bench/scale_stage.py --engines N --port P ...     N engines on ports from P on, until the process is ended
+python bench/scale_stage.py --coordinator --port P ...   a rollout with them; JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import resource
+import sys
+import time
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from aiohttp import web
+
+PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
+"""Tokens of a prompt; of one event of a stream, as SGLang's stream_interval has it."""
+TOKEN, LOGP = 54_321, -0.123456
+TAIL = (1, 1, 1, 1, 2, 2, 3, 8)
+"""Lengths of responses, times the mean's half: a long tail, mean 2.4 of these."""
+
+
+def length_of(seed: int, mean: int) -> int:
+    return max(CHUNK, TAIL[seed % len(TAIL)] * mean * 8 // sum(TAIL) // CHUNK * CHUNK)
+
+
+# The engines. All that they say is made once: their process must not be what limits.
+
+
+@cache
+def event(tokens: int, reason: str | None, routes: int) -> bytes:
+    """One event with `tokens` new ones; a last one carries what the whole request has. `routes`: bytes of experts."""
+    meta: dict[str, Any] = {
+        "finish_reason": None if reason is None else {"type": reason}, "weight_version": "LABEL",
+        "prompt_tokens": PROMPT, "cached_tokens": 0, "completion_tokens": tokens,
+        "output_token_logprobs": [[LOGP, TOKEN, None]] * tokens,
+    }  # fmt: skip
+    if routes:
+        meta["routed_experts"] = base64.b64encode(bytes([7, 0, 0, 0]) * (routes // 4)).decode()
+    return f"data: {json.dumps({'output_ids': [TOKEN] * tokens, 'meta_info': meta})}\n\n".encode()
+
+
+class Engine:
+    def __init__(self, mean: int, experts: int) -> None:
+        """`experts`: of one token, over all layers."""
+        self._mean, self._experts = mean, experts
+        self._label = b"0"
+        self._stop: dict[str, asyncio.Event] = {}
+        self._made = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_get("/health", self._fine)
+        app.router.add_get("/model_info", self._info)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/update_weight_version", self._version)
+        app.router.add_post("/weights_checker", self._sums)
+        app.router.add_post("/{any}", self._fine)
+        return app
+
+    async def _fine(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _sums(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True, "ranks": [{"checksums": {"w": self._label.decode()}}]})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._label.decode()})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=f"sglang:generation_tokens_total {self._made}\n")
+
+    async def _version(self, request: web.Request) -> web.Response:
+        self._label = str((await request.json())["new_version"]).encode()
+        return web.json_response({"success": True})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for rid, stop in self._stop.items():
+            if body.get("abort_all") or rid.startswith(body["rid"]):
+                stop.set()
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        have = len(body["input_ids"])
+        if not body.get("stream"):
+            self._made += 1
+            entries = [[None, 5, None], *[[LOGP, 5, None]] * (have - 1)]
+            meta = {"input_token_logprobs": entries, "weight_version": self._label.decode()}
+            return web.json_response({"meta_info": meta})
+        stop = self._stop[body["rid"]] = asyncio.Event()
+        left = length_of(body["sampling_params"]["sampling_seed"], self._mean) - (have - PROMPT)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        made = 0
+        while made + CHUNK < left and not stop.is_set():
+            await stream.write(event(CHUNK, None, 0).replace(b"LABEL", self._label))
+            made += CHUNK
+            await asyncio.sleep(0)
+        rows = have + made + CHUNK - 1 - body.get("routed_experts_start_len", 0)
+        routes = 4 * self._experts * rows if body.get("return_routed_experts") else 0
+        self._made += made + CHUNK
+        del self._stop[body["rid"]]
+        last = event(CHUNK, "abort" if made + CHUNK < left else "stop", routes)
+        await stream.write(last.replace(b"LABEL", self._label))
+        await stream.write_eof()
+        return stream
+
+
+async def serve_engines(count: int, port: int, mean: int, experts: int) -> None:
+    for i in range(count):
+        runner = web.AppRunner(Engine(mean, experts).app(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port + i, backlog=4096).start()
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+# The rollout: manager, router, buffer and ledger of one process, over real sockets.
+
+
+class Lag:
+    """How late the loop is, looked at every 10 ms."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    async def watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + 0.01
+            await asyncio.sleep(0.01)
+            self.late.append(loop.time() - due)
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def roll(args: argparse.Namespace) -> dict[str, float]:
+    import msgspec
+
+    from rlsys.config import Config, identity
+    from rlsys.data.source import Prompt
+    from rlsys.engine.client import EngineClient, make_session
+    from rlsys.rollout.buffer import RolloutBuffer
+    from rlsys.rollout.manager import RolloutManager
+    from rlsys.rollout.planning import Planning
+    from rlsys.rollout.scoring import Scorer
+    from rlsys.router.attest import Bounds
+    from rlsys.router.router import Router
+    from rlsys.types import Canary
+
+    async def reward(_: Prompt, text: str) -> float:
+        return len(text) % 64 / 64
+
+    class Numbers:
+        def train(self, index: int) -> Prompt:
+            return Prompt(index, "", [2 + (index + i) % 1000 for i in range(PROMPT)], {})
+
+        def heldout(self, n: int) -> list[Prompt]:
+            return [self.train(10**6 + i) for i in range(n)]
+
+    config = Config.model_validate(
+        {
+            "run": {"dir": args.folder}, "model": {"path": args.folder},
+            "rollout": {
+                "groups_per_step": args.samples // 16, "group_size": 8, "max_response_tokens": 16 * args.mean,
+                "over_provision": 2, "max_staleness": 4,
+            },
+            "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.experts > 0},
+            "launch": {"placement": "colocated"},
+        }
+    )  # fmt: skip
+    source: Any = Numbers()
+    async with make_session() as session:
+        urls = [f"http://127.0.0.1:{args.port + i}" for i in range(args.engines)]
+        router = Router(
+            [EngineClient(url, session) for url in urls], vocab_size=VOCAB, context_length=20 * args.mean,
+            stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3), routes=args.experts > 0,
+        )  # fmt: skip
+        planning = Planning(config, source, None)
+        path = args.folder / "rollouts.sqlite"
+        buffer = RolloutBuffer(path, identity(config), planning.largest)
+        scorer = Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 60)
+        manager = RolloutManager(config, buffer, router, source, scorer, planning)
+        watch = asyncio.create_task(router.watch())
+        lag = Lag()
+        lagging = asyncio.create_task(lag.watch())
+
+        async def push() -> None:
+            ticket = await manager.begin_push()
+            canaries = [Canary(ids, [LOGP] * (len(ids) - 1)) for ids in ticket.canaries]
+            await manager.end_push(ticket, canaries, [])
+
+        await manager.restore(0)
+        await push()
+        lag.late.clear()
+        began, before = time.monotonic(), cpu()
+        interrupts: list[float] = []
+        taken_bytes = taken_samples = 0
+        for step in range(1, args.steps + 1):
+            taken = await manager.take(step)
+            assert taken is not None
+            taken_samples += sum(len(g.samples) for g in taken.groups)
+            start = time.monotonic()
+            await push()
+            interrupts.append(time.monotonic() - start)
+        used, seconds = cpu() - before, time.monotonic() - began
+        received = router.stats()["received_tokens"]
+        start, before = time.monotonic(), cpu()
+        taken = await manager.take(args.steps)  # once more: nothing but reading it back
+        take_seconds, body = time.monotonic() - start, msgspec.msgpack.encode(taken)
+        taken_bytes = len(body)
+        for task in (watch, lagging):
+            task.cancel()
+        await manager.close()
+        in_flight = config.slots
+        buffer.close()
+        start = time.monotonic()
+        RolloutBuffer(path, identity(config), planning.largest).close()
+        late = sorted(lag.late)
+        return {
+            "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
+            "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
+            "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
+            "take_bytes_per_sample": taken_bytes * args.steps / taken_samples, "push_seconds_max": max(interrupts),
+            "rss_mb": psutil.Process().memory_info().rss / 2**20, "slots": in_flight,
+            "reopen_seconds": time.monotonic() - start,
+            "disk_bytes_per_token": sum(f.stat().st_size for f in args.folder.rglob("*") if f.is_file()) / received,
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--coordinator", action="store_true")
+    parser.add_argument("--engines", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--mean", type=int, required=True, help="tokens of a response, on average")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts of a token over all layers; 0: no routes"
+    )
+    parser.add_argument("--samples", type=int, default=0, help="in flight")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    if args.coordinator:
+        json.dump(asyncio.run(roll(args)), sys.stdout)
+    else:
+        asyncio.run(serve_engines(args.engines, args.port, args.mean, args.experts))
+
+
+if __name__ == "__main__":
+    main()
