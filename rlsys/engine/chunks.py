@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from rlsys.types import RouteSpan, Segment, VersionSpan
 
@@ -81,7 +81,7 @@ def read_routes(meta: dict[str, Any], prompt: int, received: int, first: int) ->
     rows = end - first
     if encoded is None or rows <= 0:
         return None
-    experts = np.frombuffer(base64.b64decode(encoded), dtype="<i4").reshape(rows, -1)
+    experts = np.frombuffer(pybase64.b64decode(encoded), dtype="<i4").reshape(rows, -1)
     versions = meta.get("weight_versions") or []
     if len(versions) > 1:
         seam = prompt + versions[-1]["start"] - 1

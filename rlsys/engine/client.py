@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 
 from rlsys.engine.chunks import Refused, read_chunk, read_routes
 from rlsys.engine.sse import events
@@ -142,7 +143,7 @@ class EngineClient:
             async for event in events(answer.content.iter_any()):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     with self._understanding("/generate"):
-                        chunk = json.loads(event[6:])
+                        chunk = msgspec.json.decode(memoryview(event)[6:])
                         segment = read_chunk(chunk, received, self._version_of)
                         received += len(segment.ids)
                         if routes_from is not None and segment.prompt_tokens:

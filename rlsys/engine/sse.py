@@ -17,6 +17,8 @@ async def events(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         buffer += piece
         begin = 0
         while (end := buffer.find(END, look_from)) >= 0:
-            yield bytes(buffer[begin:end])
+            with memoryview(buffer) as whole:
+                event = bytes(whole[begin:end])
+            yield event
             begin = look_from = end + len(END)
         del buffer[:begin]
