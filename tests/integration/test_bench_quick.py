@@ -1,4 +1,4 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, rehearsals, the walk through a step.
+"""Benches run and say what they promise: trainer, weight pushes, router, scale, rehearsals, the walk through a step.
 
 Figures mean nothing here.
 """
@@ -53,6 +53,14 @@ def test_router() -> None:
         "requests_per_second",
     }
     assert "sglang_router_added_p50_ms" in found
+
+
+@pytest.mark.parametrize("routes", [(), ("--routes",)], ids=["tokens", "routes"])
+def test_scale(routes: tuple[str, ...]) -> None:
+    found = printed("scale", "--json", "--quick", *routes)["this"]
+    assert found["tokens"] > 5000 and found["rollout_us_per_token"] > 0
+    assert found["disk_bytes_per_token"] > 12, "ids and log-probs are kept"
+    assert (found["take_bytes_per_sample"] > 0) and (found["slots"] == 64)
 
 
 def test_rehearse() -> None:
