@@ -4,7 +4,8 @@
 
 Each of the two ends the tree when the other goes. A keeper that dies leaves its descendants to the guard, which
 adopts them (Linux: PR_SET_CHILD_SUBREAPER) and kills them. A guard that dies is noticed by the keeper, which ends its
-command at once (PR_SET_PDEATHSIG). Both hold the run's lock until nothing is left.
+command at once (PR_SET_PDEATHSIG). Both hold the run's lock until nothing is left. Where the role has a control group
+(launch/cgroup.py), that is killed first: also when guard and keeper died together, by the backend.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
+
+from launch import cgroup
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,9 +30,9 @@ _DEAF = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_SECONDS = 0.02
 
 
-def guarded(keep: Callable[[int], int]) -> int:
+def guarded(keep: Callable[[int], int], group: Path | None) -> int:
     """Run `keep` in a child of this process; its exit code, or 128 + n when signal n killed it. Nothing is left of it
-    then. `keep` is given the process id of the guard, for `end_with`.
+    then, nor in the control group `group`. `keep` is given the process id of the guard, for `end_with`.
     """
     adopt_orphans()
     guard = os.getpid()
@@ -40,6 +44,8 @@ def guarded(keep: Callable[[int], int]) -> int:
     for number in _DEAF:
         signal.signal(number, lambda *_: None)
     _, status = os.waitpid(keeper, 0)
+    if group is not None:
+        cgroup.kill(group)
     _kill_all()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

@@ -13,7 +13,8 @@ Ending: SIGTERM to the command alone, because servers end their own helpers in o
 sudden death for a crash; when it has ended, SIGTERM to what it left behind; `grace` seconds after the first,
 SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
-adopts orphans. A keeper can be killed too: launch/guard.py then ends what it kept.
+adopts orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
+a control group of its own where that can be had (launch/cgroup.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
+from launch import cgroup
 from launch.guard import adopt_orphans, end_with, guarded
 
 
@@ -37,9 +40,18 @@ class Keeper:
     """Owns one command and its descendants from start to end."""
 
     def __init__(
-        self, command: list[str], grace: float, guard: int, *, shielded: bool = False, gpus: str | None = None
+        self,
+        command: list[str],
+        grace: float,
+        guard: int,
+        *,
+        shielded: bool = False,
+        gpus: str | None = None,
+        group: Path | None = None,
     ) -> None:
-        """`guard`: process id of the parent, whose end ends the command at once."""
+        """`guard`: process id of the parent, whose end ends the command at once. `group`: the control group that the
+        command enters."""
+        self._group = group
         self._grace = grace
         self._shielded = shielded
         self._exit_code: int | None = None
@@ -52,6 +64,8 @@ class Keeper:
         keeper = os.getpid()
 
         def die_with_keeper() -> None:
+            if group is not None:
+                cgroup.enter(group)
             end_with(keeper, signal.SIGKILL)
 
         self._pid = subprocess.Popen(
@@ -87,6 +101,8 @@ class Keeper:
         self._wait_for_end(deadline, lambda: self._exit_code is not None)
         self._signal_rest(signal.SIGTERM)  # what the command should have ended, and did not
         self._wait_for_end(deadline, lambda: not self._rest())
+        if self._group is not None:
+            cgroup.kill(self._group)
         while self._rest():  # a process may start another between look and kill
             self._signal_rest(signal.SIGKILL)
             self._sleep(0.05)
@@ -154,15 +170,23 @@ def main() -> int:
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--shielded", action="store_true", help="end by orders only, not by SIGTERM")
     parser.add_argument("--gpus", help="which of the node's GPUs the command sees, as 0,1")
+    parser.add_argument(
+        "--cgroup", metavar="NAME", help="control group for the command, where one can be had"
+    )
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    return guarded(lambda guard: keep(args, guard))
+    group = cgroup.make(args.cgroup) if args.cgroup else None
+    code = guarded(lambda guard: keep(args, guard, group), group)
+    if group is not None:
+        cgroup.end(args.cgroup)
+    return code
 
 
-def keep(args: argparse.Namespace, guard: int) -> int:
+def keep(args: argparse.Namespace, guard: int, group: Path | None) -> int:
     """The keeper's process; its exit code."""
     try:
-        return Keeper(args.command, args.grace, guard, shielded=args.shielded, gpus=args.gpus).run()
+        keeper = Keeper(args.command, args.grace, guard, shielded=args.shielded, gpus=args.gpus, group=group)
+        return keeper.run()
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
         return 2

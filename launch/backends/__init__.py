@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from launch import cgroup
 from launch.plan import Node, Role
 from rlsys.config import Config
 
@@ -60,8 +61,9 @@ class Backend(Protocol):
         """Give up what this backend itself started or holds; roles have ended."""
 
 
-def keeper_command(role: Role, grace: float, *, shielded: bool) -> list[str]:
-    command = [sys.executable, "-m", "launch.keeper", "--grace", str(grace)]
+def keeper_command(role: Role, config: Config, *, shielded: bool) -> list[str]:
+    command = [sys.executable, "-m", "launch.keeper", "--grace", str(config.launch.grace_seconds)]
+    command += ["--cgroup", cgroup.group_name(config.run.dir, role.name)]
     if shielded:
         command.append("--shielded")
     if role.gpus:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from launch import cgroup
 from launch.backends import keeper_command
 from launch.plan import Node, Role
 from launch.ports import HeldPorts
@@ -14,9 +15,16 @@ from rlsys.config import Config
 
 
 class PipedKeeper:
-    """A keeper at the other end of a process's standard input: the process itself, or what srun leads to."""
+    """A keeper at the other end of a process's standard input: the process itself, or what srun leads to.
 
-    def __init__(self, command: list[str], env: dict[str, str], log: Path, lock_fd: int) -> None:
+    `group`: name of a control group on this machine that is killed when that process has ended, also where guard and
+    keeper were killed together; empty: there is none here.
+    """
+
+    def __init__(
+        self, command: list[str], env: dict[str, str], log: Path, lock_fd: int, group: str = ""
+    ) -> None:
+        self._group = group
         with log.open("ab") as out:
             # The pipe is the lifeline: when this process ends, however, the keeper reads its end.
             self._process = subprocess.Popen(
@@ -27,6 +35,9 @@ class PipedKeeper:
     @property
     def exit_code(self) -> int | None:
         code = self._process.poll()
+        if code is not None and self._group:
+            cgroup.end(self._group)
+            self._group = ""
         return code if code is None or code >= 0 else 128 - code
 
     def order(self, order: bytes) -> None:
@@ -53,14 +64,17 @@ class LocalBackend:
     def __init__(self, config: Config, lock_fd: int) -> None:
         self.nodes = [Node("localhost")]
         self._ports = HeldPorts(config.engine.host)
-        self._grace = config.launch.grace_seconds
+        self._config = config
         self._lock_fd = lock_fd
 
     def free_ports(self, node: int, n: int) -> list[int]:
         return self._ports.choose(n)
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
-        return PipedKeeper(keeper_command(role, self._grace, shielded=False), env, log, self._lock_fd)
+        command = keeper_command(role, self._config, shielded=False)
+        return PipedKeeper(
+            command, env, log, self._lock_fd, cgroup.group_name(self._config.run.dir, role.name)
+        )
 
     def preempted(self) -> bool:
         return False

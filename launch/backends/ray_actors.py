@@ -131,7 +131,7 @@ class RayBackend:
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> ActorHandle:
         actor = self._actor(role.node)
-        command = keeper_command(role, self._config.launch.grace_seconds, shielded=False)
+        command = keeper_command(role, self._config, shielded=False)
         log.touch()  # there from now on, as soon or late as Ray has a process for the actor
         end = actor.run.remote(command, env, os.getcwd(), str(log.absolute()))
         return ActorHandle(actor, end, f"{role.name} on {self.nodes[role.node].name}")

@@ -59,7 +59,7 @@ class SlurmBackend:
             )
         names = [node.name for node in self._job[:wanted]]
         self.nodes = [Node(n, a) for n, a in zip(names, node_addresses(names), strict=True)]
-        self._grace = config.launch.grace_seconds
+        self._config = config
         self._srun_args = config.launch.srun_args
         self._lock_fd = lock_fd
         self._sentinel: PipedKeeper | None = None
@@ -92,7 +92,7 @@ class SlurmBackend:
                 [*self._srun(0), "sleep", "infinity"], env, log.with_name("scheduler.log"), self._lock_fd
             )
             self._sentinel = self._post_sentinel()
-        keeper = keeper_command(role, self._grace, shielded=True)
+        keeper = keeper_command(role, self._config, shielded=True)
         return PipedKeeper([*self._srun(role.node), *self._srun_args, *keeper], env, log, self._lock_fd)
 
     def preempted(self) -> bool:

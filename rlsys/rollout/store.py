@@ -19,7 +19,7 @@ synchronous=FULL: what is committed survives kill -9 and a power cut. On a local
 of this machine never wait for the writer. On a shared file system, or one that cannot be told, a WAL would be wrong,
 because its index is shared memory of one machine: there the writer locks the file for itself from its opening to its
 close, with a rollback journal, and others ask the coordinator (reader.py). A lock beside the file keeps a second
-writer out.
+writer out. Where locks may not reach, each launch works on a copy of its own (takeover.py).
 """
 
 from __future__ import annotations
@@ -133,22 +133,19 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
     schema, or of another run (`identity`).
     """
     try:
-        # Opened in a thread, because a large one takes minutes; used in another one afterwards, never in two at once.
-        db = sqlite3.connect(
-            path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False
-        )
+        db = connect(path)
     except sqlite3.Error as e:
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
-        shared = not is_local(path)
+        shared = is_shared(path)
         if (
             shared
         ):  # before the first look at the file: a WAL that was left there is then read without shared memory
             db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        new = _is_new(db, path)
+        new = is_new(db, path)
         if not new:
-            _check_format(db, path)
-        _set_journal(db, path, "truncate" if shared else "wal")
+            check_format(db, path)
+        set_journal(db, path, "truncate" if shared else "wal")
         if new:
             _create(db, identity, largest_group)
         else:
@@ -157,16 +154,31 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
         db.execute("PRAGMA synchronous=FULL")
     except sqlite3.Error as e:
         db.close()
-        if getattr(e, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-            raise UserError(f"{path}: in use by another process for {FOREIGN_LOCK_SECONDS:g} s") from None
-        raise UserError(f"{path}: not a usable rollout file: {e}; move it away or restore it") from None
+        raise unusable(path, e) from None
     except UserError:
         db.close()
         raise
     return db
 
 
-def _set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
+def is_shared(path: Path) -> bool:
+    """Whether another machine may have the file open."""
+    return not is_local(path)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """In autocommit. Opened in a thread, because a large one takes minutes; used in another one afterwards, never in
+    two at once."""
+    return sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False)
+
+
+def unusable(path: Path, error: sqlite3.Error) -> UserError:
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+        return UserError(f"{path}: in use by another process for {FOREIGN_LOCK_SECONDS:g} s")
+    return UserError(f"{path}: not a usable rollout file: {error}; move it away or restore it")
+
+
+def set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
     """Also of a file that was on another file system before."""
     got = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
     if got != mode:
@@ -185,7 +197,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     uri = path.absolute().as_uri() + "?mode=ro"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=READER_SECONDS)
     try:
-        _check_format(db, path)
+        check_format(db, path)
     except sqlite3.Error as e:
         db.close()
         raise UserError(f"{path}: not a usable rollout file: {e}") from None
@@ -195,7 +207,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _is_new(db: sqlite3.Connection, path: Path) -> bool:
+def is_new(db: sqlite3.Connection, path: Path) -> bool:
     """Also a file whose creation a crash cut short: a journal mode, but no table yet."""
     if path.stat().st_size == 0:
         return True
@@ -233,7 +245,7 @@ def _claim(db: sqlite3.Connection, path: Path, identity: str, largest_group: int
         db.execute("UPDATE meta SET value = ? WHERE key = 'largest_group'", (largest_group,))
 
 
-def _check_format(db: sqlite3.Connection, path: Path) -> None:
+def check_format(db: sqlite3.Connection, path: Path) -> None:
     if _pragma(db, "application_id") != _APPLICATION_ID:
         raise UserError(f"{path}: an SQLite file, but not one of rlsys; nothing was changed in it")
     version = _pragma(db, "user_version")

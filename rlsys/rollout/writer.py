@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.errors import RlsysError, RunError
 from rlsys.owner import Deposed, Owner
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
 from rlsys.rollout.segments import SegmentReader, SegmentWriter
 from rlsys.rollout.store import WriterLock, open_store, read_groups, sqlite_errors
+from rlsys.rollout.takeover import take_over
 from rlsys.types import SampleGroup
 
 T = TypeVar("T")
@@ -27,7 +28,8 @@ class StoreWriter:
 
     `owner`: the launch that writes; None where no other process can know the file. Every transaction begins and ends
     with a look at who owns the run: locks keep two writers apart on one machine, the epoch does where locks do not
-    reach. A writer whose launch was deposed raises Deposed and leaves the file as it was committed last.
+    reach. A writer whose launch was deposed raises Deposed and leaves the file as it was committed last. What one
+    commits that was stopped between its last look and the commit: takeover.py.
 
     What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the
     file: nothing is written after it, and the file stays as it was committed last.
@@ -38,8 +40,10 @@ class StoreWriter:
         self._owner = owner
         self._lock = WriterLock(path)
         try:
+            if owner is not None:
+                take_over(path, owner.epoch)
             self.db = open_store(path, identity, largest_group)
-        except UserError:
+        except RlsysError:
             self._lock.release()
             raise
         self._broken = ""

@@ -26,6 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
+from launch import cgroup
 from launch.backends.local import LocalBackend
 from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
@@ -65,7 +66,9 @@ class Silent:
 
 
 def launch(config_file: str, plan_file: str) -> None:
-    """`plan_file`: JSON [[role, kind, argv, ready_url], ...]."""
+    """`plan_file`: JSON [[role, kind, argv, ready_url], ...]. As if on a machine of its own: what another launch left
+    in control groups is not seen."""
+    vars(cgroup)["group_name"] = lambda _, role: f"rlsys-nemesis-{os.getpid()}-{role}"
     config = load_config(Path(config_file))
     with StopSignals().listening() as stop, open_run_dir(config, print) as run_dir:
         roles = [

@@ -88,6 +88,8 @@ def write_ledger(folder: Path) -> None:
             buffer.take(step, buffer.ready()[:1])
             buffer.flush()
             acknowledged.append((buffer.next_group_id, buffer.last_taken_step))
+        buffer.close()
+        buffer = RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))  # another launch
         buffer.restore(1)
         buffer.taken(2)
         buffer.prune(1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sqlite3
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +18,8 @@ import pytest
 from launch.rundir import open_run_dir
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
-from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, claim, current, of_process
+from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, Owner, claim, current, of_process
+from rlsys.rollout import store
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
@@ -122,6 +126,101 @@ def test_a_transaction_that_was_open_at_the_takeover_is_not_committed(
     back = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, current(tmp_path))
     assert back.next_group_id == 0
     back.close()
+
+
+def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`do` happens once, when a writer of `owner` has just seen that it owns the run."""
+    plain, todo = Owner.check, [do]
+
+    def check(self: Owner) -> None:
+        plain(self)
+        if self is owner and todo:
+            todo.pop()()
+
+    monkeypatch.setattr(Owner, "check", check)
+
+
+def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
+    tmp_path: Path, broken_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a local disk, after the old writer's last look: the new one waits for the commit, and has what it wrote."""
+    path, first = tmp_path / FILE_NAME, claim(tmp_path)
+    old = RolloutBuffer(path, "run", 8, first)
+    old.issue(prompt(), [1])
+    found: list[int] = []
+
+    def open_new() -> None:
+        new = RolloutBuffer(path, "run", 8, claim(tmp_path))
+        found.append(new.next_group_id)
+        new.issue(prompt(), [1])
+        new.close()
+
+    thread = threading.Thread(target=open_new)
+
+    def take_over() -> None:
+        thread.start()
+        while current(tmp_path) == first:
+            pass
+
+    between_look_and_commit(first, take_over, monkeypatch)
+    old.flush()
+    thread.join()
+    assert found == [1]
+    with pytest.raises(Deposed):
+        old.issue(prompt(), [1])
+    with pytest.raises(RunError):
+        old.close()
+    back = RolloutBuffer(path, "run", 8, current(tmp_path))
+    assert back.next_group_id == 2
+    back.close()
+
+
+def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do_not_reach(
+    tmp_path: Path, broken_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: it changed pages under the new writer, and what that had committed was gone."""
+    monkeypatch.setattr(store, "is_local", lambda _: False)
+    plain = sqlite3.connect
+
+    def connect(path: Path, **options: Any) -> sqlite3.Connection:
+        return plain(path.as_uri() + "?vfs=unix-none", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    path, first = tmp_path / FILE_NAME, claim(tmp_path)
+    old = RolloutBuffer(path, "run", 8, first)
+    old.issue(prompt(), [1])
+    old.flush()
+    writers: list[RolloutBuffer] = []
+
+    def take_over() -> None:
+        writers.append(new := RolloutBuffer(path, "run", 8, claim(tmp_path)))
+        for i in range(3):
+            new.issue(Prompt(i, "", [1] * 2000, {}), [1])
+        new.flush()
+
+    for _ in range(2):
+        old.issue(Prompt(0, "", [2] * 3000, {}), [1])
+    between_look_and_commit(first, take_over, monkeypatch)
+    old.flush()  # the one that slips through
+    (new,) = writers
+    new.issue(Prompt(3, "", [1] * 2000, {}), [1])
+    new.flush()
+    with pytest.raises(Deposed):
+        old.issue(prompt(), [1])
+    with pytest.raises(RunError):
+        old.close()
+    new.check_counts()
+    new.close()
+    back = RolloutBuffer(path, "run", 8, current(tmp_path))
+    back.check_counts()
+    assert [g.samples[0].prompt_ids for g in back.active()] == [[1]] + [[1] * 2000] * 4
+    back.close()
+    assert {p.name for p in tmp_path.iterdir()} == {
+        FILE_NAME,
+        f"{FILE_NAME}-journal",
+        f"{FILE_NAME}.lock",
+        "owners",
+    }
 
 
 def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) -> None:
