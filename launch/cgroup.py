@@ -62,7 +62,7 @@ def make(name: str) -> Path | None:
 
 
 def enter(group: Path) -> None:
-    """This process, and all that it starts from now on, belong to the group; where that is refused, to the old one."""
+    """Move this process there, with all that it starts from now on. Where that is refused, it stays where it is."""
     with contextlib.suppress(OSError):
         (group / "cgroup.procs").write_text("0")
 

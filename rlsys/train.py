@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import ChainMap
 from pathlib import Path
 
 from launch.layout import lay_out, push_plan
@@ -113,8 +114,11 @@ class Loop:
             tensors = for_engines(self.config, tensors)
         self.sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
         canaries = trainer.canaries(ticket.canaries)
+        left_out = dict(ChainMap(*trainer.control.gather(self.sync.left_out)))
         self._make_room()  # and their caches'
-        attested = self.on_main(lambda: self.rollout.end_push(ticket, canaries, checksums.digests()))
+        attested = self.on_main(
+            lambda: self.rollout.end_push(ticket, canaries, checksums.digests(), left_out)
+        )
         attested["time_checksums"] += checksums.seconds
         return {"time_sync": time.monotonic() - start, **attested}
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import time
+import uuid
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -14,6 +17,8 @@ from rlsys.errors import RunError
 from rlsys.owner import KEY_HEADER, START_HEADER
 from rlsys.rollout.protocol import (
     OPENING_STATUS,
+    RECONNECT_SECONDS,
+    REQUEST_HEADER,
     EndPushRequest,
     ScoresRequest,
     StepRequest,
@@ -27,12 +32,20 @@ PROBE_TIMEOUT = 5.0
 
 T = TypeVar("T")
 
+log = logging.getLogger("rlsys.rollout")
+
+
+class Broken(Exception):
+    """A connection that could not be made, or broke before the whole answer had come."""
+
 
 class RolloutClient:
     """Every method raises UserError or RunError as the rollout process did, and RunError when it is gone.
 
     Calls may take as long as a step: only `wait_ready` and `status` have a time limit. A new connection for
-    each call, because an idle one would be closed by the server while the trainer works.
+    each call, because an idle one would be closed by the server while the trainer works. A connection that breaks is
+    made again, for RECONNECT_SECONDS; the command keeps its name, by which the rollout process knows that it has it
+    (once.py).
     """
 
     def __init__(self, url: str, key: str, start: int = 1) -> None:
@@ -55,7 +68,7 @@ class RolloutClient:
                     return
                 else:
                     missing = f"its engines are {status['engines']}"
-            except RunError:
+            except (Broken, RunError):
                 missing = "it does not answer"
             if missing != before:
                 deadline, before = time.monotonic() + timeout, missing
@@ -98,13 +111,19 @@ class RolloutClient:
         return self._command("begin_push", None, PushTicket)
 
     def end_push(
-        self, ticket: PushTicket, canaries: list[Canary], checksums: list[dict[str, str]]
+        self,
+        ticket: PushTicket,
+        canaries: list[Canary],
+        checksums: list[dict[str, str]],
+        left_out: dict[str, str] | None = None,
     ) -> dict[str, float]:
-        """All buckets have been sent. Returns push_canary_mean and push_canary_p999 (nats), and how many tensors of
-        the engines are known to be equal (push_tensors_equal), how many could not be compared (..._unknown), and the
-        seconds that this took in the slowest engine (time_checksums).
+        """All buckets have been sent, but to the engines of `left_out` (URL -> why). Returns push_canary_mean and
+        push_canary_p999 (nats), and how many tensors of the engines are known to be equal (push_tensors_equal), how
+        many could not be compared (..._unknown), and the seconds that this took in the slowest engine
+        (time_checksums).
         """
-        return self._command("end_push", EndPushRequest(ticket, canaries, checksums), dict[str, float])
+        request = EndPushRequest(ticket, canaries, checksums, left_out or {})
+        return self._command("end_push", request, dict[str, float])
 
     def evaluate(self) -> EvalResult:
         return self._command("evaluate", None, EvalResult)
@@ -115,7 +134,7 @@ class RolloutClient:
 
     def status(self) -> dict[str, Any]:
         """Counts, versions and engines, as the live display shows them."""
-        return self._status(*self._http("GET", "/status", None, PROBE_TIMEOUT))
+        return self._status(*self._reached("GET", "/status", None, PROBE_TIMEOUT))
 
     def _status(self, code: int, body: bytes) -> dict[str, Any]:
         if code != 200:
@@ -124,21 +143,53 @@ class RolloutClient:
         return status
 
     def _command(self, name: str, request: object, result: type[T]) -> T:
-        code, body = self._http("POST", f"/{name}", encode(request), None)
+        called = {REQUEST_HEADER: uuid.uuid4().hex}
+        code, body = self._reached("POST", f"/{name}", encode(request), None, called)
         if code == 200:
             return msgspec.msgpack.decode(body, type=result)
         text = " ".join(body.decode(errors="replace").split())[:200]
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
 
-    def _http(self, method: str, path: str, body: bytes | None, timeout: float | None) -> tuple[int, bytes]:
+    def _reached(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout: float | None,
+        headers: Mapping[str, str] = {},
+    ) -> tuple[int, bytes]:
+        """Status and body; over connections that break. Raises RunError after RECONNECT_SECONDS of nothing else."""
+        give_up = None
+        while True:
+            begun = time.monotonic()
+            try:
+                return self._http(method, path, body, timeout, headers)
+            except Broken as e:
+                now = time.monotonic()
+                if give_up is None or now - begun > RECONNECT_SECONDS:  # it held for a while: another fault
+                    give_up = now + RECONNECT_SECONDS
+                    log.warning("rollout process at %s: %s in %s; asking again", self._url, e, path[1:])
+                if now >= give_up:
+                    raise RunError(
+                        f"rollout process at {self._url} is gone ({e} in {path[1:]}, for {RECONNECT_SECONDS:g} s)"
+                    ) from None
+            time.sleep(POLL_SECONDS)
+
+    def _http(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout: float | None,
+        headers: Mapping[str, str] = {},
+    ) -> tuple[int, bytes]:
+        """Raises Broken."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         try:
-            connection.request(method, path, body, self._headers)
+            connection.request(method, path, body, {**self._headers, **headers})
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as e:
-            raise RunError(
-                f"rollout process at {self._url} is gone ({type(e).__name__} in {path[1:]})"
-            ) from None
+            raise Broken(type(e).__name__) from None
         finally:
             connection.close()

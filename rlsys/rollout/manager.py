@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from rlsys.config import Config
@@ -222,14 +222,19 @@ class RolloutManager:
             return PushTicket(version, engines, self._canaries.sequences())
 
     async def end_push(
-        self, ticket: PushTicket, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+        self,
+        ticket: PushTicket,
+        canaries: list[Canary],
+        checksums: Sequence[dict[str, str]] = (),
+        left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """Attest the engines of the ticket, then go on generating. Returns the push's metrics."""
+        """Attest the engines of the ticket but those of `left_out` (URL -> why), then go on generating. Returns the
+        push's metrics."""
         async with self._command:
             version = self._buffer.weight_version
             if ticket.weight_version != version:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
-            metrics = await self._router.end_push(version, canaries, checksums)
+            metrics = await self._router.end_push(version, canaries, checksums, left_out)
             self._trained_steps, self._push_due = self._done_steps, False
             self._go_on()
             return metrics

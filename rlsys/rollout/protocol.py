@@ -1,7 +1,8 @@
 """What trainer rank 0 and the rollout process say to each other: msgpack of dataclasses over loopback HTTP.
 
 A command is `POST /<name>` with its request as body; the answer is 200 with the result, or an error status with
-an `ErrorAnswer`. `GET /status` answers JSON, for people and for the supervisor; `GET /ledger` a Ledger and
+an `ErrorAnswer`. A command has a name of its own (REQUEST_HEADER): one that is asked for again, after a connection
+broke, is carried out once. `GET /status` answers JSON, for people and for the supervisor; `GET /ledger` a Ledger and
 `GET /samples?query=...` a SamplesAnswer, for readers.
 Until the ledger is open every answer is a 503 whose text says how far that is.
 """
@@ -19,6 +20,9 @@ from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
 OPENING_STATUS = 503
+REQUEST_HEADER = "X-Rlsys-Request"
+RECONNECT_SECONDS = 30.0
+"""For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
 
 Result = Taken | PushTicket | EvalResult | list[Unscored] | dict[str, float] | None
 
@@ -36,6 +40,8 @@ class EndPushRequest:
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
     """Of each rank of an engine: its name of a tensor -> the checksum that it must have."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """URLs of engines that did not get all tensors, and why."""
 
 
 @dataclass

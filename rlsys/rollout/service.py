@@ -35,10 +35,12 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import most_slots
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.once import Once
 from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
 from rlsys.rollout.protocol import (
+    REQUEST_HEADER,
     EndPushRequest,
     Result,
     SamplesAnswer,
@@ -70,10 +72,10 @@ def make_app(
 
     `leave_out`: told the URL of an engine that will not come; None for a pool that nobody watches.
     """
-    access = Access(owner)
+    access, once = Access(owner), Once()
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
-        return await manager.end_push(request.ticket, request.canaries, request.checksums)
+        return await manager.end_push(request.ticket, request.canaries, request.checksums, request.left_out)
 
     async def status(request: web.Request) -> web.Response:
         access.check_key(request)
@@ -107,9 +109,13 @@ def make_app(
     def command(
         kind: type[R], run: Callable[[R], Awaitable[Result]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        return _command(access, kind, run)
+        return _command(access, once, kind, run)
+
+    async def end_work(_: web.Application) -> None:
+        await once.close()
 
     app = web.Application(client_max_size=LARGEST_REQUEST)
+    app.on_shutdown.append(end_work)
     app.add_routes(
         [
             web.get("/status", status),
@@ -164,7 +170,7 @@ class Access:
 
 
 def _command(
-    access: Access, kind: type[R], run: Callable[[R], Awaitable[Result]]
+    access: Access, once: Once, kind: type[R], run: Callable[[R], Awaitable[Result]]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A handler: body of `kind` -> result, or what was raised on purpose. Bugs are aiohttp's: log and a bare 500."""
 
@@ -178,7 +184,8 @@ def _command(
             code, body = encode_error(e)
             return web.Response(status=code, body=body)
         try:
-            return web.Response(body=encode(await run(message)))
+            name = request.headers.get(REQUEST_HEADER, "")
+            return web.Response(body=encode(await once.result(name, lambda: run(message))))
         except RlsysError as e:
             log.error("%s: %s", request.path, e)
             code, body = encode_error(e)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
@@ -91,13 +91,24 @@ class WeightPush:
             await engine.client.begin_weight_update()
 
     async def end(
-        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+        self,
+        version: int,
+        canaries: list[Canary],
+        checksums: Sequence[dict[str, str]],
+        left_out: Mapping[str, str],
     ) -> dict[str, float]:
         """Empty caches and attest. Raises RunError when every engine is quarantined.
 
-        `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared.
+        `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared. `left_out`:
+        URLs of engines that did not get all tensors, and why: they hold a part of them, and get all once more.
         """
         pushing, self._pushing = self._pushing, []
+        for engine in pushing:
+            if reason := left_out.get(engine.url):
+                engine.failure = reason
+                engine.died()
+                engine.missed_push()
+        pushing = [e for e in pushing if e.url not in left_out]
         self._comparing, self._warned = 0.0, 0
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
         self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}

@@ -12,7 +12,7 @@ import itertools
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 
 from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
@@ -364,14 +364,19 @@ class Router:
         return await self._push.begin(version, only_stale=only_stale)
 
     async def end_push(
-        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+        self,
+        version: int,
+        canaries: list[Canary],
+        checksums: Sequence[dict[str, str]] = (),
+        left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
         """End the update that begin_push began, empty caches, attest; then evaluation may go on, samples at `resume`.
 
-        An engine that fails attestation is quarantined, one that died is left to its restart. Raises RunError
-        when every engine is quarantined.
+        An engine that fails attestation is quarantined, one that died is left to its restart, one of `left_out` (its
+        URL -> why it did not get all tensors) gets the next push to stale engines. Raises RunError when every engine
+        is quarantined.
         """
-        return await self._push.end(version, canaries, checksums)
+        return await self._push.end(version, canaries, checksums, left_out)
 
     # -- engines and figures ------------------------------------------------------------------------------------
 

@@ -25,12 +25,14 @@ class Gone(Exception):
 
 
 class Receivers:
-    """Engines that take part in a push. One that goes is left out: end_push finds it dead and its restart brings
-    the next push.
+    """Engines that take part in a push. One that goes, or refuses, is left out of the rest of it: it holds a part of
+    the tensors. end_push hears why, and the next push brings it all of them; after a few such the run gives it up.
     """
 
     def __init__(self, engines: Sequence[EngineAddress]) -> None:
         self.present = list(engines)
+        self.left_out: dict[str, str] = {}
+        """URL -> why."""
         self._threads = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="push")
 
     def __enter__(self) -> Receivers:
@@ -47,16 +49,17 @@ class Receivers:
         }
 
     def settle(self, answers: dict[str, Future[None]]) -> None:
-        """Wait for the answers; who is gone is left out. Raises RunError when an engine refuses."""
+        """Wait for the answers; who is gone or refuses is left out."""
         for engine in list(self.present):
             try:
                 answers[engine.url].result()
-            except Gone as e:
+            except (Gone, RunError) as e:
                 self.leave_out(engine, e)
 
-    def leave_out(self, engine: EngineAddress, why: object) -> None:
-        log.warning("%s: gone in the middle of a push: %s", engine.url, why)
+    def leave_out(self, engine: EngineAddress, why: Exception) -> None:
+        log.warning("%s: left out of a push: %s", engine.url, why)
         self.present.remove(engine)
+        self.left_out[engine.url] = str(why)
 
 
 def post(engine: EngineAddress, call: Call) -> None:
@@ -75,7 +78,7 @@ def post(engine: EngineAddress, call: Call) -> None:
             f"{engine.url}{call.path}: {e.code} {e.read().decode(errors='replace')[:300]}"
         ) from None
     except (OSError, http.client.HTTPException) as e:
-        raise Gone(f"{e}") from None
+        raise Gone(f"{engine.url}{call.path}: {e}") from None
     try:
         result = json.loads(said)
     except ValueError:

@@ -42,6 +42,8 @@ class WeightSync:
         self._memory = MemoryTransport(plan, rank)
         self._group = GroupTransport()
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
+        self.left_out: dict[str, str] = {}
+        """Engines that this rank's last push could not give all tensors to: URL -> why."""
 
     def sends(self, ticket: PushTicket) -> bool:
         """Whether this rank sends tensors in this push; the others only help to gather them."""
@@ -54,16 +56,18 @@ class WeightSync:
         """Consume `tensors` (collective) and load them into every engine of the ticket; the bytes that this rank
         gave to each of its engines.
 
-        An engine that dies meanwhile is left out: end_push finds it dead, and its restart brings the next push.
-        Raises RunError when an engine refuses the tensors.
+        An engine that dies meanwhile, or refuses, is `left_out`.
         """
+        self.left_out = {}
         if not self.sends(ticket):
             for _ in tensors:
                 pass
             return 0
         if self._on_disk is not None:
             with Receivers(ticket.engines) as receivers:
-                return self._on_disk.push(tensors, ticket, receivers)
+                sent = self._on_disk.push(tensors, ticket, receivers)
+            self.left_out = receivers.left_out
+            return sent
         return self._push_buckets(tensors, ticket)
 
     def close(self) -> None:
@@ -100,6 +104,7 @@ class WeightSync:
                 sent += sum(t.nbytes for _, t in bucket)
             if under_way is not None:
                 under_way.result()
+        self.left_out = near.left_out | far.left_out
         return sent
 
 

@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -161,29 +161,38 @@ class GroupTransport:
         self._group, self._members = None, []
 
     def _give_up(self, receivers: Receivers, answers: dict[str, Future[None]]) -> None:
-        """Who waits in the broken broadcast is freed by our leaving. Raises RunError when nobody has gone: then an
-        engine refused the tensors.
-        """
+        """Who waits in the broken broadcast is freed by our leaving, and may refuse only because of that: it is left
+        out only where nobody else is to blame."""
         assert self._group is not None
+        first = {url: a for url, a in answers.items() if a.done()}
         _abort(self._group)
-        self._group, before = None, len(receivers.present)
-        refusal = self._leave_out_gone(receivers, answers)
-        self._members = []
-        if len(receivers.present) == before:
-            raise refusal or RunError("the broadcast of weights failed, and every engine is there")
+        self._group, self._members = None, []
+        self._leave_out(receivers, answers, first, RunError("the broadcast of weights failed"))
 
-    def _leave_out_gone(self, receivers: Receivers, answers: dict[str, Future[None]]) -> RunError | None:
-        """Waits for all answers. A refusal, the last of them, is for the caller: who waited for one that has gone
-        refuses, too."""
-        refusal = None
-        for engine in list(receivers.present):
+    def _leave_out(
+        self,
+        receivers: Receivers,
+        answers: dict[str, Future[None]],
+        first: dict[str, Future[None]],
+        otherwise: RunError,
+    ) -> None:
+        """Waits for all answers and leaves out who is to blame, at least one: who has gone; else who of the `first`
+        refused; else whoever refused; else all, for `otherwise`."""
+        refused: dict[str, Exception] = {}
+        before = list(receivers.present)
+        for engine in before:
             try:
                 answers[engine.url].result()
             except Gone as e:
                 receivers.leave_out(engine, e)
             except RunError as e:
-                refusal = e
-        return refusal
+                refused[engine.url] = e
+        if len(receivers.present) < len(before):
+            return
+        blamed = {url: e for url, e in refused.items() if url in first} or refused
+        for engine in before:
+            if engine.url in blamed or not blamed:
+                receivers.leave_out(engine, blamed.get(engine.url, otherwise))
 
     def _open(self, receivers: Receivers) -> None:
         """A group with all who are there; who goes while it joins is left out, and the others join another one."""
@@ -193,9 +202,7 @@ class GroupTransport:
         self._members = list(receivers.present)
 
     def _joined(self, receivers: Receivers) -> bool:
-        """Whether every engine is in the new group; when not, somebody has gone, and there is none. Raises RunError
-        when it failed although all are there.
-        """
+        """Whether every engine is in the new group; when not, there is none, and who is to blame is left out."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         host = address_towards(receivers.present[0].url)
         with socket.socket() as s:
@@ -209,21 +216,19 @@ class GroupTransport:
             for _, offset in zip(receivers.present, offsets, strict=False)
         ]
         answers = receivers.ask(calls)
-        failure = ""
+        failure = RunError(f"no process group with {len(answers)} engines at {host}:{port}")
         try:
             self._group = _join(backend, host, port, world, self._name)
         except (RuntimeError, TimeoutError) as e:
-            failure = f"no process group with {len(answers)} engines at {host}:{port}: {e}"
-        before = len(receivers.present)
-        refusal = self._leave_out_gone(receivers, answers)
-        if len(receivers.present) < before:  # the others waited for it in vain
-            if self._group is not None:
-                _abort(self._group)
-                self._group = None
-            return False
-        if failure or refusal:
-            raise refusal or RunError(failure)
-        return True
+            failure = RunError(f"{failure}: {e}")
+        else:
+            wait(answers.values())
+            if not any(answer.exception() for answer in answers.values()):
+                return True
+            _abort(self._group)
+            self._group = None
+        self._leave_out(receivers, answers, {}, failure)  # the others waited in vain, and refuse, too
+        return False
 
     def _broadcast(self, flat: Tensor, answers: dict[str, Future[None]]) -> bool:
         """Whether it went through. A refusal or a death leaves the others waiting: then the group is given up."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -20,9 +21,17 @@ from rlsys.errors import RunError
 from rlsys.identity import engine_identity
 from rlsys.owner import KEY_HEADER, START_HEADER, claim
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.client import POLL_SECONDS, Broken
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
-from rlsys.rollout.protocol import EndPushRequest, StepRequest, decode_error, encode
+from rlsys.rollout.protocol import (
+    RECONNECT_SECONDS,
+    REQUEST_HEADER,
+    EndPushRequest,
+    StepRequest,
+    decode_error,
+    encode,
+)
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.service import EngineWatch, make_app
 from rlsys.rollout.store import FILE_NAME
@@ -122,6 +131,7 @@ class TrainerRole:
         self._ground = launch.ground
         self._start = start
         self._headers = {KEY_HEADER: launch.owner.key, START_HEADER: str(start)}
+        self._commands = 0
         self.process = Process("trainer")
         self.process.main(self._train())
 
@@ -166,14 +176,14 @@ class TrainerRole:
     async def _push(self) -> None:
         ticket = await self._command("begin_push", None, PushTicket)
         weights = self._weights
-        await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
+        sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
+        left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
         canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
-        await self._command(
-            "end_push", EndPushRequest(ticket, canaries, [checksums(weights)]), dict[str, float]
-        )
+        request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
+        await self._command("end_push", request, dict[str, float])
 
-    async def _send(self, engine: EngineAddress, weights: int) -> None:
-        """An engine that is gone is left out; one that refuses ends the trainer, as in rlsys.weights.receivers."""
+    async def _send(self, engine: EngineAddress, weights: int) -> str:
+        """Why the engine is left out; empty when it has all. As rlsys.weights.receivers."""
         network = EngineNetwork(self._ground)
         for bucket in range(BUCKETS):
             body = {"bucket": bucket, "weights": weights}
@@ -184,11 +194,12 @@ class TrainerRole:
             try:
                 async with network.request("POST", engine.url + "/tensors", **how) as answer:
                     text = await answer.text()
-            except (OSError, aiohttp.ClientError):
-                return
+            except (OSError, aiohttp.ClientError) as e:
+                return str(e) or type(e).__name__
             if answer.status != 200:
-                raise RunError(f"{engine.url}/tensors: {answer.status} {text}")
+                return f"{engine.url}/tensors: {answer.status} {text}"
             await asyncio.sleep(0.05)
+        return ""
 
     async def _wait_ready(self) -> None:
         while True:
@@ -196,29 +207,45 @@ class TrainerRole:
                 code, body = await self._ask("GET", "/status", b"")
                 if code == 200 and json.loads(body)["engines_ready"]:
                     return
-            except RunError:
+            except Broken:
                 pass
             await asyncio.sleep(1.0)
 
     async def _command(self, name: str, request: object, kind: type[Any]) -> Any:
-        code, body = await self._ask("POST", f"/{name}", encode(request))
+        """Asked again under one name when the connection breaks, as by rlsys.rollout.client."""
+        loop, give_up = asyncio.get_running_loop(), None
+        self._commands += 1
+        headers = {REQUEST_HEADER: f"{self._start}-{self._commands}"}
+        while True:
+            begun = loop.time()
+            try:
+                code, body = await self._ask("POST", f"/{name}", encode(request), headers)
+                break
+            except Broken as e:
+                if give_up is None or loop.time() - begun > RECONNECT_SECONDS:
+                    give_up = loop.time() + RECONNECT_SECONDS
+                if loop.time() >= give_up:
+                    raise RunError(f"rollout process is gone ({e})") from None
+            await asyncio.sleep(POLL_SECONDS)
         if code == 200:
             return msgspec.msgpack.decode(body, type=kind)
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {body!r}")
 
-    async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _ask(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] = {}
+    ) -> tuple[int, bytes]:
         rollout, connection = self._launch.rollout, None
         try:
             server = rollout.process if rollout.app is not None else None
             connection = await self._ground.wires.connect(self.process, server)
             connection.task = rollout.process.spawn(
-                rollout.answer(connection, method, path, self._headers, body)
+                rollout.answer(connection, method, path, {**self._headers, **headers}, body)
             )
             connection.task.add_done_callback(self._ground.watch_for_bugs)
             answer: tuple[int, bytes] = await connection.read()
             return answer
         except (Refused, Reset) as e:
-            raise RunError(f"rollout process is gone ({e} in {path[1:]})") from None
+            raise Broken(f"{e} in {path[1:]}") from None
         finally:
             if connection is not None:
                 connection.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import http.client
 import json
 import os
 import runpy
@@ -32,7 +33,6 @@ from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
 from launch.supervisor import StopSignals, Supervisor
 from rlsys.config import Config, load_config
-from rlsys.errors import RunError
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
@@ -187,13 +187,13 @@ class Trainer:
 
     def _push(self) -> None:
         ticket = self._rollout.begin_push()
-        for address in ticket.engines:
-            self._send(address)
+        sent = {address.url: self._send(address) for address in ticket.engines}
+        left_out = {url: why for url, why in sent.items() if why}
         canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
-        self._rollout.end_push(ticket, canaries, [checksums(self._weights)])
+        self._rollout.end_push(ticket, canaries, [checksums(self._weights)], left_out)
 
-    def _send(self, address: EngineAddress) -> None:
-        """As rlsys.weights.receivers: who is gone is left out, who refuses ends the trainer."""
+    def _send(self, address: EngineAddress) -> str:
+        """Why the engine is left out, as by rlsys.weights.receivers; empty when it has all."""
         for bucket in range(BUCKETS):
             body = json.dumps({"bucket": bucket, "weights": self._weights}).encode()
             url = self._proxies.get(address.url, address.url) + "/tensors"
@@ -203,10 +203,11 @@ class Trainer:
                 with urllib.request.urlopen(request, timeout=SEND_SECONDS):
                     pass
             except urllib.error.HTTPError as e:
-                raise RunError(f"{address.url}/tensors: {e.code}") from None
-            except OSError:
-                return
+                return f"{address.url}/tensors: {e.code}"
+            except (OSError, http.client.HTTPException) as e:
+                return str(e) or type(e).__name__
             time.sleep(BUCKET_SECONDS)
+        return ""
 
     def _save(self, step: int) -> None:
         part = self._checkpoints / f"part-{self._owner.epoch}-{self._start}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.router.router import RefusedPrompt
@@ -104,7 +104,11 @@ class ScriptedRouter:
         return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
 
     async def end_push(
-        self, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]] = ()
+        self,
+        version: int,
+        canaries: list[Canary],
+        checksums: Sequence[dict[str, str]] = (),
+        left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
         self.calls.append(f"end {version}")
         self.version = version

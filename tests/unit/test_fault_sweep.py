@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,11 +70,9 @@ ACKNOWLEDGED: dict[Path, list[tuple[int, int]]] = {}
 
 
 def write_ledger(folder: Path) -> None:
-    """Groups issued, sampled, taken, given back and pruned."""
+    """Groups issued, sampled and taken; given back and pruned by another launch."""
     acknowledged = ACKNOWLEDGED[folder] = []
-    owner = claim(folder)
-    buffer = RolloutBuffer(folder / FILE_NAME, "run", 2, owner)
-    try:
+    with closing(RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))) as buffer:
         version = buffer.new_version(0)
         for step in (1, 2):
             groups = [buffer.issue(Prompt(i, "", [1, 2, 3], {}), [1, 2]) for i in range(2)]
@@ -88,14 +86,11 @@ def write_ledger(folder: Path) -> None:
             buffer.take(step, buffer.ready()[:1])
             buffer.flush()
             acknowledged.append((buffer.next_group_id, buffer.last_taken_step))
-        buffer.close()
-        buffer = RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))  # another launch
+    with closing(RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))) as buffer:
         buffer.restore(1)
         buffer.taken(2)
         buffer.prune(1)
         buffer.flush()
-    finally:
-        buffer.close()
 
 
 def check_ledger(folder: Path, what: str) -> None:
