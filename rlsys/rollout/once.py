@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from rlsys.rollout.protocol import RECONNECT_SECONDS, Result
-
-log = logging.getLogger("rlsys.rollout")
 
 
 class Once:
@@ -31,13 +28,11 @@ class Once:
         """What `run` returns or raises, run for the first to bring this name. Without a name: run each time."""
         if not name:
             return await run()
-        if name != self._name:
-            await self.close()
-            self._name, self._work = name, asyncio.ensure_future(run())
-        elif self._work is not None and not self._work.done():
-            log.info("a command that broke off is asked for again: %s", name)
         work = self._work
-        assert work is not None
+        if work is None or name != self._name or work.cancelled():
+            await self.close()
+            work = asyncio.ensure_future(run())
+            self._name, self._work = name, work
         if self._patience is not None:
             self._patience.cancel()
         self._waiting += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,15 +65,19 @@ class Rig:
         wrong: tuple[str, ...] = (),
         sums: dict[str, str] | None = None,
         off: float = 0.0,
+        left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs."""
+        """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs.
+        `left_out`: engines that get no tensors, and why."""
         self.version += not only_stale
         for address in await self.router.begin_push(self.version, only_stale=only_stale):
+            if address.url in left_out:
+                continue
             next(e for e in self.engines if e.url == address.url).load(
                 self.version + (50 if address.url in wrong else 0)
             )
         canary = Canary(CANARY_IDS, [lp + off for lp in canary_logprobs(CANARY_IDS, self.version)])
-        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [])
+        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [], left_out)
         self.router.resume()
         return metrics
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -69,6 +72,69 @@ async def test_another_process_in_its_place_is_tried_again() -> None:
         bad.restart()
         while not stage.router.stale_engines:
             await asyncio.sleep(1)
+
+
+# -- an engine that did not get all tensors ----------------------------------------------------------------------
+
+
+@pytest.mark.virtual_clock
+async def test_an_engine_that_was_cut_off_in_a_push_gets_all_tensors_once_more() -> None:
+    """It lives, so nobody restarts it. Before: quarantined until somebody did, and the only one ended the launch."""
+    async with routing(ScriptedEngine("http://e0:1"), ScriptedEngine("http://e1:1")) as stage:
+        await asyncio.sleep(2)
+        await stage.push()
+        await stage.push(left_out={"http://e0:1": "http://e0:1/update_weights_from_tensor: connection reset"})
+        assert stage.router.engine_states() == {"http://e0:1": "dead", "http://e1:1": "version 2"}
+        while not stage.router.stale_engines:
+            await asyncio.sleep(0.1)
+        await stage.push(only_stale=True)
+        assert stage.router.engine_states() == {"http://e0:1": "version 2", "http://e1:1": "version 2"}
+
+
+@pytest.mark.virtual_clock
+async def test_an_engine_that_always_refuses_the_tensors_is_given_up_with_its_words() -> None:
+    """Before: the first refusal ended the launch."""
+    refused = {"http://e0:1": "http://e0:1/update_weights_from_tensor: 400 size mismatch"}
+    async with routing(ScriptedEngine("http://e0:1")) as stage:
+        await asyncio.sleep(2)
+        with pytest.raises(
+            RunError, match=r"e0:1 quarantined: 5 pushes in a row failed, .*400 size mismatch"
+        ):
+            for _ in range(100):
+                await asyncio.sleep(1)
+                if stage.version == 0 or stage.router.stale_engines:
+                    await stage.push(only_stale=stage.version > 0, left_out=refused)
+    assert stage.version == 1
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Of an engine that has a bad moment at each second request."""
+
+    asked = itertools.count()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        bad = next(self.asked) % 2
+        body = json.dumps({"success": not bad, "message": "busy"}).encode()
+        self.send_response(500 if bad else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with Receivers([EngineAddress(url, 1, -1)]) as receivers:
+            for left in ([url], []):
+                receivers.settle(receivers.ask("/update_weights_from_tensor", [{}] * len(receivers.present)))
+                assert [e.url for e in receivers.present] == left
+        server.shutdown()
+    assert list(receivers.left_out) == [url]
+    assert receivers.left_out[url].startswith(f"{url}/update_weights_from_tensor: 500")
 
 
 # -- a join that fails (review 10) ---------------------------------------------------------------------------

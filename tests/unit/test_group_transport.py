@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from threading import Timer
 
 import pytest
 
 from rlsys.engine.weight_calls import Call
+from rlsys.errors import RunError
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
 from rlsys.weights.receivers import Gone, Receivers
@@ -50,6 +52,32 @@ def test_engines_are_asked_to_leave_before_the_trainer_leaves(events: list[str])
     joined("nccl").close()
     path = "/destroy_weights_update_group"
     assert events == [f"http://a{path}", f"http://b{path}", "destroy nccl"]
+
+
+def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
+    """The others refuse because the trainer left the group: they get the bucket in another one."""
+    with Receivers(ENGINES) as receivers:
+        answers = {engine.url: Future[None]() for engine in ENGINES}
+        answers["http://b"].set_exception(RunError("400: size mismatch"))
+        transport = joined("gloo")
+        Timer(
+            0.1, lambda: answers["http://a"].set_exception(RunError("400: connection closed by peer"))
+        ).start()
+        transport._give_up(receivers, answers)
+    assert [engine.url for engine in receivers.present] == ["http://a"]
+    assert receivers.left_out == {"http://b": "400: size mismatch"}
+
+
+def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_push(
+    events: list[str],
+) -> None:
+    with Receivers(ENGINES) as receivers:
+        answers = {engine.url: Future[None]() for engine in ENGINES}
+        transport = joined("gloo")
+        for answer in answers.values():
+            Timer(0.05, lambda a=answer: a.set_result(None)).start()
+        transport._give_up(receivers, answers)
+    assert receivers.left_out == dict.fromkeys(("http://a", "http://b"), "the broadcast of weights failed")
 
 
 @pytest.mark.parametrize(("backend", "end"), [("nccl", "abort nccl"), ("gloo", "destroy gloo")])
