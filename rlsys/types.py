@@ -112,9 +112,10 @@ class Sample:
     answer: str | None = None  # the canonical final answer
     censor_reason: str | None = None
     resumes: int = 0  # how often it went on after an interruption with tokens in hand
-    deaths: int = (
-        0  # of engines with a request of it in flight, since it got its last token; kept over restarts
-    )
+    # Since it got its last token, kept over restarts: engines that died with a request of it, and those that answered
+    # one with a server error.
+    deaths: int = 0
+    faults: int = 0
     cached_tokens: int = 0  # prompt tokens served from an engine's prefix cache, over all segments
     prefilled_tokens: int = 0  # prompt tokens sent, over all segments
     engine: str | None = None  # url of the engine that holds its prefix

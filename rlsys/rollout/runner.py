@@ -79,7 +79,7 @@ class SampleRunner:
         """Samples that may be generating at once; fewer take effect as samples finish."""
         self.occupancy = Occupancy(config.samples_per_step)
         router.on_tokens = self._heard
-        router.on_death = self._mourn
+        router.on_failure = self._remember
         router.priority = self._priority
 
     def go(self, trained_steps: int) -> None:
@@ -170,8 +170,8 @@ class SampleRunner:
             self._unsaved_tokens = 0
             self.flush()
 
-    def _mourn(self, sample: Sample) -> None:
-        """An engine died with it: how often that happened must outlive this process, or it never ends."""
+    def _remember(self, sample: Sample) -> None:
+        """An engine failed with it: how often that happened must outlive this process, or it never ends."""
         self._buffer.save([sample])
         self._flush_soon()
 

@@ -58,7 +58,7 @@ CREATE TABLE samples (
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
     reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
-    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL
+    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
@@ -294,6 +294,7 @@ def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample
         None if sample.named_rewards is None else json.dumps(sample.named_rewards),
         sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
         None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids), sample.deaths,
+        sample.faults,
     )  # fmt: skip
     db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
     now = Stored.of(sample)
@@ -390,13 +391,14 @@ def sample_of_row(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
         observed,
         drawn_from,
         deaths,
+        faults,
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
         arrays.ids, arrays.mu,
         [VersionSpan(*s) for s in json.loads(spans)], Status(status),
-        reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, cached_tokens=cached,
-        prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
+        reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, faults=faults,
+        cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         routes=arrays.routes, behaviour=arrays.behaviour, observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None else prompt_ids,

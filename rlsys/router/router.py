@@ -38,10 +38,13 @@ DEATHS_SUSPECT = 2
 until it has got a token. What dies then says something about this sample, and not about its neighbours."""
 DEATHS_CENSORED = 4
 """Engine deaths without a token in between, after which a sample is given up: it may be what kills them."""
+FAULTS_CENSORED = 8
+"""Server errors (5xx) without a token in between, after which a sample is given up. More than deaths: they cost no
+other sample its place, and an only engine that is ill for a minute shall not censor, which its back-offs see to."""
 
 
 class Poisonous(RunError):
-    """A sample with which so many engines died that it is not sent again."""
+    """A sample with which so many engines died, or answered with an error, that it is not sent again."""
 
 
 class Router:
@@ -78,8 +81,8 @@ class Router:
         self._order = itertools.count()
         self.on_tokens: Callable[[int], None] = lambda tokens: None
         """Told how many tokens a sample of the ledger has just got."""
-        self.on_death: Callable[[Sample], None] = lambda sample: None
-        """Told of a sample of the ledger whose engine has just died."""
+        self.on_failure: Callable[[Sample], None] = lambda sample: None
+        """Told of a sample of the ledger whose engine has just died, or answered with a server error."""
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
         """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
         self._run_id = uuid.uuid4().hex[:8]
@@ -110,8 +113,8 @@ class Router:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
 
         `max_response_tokens` counts over all segments. Raises RefusedPrompt before anything is sent, and Poisonous
-        when too many engines died with the sample. Cancel it after an interrupt only: the sample then stays PARKED
-        with its tokens; in an engine it would lose some.
+        when too many engines died with the sample or answered with an error. Cancel it after an interrupt only: the
+        sample then stays PARKED with its tokens; in an engine it would lose some.
         """
         try:
             self.check(sample.prompt_ids)
@@ -124,6 +127,7 @@ class Router:
         def priority() -> tuple[int, ...]:
             return () if evaluation else self.priority(sample)
 
+        last = ""
         while not sample.status.terminal:
             sample.status = self._status(sample, None, limit)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
@@ -131,11 +135,15 @@ class Router:
             if sample.deaths >= DEATHS_CENSORED:
                 self._counts["poisonous"] += 1
                 raise Poisonous(f"{sample.deaths} engines died while they worked on it")
+            if sample.faults >= FAULTS_CENSORED:
+                self._counts["poisonous"] += 1
+                raise Poisonous(f"{sample.faults} answers in a row were server errors{last}")
             async with self._alone(sample) if sample.deaths >= DEATHS_SUSPECT else nullcontext():
                 engine = await self._dispatcher.admit(
                     priority, lambda: self._wish(sample), evaluation=evaluation
                 )
-                await self._segment(engine, sample, limit, temperature)
+                if fault := await self._segment(engine, sample, limit, temperature):
+                    last = f", the last one: {fault}"
         return sample
 
     @asynccontextmanager
@@ -195,8 +203,9 @@ class Router:
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
         return Wish(prefer, version, sample.seed)
 
-    async def _segment(self, engine: EngineState, sample: Sample, limit: int, temperature: float) -> None:
-        """One request. Afterwards the sample is terminal, or PARKED with every token that arrived."""
+    async def _segment(self, engine: EngineState, sample: Sample, limit: int, temperature: float) -> str:
+        """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
+        error that ended it, in words."""
         if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
             resumed = bool(sample.response_ids) and not sample.observed_last
@@ -228,8 +237,7 @@ class Router:
                                 engine.received -= len(sample.response_ids) - start
         except DeadEngine as e:
             sample.deaths += 1
-            if sample.sample_id != EVALUATION:
-                self.on_death(sample)
+            self._tell_failure(sample)
             if not scope.expired():
                 log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                 engine.died()
@@ -239,8 +247,16 @@ class Router:
             self._counts["engine_faults"] += 1  # it goes on elsewhere, or here after a back-off
             engine.counting = False  # it counts what it made, also what it could not say: that is made again
             engine.failed()
+            sample.faults += 1
+            self._tell_failure(sample)
+            return str(e)
         finally:
             sample.status = self._status(sample, finish, limit)
+        return ""
+
+    def _tell_failure(self, sample: Sample) -> None:
+        if sample.sample_id != EVALUATION:
+            self.on_failure(sample)
 
     def _why(self, sample: Sample) -> str:
         """What could have put its prefix into the engine's cache."""
@@ -291,7 +307,7 @@ class Router:
             self._counts["discarded_tokens"] -= tokens
         sample.append(segment)
         if tokens:
-            sample.deaths = 0
+            sample.deaths = sample.faults = 0
             self._clear(sample)
         engine.received += tokens
         self._dispatcher.works(engine)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rlsys.rewards import Rewards
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.router.router import DEATHS_CENSORED, Poisonous
+from rlsys.router.router import DEATHS_CENSORED, FAULTS_CENSORED, Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt
 from tests.helpers.rollout_rig import make_config, rig
@@ -85,14 +86,57 @@ async def test_a_sample_that_kills_engines_is_given_up() -> None:
         assert stage.router.stats()["poisonous"] == 1
 
 
-async def test_deaths_outlive_a_restart_of_the_rollout(tmp_path: Path) -> None:
+class Choking(ScriptedEngine):
+    """Answers 500 to any request with the poisonous seed."""
+
+    choked = 0
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        if body["sampling_params"]["sampling_seed"] == POISON:
+            self.choked += 1
+            yield b'data: {"error": {"message": "shape mismatch in the detokenizer", "code": 500}}\n\n'
+            return
+        async for chunk in super().stream(body):
+            yield chunk
+
+
+@pytest.mark.virtual_clock
+async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
+    """Before: it was sent for ever, and its engines rested after each answer."""
+    engines = [Choking(f"http://e{i}:1") for i in range(2)]
+    async with routing(*engines) as stage:
+        await asyncio.sleep(2)
+        await stage.push()
+        bad, good = sample(0, seed=POISON), [sample(i, seed=i) for i in range(1, 5)]
+        tasks = [stage.start(s) for s in (bad, *good)]
+        await asyncio.wait(tasks)
+        with pytest.raises(
+            Poisonous,
+            match=f"{FAULTS_CENSORED} answers in a row were server errors, the last one: .*shape mismatch in the",
+        ):
+            tasks[0].result()
+        assert sum(e.choked for e in engines) == FAULTS_CENSORED
+        assert all(s.status.terminal for s in good), "its neighbours went on"
+        assert stage.router.stats()["poisonous"] == 1
+        assert stage.router.stats()["engine_deaths"] == 0
+
+
+async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_again() -> None:
+    async with routing(Choking("http://e0:1")) as stage:
+        await stage.push()
+        with pytest.raises(Poisonous, match=f"^{FAULTS_CENSORED} answers in a row were server errors$"):
+            await stage.start(replace(sample(0, seed=POISON), faults=FAULTS_CENSORED))
+        assert stage.engine.choked == 0  # type: ignore[attr-defined]
+
+
+async def test_what_failed_with_a_sample_outlives_a_restart_of_the_rollout(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8)
     group = buffer.issue(Prompt(0, "", [1], {}), [1])
-    group.samples[0].deaths = 3
+    group.samples[0].deaths, group.samples[0].faults = 3, 5
     buffer.save(group.samples)
     buffer.close()
     back = RolloutBuffer(tmp_path / FILE_NAME, "run", 8)
-    assert back.groups[0].samples[0].deaths == 3
+    assert (back.groups[0].samples[0].deaths, back.groups[0].samples[0].faults) == (3, 5)
     back.close()
 
 
