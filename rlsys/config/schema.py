@@ -23,6 +23,9 @@ from rlsys.config.sections import (
     WeightsConfig,
 )
 
+_SHORTEST_SECONDS = 60.0
+"""A limit on an engine's answer below this would be about the machine's load, and not about the engine."""
+
 
 class Config(Section):
     run: RunConfig = RunConfig()
@@ -73,6 +76,17 @@ class Config(Section):
             1800.0 if self.model.fp8 != "none" else 0.0
         )
         return 240.0 + reading + compiling
+
+    @property
+    def work_seconds(self) -> float:
+        """What an engine may take for a request over all its weights, or for its first pass with new ones: as long as
+        to start, which reads and compiles no less."""
+        return max(_SHORTEST_SECONDS, self.start_seconds)
+
+    @property
+    def answer_seconds(self) -> float:
+        """What an engine may take for a request that only waits for its turn: a fifth of a start."""
+        return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
     def slots(self) -> int:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -22,8 +22,6 @@ from rlsys.types import Segment
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
-CONTROL_TIMEOUT = 60.0
-LOAD_TIMEOUT = 600.0
 IDLE_SECONDS = 30.0
 RESERVED_TOKENS = 6
 """SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
@@ -53,6 +51,19 @@ class EngineError(Exception):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Limits(NamedTuple):
+    """Seconds that an answer may take; a run derives them (Config.answer_seconds, Config.work_seconds)."""
+
+    answer: float = 60.0
+    """Where the request only waits for its turn."""
+    work: float = 600.0
+    """Where it goes over all weights, or is the first pass with new ones, which may compile."""
+
+
+UNPLANNED = Limits()
+"""For engines of which no config tells how large their model is."""
 
 
 class Stranger(EngineError):
@@ -85,6 +96,7 @@ class EngineClient:
         tp: int = 1,
         index: int | None = None,
         identity: Identity = NOBODY,
+        limits: Limits = UNPLANNED,
     ) -> None:
         """`index`: its number in the run's layout, if it is there. `identity`: whose it must be."""
         self.url = url.rstrip("/")
@@ -92,6 +104,7 @@ class EngineClient:
         self.index = index
         self.identity = identity
         self._session = session
+        self._limits = limits
 
     async def generate(
         self,
@@ -179,17 +192,16 @@ class EngineClient:
             await self._post("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        await self._post("/end_weight_update", {})
+        """The engine may put all tensors into another layout now."""
+        await self._post("/end_weight_update", {}, self._limits.work)
 
     async def release_memory(self) -> None:
         """Give back the memory of weights and cache, whose contents are lost; nothing may run. Not twice."""
-        await self._post(
-            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=LOAD_TIMEOUT
-        )
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, self._limits.work)
 
     async def resume_memory(self, of: Literal["weights", "kv_cache"]) -> None:
         """Take back what `release_memory` gave; a scheduler that did not give it dies of this."""
-        await self._post("/resume_memory_occupation", {"tags": [of]}, timeout=LOAD_TIMEOUT)
+        await self._post("/resume_memory_occupation", {"tags": [of]}, self._limits.work)
 
     async def set_weight_version(self, version: int | str) -> None:
         """A word instead of a number marks a server whose weights are nobody's."""
@@ -198,14 +210,14 @@ class EngineClient:
 
     async def checksums(self) -> list[dict[str, str]]:
         """Of each tensor-parallel rank: its name of a tensor -> a hash of the bytes that it holds."""
-        answer = await self._post("/weights_checker", {"action": "checksum"}, timeout=LOAD_TIMEOUT)
+        answer = await self._post("/weights_checker", {"action": "checksum"}, self._limits.work)
         with self._understanding("/weights_checker"):
             return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
         call = load_from_disk(folder, self.identity.label(version))
-        await self._post(call.path, call.body, timeout=LOAD_TIMEOUT)
+        await self._post(call.path, call.body, self._limits.work)
 
     async def info(self) -> dict[str, Any]:
         """What it says of itself: `model_path`, `max_req_input_len`, ..."""
@@ -226,7 +238,7 @@ class EngineClient:
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
         """GET, with whatever status."""
-        async with self._request("GET", path, timeout=_control()) as answer:
+        async with self._request("GET", path, timeout=self._timeout()) as answer:
             return answer.status, await answer.read()
 
     async def flush(self, *, paused: bool = False) -> None:
@@ -290,7 +302,8 @@ class EngineClient:
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
-        answer = await self._post("/generate", body if rid is None else {**body, "rid": rid})
+        body = body if rid is None else {**body, "rid": rid}
+        answer = await self._post("/generate", body, self._limits.work)
         with self._understanding("/generate"):
             meta = answer["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "abort":
@@ -347,15 +360,18 @@ class EngineClient:
             raise EngineError(f"{self.url}{path}: no server of ours: {e!r:.200}", _BAD_ANSWER) from None
 
     async def _get(self, path: str) -> str:
-        async with self._request("GET", path, timeout=_control()) as answer:
+        async with self._request("GET", path, timeout=self._timeout()) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
         return text
 
-    async def _post(self, path: str, body: dict[str, Any], timeout: float = CONTROL_TIMEOUT) -> Any:
-        limit = aiohttp.ClientTimeout(total=timeout)
-        async with self._request("POST", path, json=body, timeout=limit) as answer:
+    def _timeout(self, seconds: float | None = None) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=self._limits.answer if seconds is None else seconds)
+
+    async def _post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
+        """`seconds`: what the answer may take; the limit of those that only wait for their turn."""
+        async with self._request("POST", path, json=body, timeout=self._timeout(seconds)) as answer:
             text = await answer.text()
         if answer.status != 200:
             raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
@@ -375,7 +391,3 @@ def _parse(text: str) -> Any:
 
 def _version(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else _UNKNOWN
-
-
-def _control() -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=CONTROL_TIMEOUT)

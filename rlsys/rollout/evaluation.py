@@ -21,7 +21,7 @@ from pathlib import Path
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient, Limits, make_session
 from rlsys.errors import RunError
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.metrics import MetricsWriter
@@ -66,8 +66,8 @@ def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
 async def open_engines(config: Config, whose: Mapping[str, Identity]) -> AsyncIterator[list[EngineClient]]:
     """Clients of these engines, by URL, once all of them answer."""
     async with make_session() as session:
-        tp = config.engine.tp
-        engines = [EngineClient(url, session, tp=tp, identity=of) for url, of in whose.items()]
+        tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
+        engines = [EngineClient(url, session, tp=tp, identity=of, limits=limits) for url, of in whose.items()]
         while not all(await asyncio.gather(*(e.healthy() for e in engines))):
             await asyncio.sleep(PROBE_SECONDS)
         yield engines

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient, Limits, make_session
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import NOBODY, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
@@ -255,16 +255,18 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
         raise
     try:
         async with make_session() as session:
-            tp = config.engine.tp
+            tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
             engines = [
-                EngineClient(url, session, tp=tp, index=i, identity=engine_identity(owner, url))
+                EngineClient(
+                    url, session, tp=tp, index=i, identity=engine_identity(owner, url), limits=limits
+                )
                 for i, url in enumerate(urls)
             ]
             router = build_router(config, engines, tokenizer)
             references = []
             if reference is not None:
                 whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
-                references = [EngineClient(reference, session, identity=whose)]
+                references = [EngineClient(reference, session, identity=whose, limits=limits)]
             if references:
                 patience = config.start_seconds
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)

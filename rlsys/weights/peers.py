@@ -8,18 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT = timedelta(minutes=20)
-"""An answer comes after the engine's own, or its death (receivers.SEND_TIMEOUT)."""
-
 
 class Peers:
     """A gloo group of all trainer ranks. A message is sent at once and received when its turn comes; those with one
     tag, between two ranks, keep their order.
     """
 
-    def __init__(self) -> None:
-        """Collective."""
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    def __init__(self, seconds: float) -> None:
+        """Collective. `seconds`: what an engine's answer may take, which some wait for and others pass on."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * seconds))
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, message: bytes, to: int, tag: int) -> None:

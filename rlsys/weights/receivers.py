@@ -15,8 +15,6 @@ from rlsys.errors import RunError
 from rlsys.obs.direct import opener
 from rlsys.types import EngineAddress
 
-SEND_TIMEOUT = 300.0
-
 log = logging.getLogger("rlsys.weights")
 
 
@@ -29,7 +27,9 @@ class Receivers:
     the tensors. end_push hears why, and the next push brings it all of them; after a few such the run gives it up.
     """
 
-    def __init__(self, engines: Sequence[EngineAddress]) -> None:
+    def __init__(self, engines: Sequence[EngineAddress], seconds: float) -> None:
+        """`seconds`: what an answer may take; then the engine counts as gone."""
+        self._seconds = seconds
         self.present = list(engines)
         self.left_out: dict[str, str] = {}
         """URL -> why."""
@@ -44,7 +44,7 @@ class Receivers:
     def ask(self, calls: Sequence[Call]) -> dict[str, Future[None]]:
         """Begin one POST to each present engine, all at once. The futures raise Gone or RunError (a refusal)."""
         return {
-            engine.url: self._threads.submit(post, engine, call)
+            engine.url: self._threads.submit(post, engine, call, self._seconds)
             for engine, call in zip(self.present, calls, strict=True)
         }
 
@@ -62,8 +62,9 @@ class Receivers:
         self.left_out[engine.url] = str(why)
 
 
-def post(engine: EngineAddress, call: Call) -> None:
-    """Raises Gone when the engine does not answer; RunError when it refuses, or its answer is not one of SGLang."""
+def post(engine: EngineAddress, call: Call, seconds: float) -> None:
+    """Raises Gone when the engine does not answer within so many seconds; RunError when it refuses, or its answer is
+    not one of SGLang."""
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
@@ -71,7 +72,7 @@ def post(engine: EngineAddress, call: Call) -> None:
         engine.url + call.path, data=json.dumps(call.body).encode(), headers=headers
     )
     try:
-        with opener.open(request, timeout=SEND_TIMEOUT) as answer:
+        with opener.open(request, timeout=seconds) as answer:
             said = answer.read()
     except urllib.error.HTTPError as e:
         raise RunError(

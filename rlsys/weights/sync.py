@@ -39,8 +39,9 @@ class WeightSync:
         if plan is None:
             plan = PushPlan({}, group=method == "broadcast")
         self._plan = plan
-        self._memory = MemoryTransport(plan, rank)
-        self._group = GroupTransport()
+        self._seconds = config.work_seconds
+        self._memory = MemoryTransport(plan, rank, self._seconds)
+        self._group = GroupTransport(self._seconds)
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
         self.left_out: dict[str, str] = {}
         """Engines that this rank's last push could not give all tensors to: URL -> why."""
@@ -64,7 +65,7 @@ class WeightSync:
                 pass
             return 0
         if self._on_disk is not None:
-            with Receivers(ticket.engines) as receivers:
+            with Receivers(ticket.engines, self._seconds) as receivers:
                 sent = self._on_disk.push(tensors, ticket, receivers)
             self.left_out = receivers.left_out
             return sent
@@ -83,8 +84,8 @@ class WeightSync:
         by_group = [e for e in ticket.engines if self._owners(e) is None and self._plan.sender == self._rank]
         sent = 0
         with (
-            Receivers(by_memory) as near,
-            Receivers(by_group) as far,
+            Receivers(by_memory, self._seconds) as near,
+            Receivers(by_group, self._seconds) as far,
             ThreadPoolExecutor(1, thread_name_prefix="push") as sender,
         ):
             if by_group:

@@ -34,7 +34,6 @@ from rlsys.weights.receivers import Gone, Receivers
 
 Bucket = list[tuple[str, Tensor]]
 
-_GROUP_TIMEOUT = 120.0
 _LOOK_SECONDS = 0.002
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -45,11 +44,11 @@ class MemoryTransport:
     keeps its copy. One handle for each engine rank: opening uses it up.
     """
 
-    def __init__(self, plan: PushPlan, rank: int) -> None:
-        """Collective, where several ranks serve one engine."""
+    def __init__(self, plan: PushPlan, rank: int, seconds: float) -> None:
+        """Collective, where several ranks serve one engine. `seconds`: what an engine's answer may take."""
         self._plan = plan
         self._rank = rank
-        self._peers = Peers() if plan.shared else None
+        self._peers = Peers(seconds) if plan.shared else None
         self._served: list[tuple[EngineAddress, tuple[int, ...]]] = []
 
     def begin(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
@@ -120,7 +119,9 @@ def _tag(engine: EngineAddress) -> int:
 class GroupTransport:
     """Owns the process group, which lasts as long as the same engines take part. Its rank 0 is this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: what an engine may take for a bucket, or to join."""
+        self._seconds = seconds
         self._group: dist.ProcessGroup | None = None
         self._members: list[EngineAddress] = []
         self._name = ""
@@ -151,7 +152,7 @@ class GroupTransport:
         """Leave the group, here and at the engines that still answer."""
         if self._group is None:
             return
-        with Receivers(self._members) as members:
+        with Receivers(self._members, self._seconds) as members:
             # Both sides at once: NCCL's end waits for the other's.
             answers = members.ask([leave_group(self._name)] * len(self._members))
             dist.destroy_process_group(self._group)
@@ -218,7 +219,7 @@ class GroupTransport:
         answers = receivers.ask(calls)
         failure = RunError(f"no process group with {len(answers)} engines at {host}:{port}")
         try:
-            self._group = _join(backend, host, port, world, self._name)
+            self._group = _join(backend, host, port, world, self._name, self._seconds)
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
         else:
@@ -253,7 +254,7 @@ def address_towards(url: str) -> str:
         return str(s.getsockname()[0])
 
 
-def _join(backend: str, host: str, port: int, world: int, name: str) -> dist.ProcessGroup:
+def _join(backend: str, host: str, port: int, world: int, name: str, seconds: float) -> dist.ProcessGroup:
     """Rank 0's side. Raises RuntimeError (also torch's errors) or TimeoutError when somebody is missing.
 
     The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait for
@@ -262,7 +263,7 @@ def _join(backend: str, host: str, port: int, world: int, name: str) -> dist.Pro
     _prepare_sglang()
     from sglang.srt.utils import init_custom_process_group
 
-    timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT)
+    timeout = datetime.timedelta(seconds=seconds)
     store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
     with _outlived_by_this_process():
         group: dist.ProcessGroup = init_custom_process_group(

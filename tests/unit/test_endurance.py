@@ -19,30 +19,69 @@ from launch.backends.slurm import SlurmBackend
 from launch.plan import Role
 from launch.requeue import may_requeue
 from rlsys.config import Config
+from rlsys.engine.client import EngineClient, Limits
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RlsysError, RunError
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
 from rlsys.weights.receivers import Gone, Receivers
+from rlsys.weights.sync import WeightSync
 from tests.helpers.router_rig import routing
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.scripted_engine import Network, ScriptedEngine
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 # -- pushes that get nowhere (review 9) ----------------------------------------------------------------------
 
 
 class SlowCanary(ScriptedEngine):
-    """Its first pass after a load compiles for longer than anybody waits."""
+    """Its first pass after a load compiles, for longer than anybody waits."""
+
+    seconds = 900.0
 
     async def answer(self, path: str, body: Any) -> Any:
         if path.startswith("/generate") and body.get("logprob_start_len") == 0:
-            await asyncio.sleep(90)
+            await asyncio.sleep(self.seconds)
         return await super().answer(path, body)
 
 
 @pytest.mark.virtual_clock
+async def test_a_first_pass_that_compiles_is_waited_for() -> None:
+    """Before: an answer had 60 s, whatever it was to; 18 pushes in 25 minutes, and no engine ever served."""
+    engine = SlowCanary("http://e0:1")
+    engine.seconds = 90.0
+    async with routing(engine) as stage:
+        await asyncio.sleep(2)
+        await stage.push()
+        assert stage.router.engine_states() == {"http://e0:1": "version 1"}
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("work", [30.0, 400.0])
+async def test_an_engines_work_has_the_time_that_its_config_gives(work: float) -> None:
+    network: Any = Network(SlowCanary("http://e0:1"))
+    client = EngineClient("http://e0:1", network, limits=Limits(answer=10.0, work=work))
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    with pytest.raises(TimeoutError):
+        await client.token_logprobs([1, 2, 3])
+    assert clock() - start == pytest.approx(work, abs=1)
+
+
+def test_limits_on_answers_follow_from_size_and_config(tmp_path: Path) -> None:
+    """A quarter of a GB a second for what is read; never under a minute."""
+    config = Config.model_validate({"model": {"path": tmp_path}})
+    assert (config.work_seconds, config.answer_seconds) == (240.0, 60.0)
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        f.truncate(600 * 10**9)  # has no blocks on the disk
+    assert (config.work_seconds, config.answer_seconds) == (240.0 + 2400.0, 528.0)
+    short = config.model_copy(update={"engine": config.engine.model_copy(update={"start_timeout": 20.0})})
+    assert (short.work_seconds, short.answer_seconds) == (60.0, 60.0)
+    assert WeightSync(config)._seconds == config.work_seconds
+
+
+@pytest.mark.virtual_clock
 async def test_pushes_that_never_get_through_stop_the_run_with_a_sentence() -> None:
-    """Before: 18 pushes in 25 minutes, growing versions, and no engine ever served."""
+    """Before: for ever, with growing versions, and no engine ever served."""
     async with routing(SlowCanary("http://e0:1")) as stage:
         await asyncio.sleep(2)
         with pytest.raises(
@@ -128,7 +167,7 @@ def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        with Receivers([EngineAddress(url, 1, -1)]) as receivers:
+        with Receivers([EngineAddress(url, 1, -1)], 60) as receivers:
             for left in ([url], []):
                 receivers.settle(receivers.ask("/update_weights_from_tensor", [{}] * len(receivers.present)))
                 assert [e.url for e in receivers.present] == left
@@ -158,7 +197,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """World sizes of the groups that rank 0 tried to join; engine e1 is gone, and with it a join fails."""
     worlds: list[int] = []
 
-    def join(_backend: str, _host: str, _port: int, world: int, _name: str) -> Any:
+    def join(_backend: str, _host: str, _port: int, world: int, _name: str, _seconds: float) -> Any:
         worlds.append(world)
         if world == 3:
             raise RuntimeError("a peer is missing")
@@ -180,8 +219,8 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_an_engine_that_dies_in_the_join_is_left_out(joins: list[int]) -> None:
     """Before: a RunError of the trainer, which nobody restarts."""
-    group = transports.GroupTransport()
-    with Receivers([EngineAddress(f"http://e{i}:1", 1, -1) for i in range(2)]) as receivers:
+    group = transports.GroupTransport(60)
+    with Receivers([EngineAddress(f"http://e{i}:1", 1, -1) for i in range(2)], 60) as receivers:
         group.begin(receivers)
         assert [e.url for e in receivers.present] == ["http://e0:1"]
     assert joins == [3, 2]
@@ -193,9 +232,9 @@ def test_who_refuses_a_join_with_everybody_there_is_left_out(
     """With the reason, which the run tells when it gives such an engine up. Before: the end of the launch."""
     refused = {f"http://e{i}:1": answered(RunError("400: no NCCL here")) for i in range(2)}
     monkeypatch.setattr(Receivers, "ask", lambda *_: refused)
-    group = transports.GroupTransport()
+    group = transports.GroupTransport(60)
     engines = [EngineAddress(url, 1, -1) for url in refused]
-    with Receivers(engines) as receivers:
+    with Receivers(engines, 60) as receivers:
         group.begin(receivers)
         assert receivers.present == []
         assert receivers.left_out == dict.fromkeys(refused, "400: no NCCL here")
@@ -216,8 +255,8 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
     monkeypatch.setattr(Receivers, "ask", ask)
     for _ in range(3):  # trainers: what a class counts begins anew with each
         monkeypatch.setattr(transports.GroupTransport, "_numbers", itertools.count(), raising=False)
-        with Receivers([EngineAddress("http://e0:1", 1, -1)]) as receivers:
-            transports.GroupTransport().begin(receivers)
+        with Receivers([EngineAddress("http://e0:1", 1, -1)], 60) as receivers:
+            transports.GroupTransport(60).begin(receivers)
     assert len(known) == 3
 
 

@@ -42,7 +42,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def joined(backend: str) -> GroupTransport:
-    made = GroupTransport()
+    made = GroupTransport(60)
     made._group, made._members = backend, list(ENGINES)  # type: ignore[assignment]
     return made
 
@@ -56,7 +56,7 @@ def test_engines_are_asked_to_leave_before_the_trainer_leaves(events: list[str])
 
 def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
     """The others refuse because the trainer left the group: they get the bucket in another one."""
-    with Receivers(ENGINES) as receivers:
+    with Receivers(ENGINES, 60) as receivers:
         answers = {engine.url: Future[None]() for engine in ENGINES}
         answers["http://b"].set_exception(RunError("400: size mismatch"))
         transport = joined("gloo")
@@ -71,7 +71,7 @@ def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
 def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_push(
     events: list[str],
 ) -> None:
-    with Receivers(ENGINES) as receivers:
+    with Receivers(ENGINES, 60) as receivers:
         answers = {engine.url: Future[None]() for engine in ENGINES}
         transport = joined("gloo")
         for answer in answers.values():
@@ -85,7 +85,7 @@ def test_a_broadcast_that_hangs_on_a_dead_engine_is_given_up(
     events: list[str], backend: str, end: str
 ) -> None:
     """NCCL's group has a kernel that hangs: destroying it would wait for that until the watchdog ends the trainer."""
-    with Receivers(ENGINES) as receivers:
+    with Receivers(ENGINES, 60) as receivers:
         answers = {engine.url: Future[None]() for engine in ENGINES}
         answers["http://a"].set_result(None)
         answers["http://b"].set_exception(Gone("connection reset"))
