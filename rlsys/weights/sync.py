@@ -41,7 +41,7 @@ class WeightSync:
         self._plan = plan
         self._seconds = config.work_seconds
         self._memory = MemoryTransport(plan, rank, self._seconds)
-        self._group = GroupTransport(self._seconds)
+        self._group = GroupTransport(self._seconds, config.answer_seconds)
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
         self.left_out: dict[str, str] = {}
         """Engines that this rank's last push could not give all tensors to: URL -> why."""

@@ -119,9 +119,10 @@ def _tag(engine: EngineAddress) -> int:
 class GroupTransport:
     """Owns the process group, which lasts as long as the same engines take part. Its rank 0 is this process."""
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: what an engine may take for a bucket, or to join."""
+    def __init__(self, seconds: float, joining: float) -> None:
+        """What an engine may take for a bucket, and to join. Who dies while it joins holds the others up so long."""
         self._seconds = seconds
+        self._joining = joining
         self._group: dist.ProcessGroup | None = None
         self._members: list[EngineAddress] = []
         self._name = ""
@@ -219,7 +220,7 @@ class GroupTransport:
         answers = receivers.ask(calls)
         failure = RunError(f"no process group with {len(answers)} engines at {host}:{port}")
         try:
-            self._group = _join(backend, host, port, world, self._name, self._seconds)
+            self._group = _join(backend, host, port, world, self._name, self._joining)
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
         else:

@@ -28,7 +28,8 @@ SMALL = (
 GROUPS = 4
 """Of a step."""
 RLSYS = (sys.executable, "-m", "rlsys.cli")
-PATIENCE = 400.0
+PATIENCE = 1000.0
+"""A guard, no claim."""
 
 
 class Session:

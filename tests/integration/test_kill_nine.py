@@ -19,7 +19,7 @@ from rlsys.rollout.store import FILE_NAME
 from tests.helpers import saboteur
 from tests.helpers.sessions import GROUPS, Session, check_ledger, step_lines
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 LOOK_SECONDS = 0.005
 WORDS = {
@@ -89,6 +89,7 @@ def test_every_role_at_every_moment(part: int, transport: str, tmp_path: Path) -
     steps = 5 * len(kills)
     overrides = (
         f"trainer.steps={steps}", "weights.bucket_mb=1", "rollout.flush_tokens=64", f"weights.method={transport}",
+        "engine.start_timeout=600",  # two busy cores took more than 240 s
     )  # fmt: skip
     session = Session(run_dir, *overrides)
     try:

@@ -219,7 +219,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_an_engine_that_dies_in_the_join_is_left_out(joins: list[int]) -> None:
     """Before: a RunError of the trainer, which nobody restarts."""
-    group = transports.GroupTransport(60)
+    group = transports.GroupTransport(60, 60)
     with Receivers([EngineAddress(f"http://e{i}:1", 1, -1) for i in range(2)], 60) as receivers:
         group.begin(receivers)
         assert [e.url for e in receivers.present] == ["http://e0:1"]
@@ -232,7 +232,7 @@ def test_who_refuses_a_join_with_everybody_there_is_left_out(
     """With the reason, which the run tells when it gives such an engine up. Before: the end of the launch."""
     refused = {f"http://e{i}:1": answered(RunError("400: no NCCL here")) for i in range(2)}
     monkeypatch.setattr(Receivers, "ask", lambda *_: refused)
-    group = transports.GroupTransport(60)
+    group = transports.GroupTransport(60, 60)
     engines = [EngineAddress(url, 1, -1) for url in refused]
     with Receivers(engines, 60) as receivers:
         group.begin(receivers)
@@ -256,7 +256,7 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
     for _ in range(3):  # trainers: what a class counts begins anew with each
         monkeypatch.setattr(transports.GroupTransport, "_numbers", itertools.count(), raising=False)
         with Receivers([EngineAddress("http://e0:1", 1, -1)], 60) as receivers:
-            transports.GroupTransport(60).begin(receivers)
+            transports.GroupTransport(60, 60).begin(receivers)
     assert len(known) == 3
 
 

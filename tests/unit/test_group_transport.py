@@ -42,7 +42,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def joined(backend: str) -> GroupTransport:
-    made = GroupTransport(60)
+    made = GroupTransport(60, 60)
     made._group, made._members = backend, list(ENGINES)  # type: ignore[assignment]
     return made
 
