@@ -14,6 +14,8 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import parse_error
 
 LAST_LINES = 15
+_OF_TORCHRUN = 1
+"""Its exit code, whatever that of its rank was."""
 LINE_WIDTH = 300
 """How much of a log is shown when a role died without saying why."""
 
@@ -72,17 +74,19 @@ class RoleProcess:
         self._handle.release()
 
     def failure(self, what: str) -> RlsysError:
-        """The error of a role that `what` ("exited with code 1", ...): its own words where it left some."""
+        """The error of a role that `what` ("exited with code 1", ...): its own words where it ended with some.
+
+        Such a line of one that was killed, or that still runs, is somebody else's: a tool's or a reward's output.
+        """
         lines = self._output()
         for line in reversed(lines):
             if found := parse_error(line):
                 message, code = found
-                code = self.exit_code if code is None else code
-                return (
-                    UserError(message)
-                    if code == UserError.exit_code
-                    else RoleFailed(message, [], own_words=True)
-                )
+                if self.exit_code not in (code, _OF_TORCHRUN):
+                    break
+                if code == UserError.exit_code:
+                    return UserError(message)
+                return RoleFailed(message, [], own_words=True)
         return RoleFailed(f"{self.role.name} {what}; its log: {self.log}", lines[-LAST_LINES:])
 
     def _output(self) -> list[str]:

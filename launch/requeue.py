@@ -1,4 +1,5 @@
-"""Whether a preempted run may ask for another session: not after several in a row that brought nothing.
+"""Whether a preempted run may ask for another session: not after several in a row that brought nothing. And whether
+the session that it got finds its folder.
 
 RUN/requeues.json   {progress, without}: the progress at the last requeue, and how many came since it grew
 """
@@ -6,9 +7,12 @@ RUN/requeues.json   {progress, without}: the progress at the last requeue, and h
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from launch.rundir import write_whole
+from rlsys.errors import UserError
 
 FILE_NAME = "requeues.json"
 
@@ -24,6 +28,17 @@ def may_requeue(run_dir: Path, progress: int, most: int) -> bool:
         return False
     write_whole(run_dir / FILE_NAME, json.dumps({"progress": max(progress, before), "without": without}))
     return True
+
+
+def check_folder(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError when Slurm has started this job before, but on a node whose disk has the folder: begun again
+    here, the run would be another one, from step 0."""
+    before = environment.get("SLURM_RESTART_COUNT", "0")
+    if before != "0" and not run_dir.exists():
+        raise UserError(
+            f"run.dir = {run_dir}: not on this node, but Slurm has started this job before "
+            f"(SLURM_RESTART_COUNT = {before}); expected a folder that every node sees"
+        )
 
 
 def _last(run_dir: Path) -> tuple[int, int]:

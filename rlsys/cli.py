@@ -25,7 +25,7 @@ from launch.ports import choose_ports
 from launch.preflight import check_model
 from launch.process import RoleFailed
 from launch.readiness import PortTaken
-from launch.requeue import may_requeue
+from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from rlsys.cli_explain import add_explain
@@ -113,6 +113,7 @@ def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, asi
     `aside`: the display goes to stderr, because stdout is for a program to read.
     """
     console = Console(stderr=aside)
+    check_folder(config.run.dir)
     with (
         StopSignals().listening() as stop,
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlsys.errors import RlsysError
 
-_LINE = re.compile(r"^rlsys: error: (?P<message>.*?)(?: \[exit (?P<code>\d+)\])?$")
+_LINE = re.compile(r"^rlsys: error: (?P<message>.*?) \[exit (?P<code>\d+)\]$")
 
 
 def format_error(error: RlsysError) -> str:
@@ -24,13 +24,10 @@ def format_error(error: RlsysError) -> str:
     return f"rlsys: error: {' '.join(str(error).split())} [exit {error.exit_code}]"
 
 
-def parse_error(line: str) -> tuple[str, int | None] | None:
-    """Message and exit code of such a line (None where it names none); None for any other line."""
+def parse_error(line: str) -> tuple[str, int] | None:
+    """Message and exit code of such a line; None for any other line."""
     found = _LINE.match(line.strip())
-    if found is None:
-        return None
-    code = found["code"]
-    return found["message"], int(code) if code else None
+    return None if found is None else (found["message"], int(found["code"]))
 
 
 STACKS_VARIABLE = "RLSYS_STACKS"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,13 +16,18 @@ from typing import Any
 
 import pytest
 
+from launch.backends.local import LocalBackend
 from launch.backends.slurm import SlurmBackend
-from launch.plan import Role
-from launch.requeue import may_requeue
+from launch.plan import LaunchPlan, Role
+from launch.process import RoleProcess
+from launch.requeue import check_folder, may_requeue
+from launch.stops import NodeLost
+from launch.supervisor import Supervisor
+from rlsys import cli
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, Limits
 from rlsys.engine.weight_calls import Call
-from rlsys.errors import RlsysError, RunError
+from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
 from rlsys.weights.receivers import Gone, Receivers
@@ -371,3 +377,70 @@ def test_requeues_without_progress_come_to_an_end(tmp_path: Path) -> None:
     assert asked == [True, True, True, False, False, True, True, True, False]
     (tmp_path / "requeues.json").write_text("torn")
     assert may_requeue(tmp_path, 0, most=2)
+
+
+def test_a_requeue_onto_a_node_without_the_folder_is_refused(tmp_path: Path) -> None:
+    """Before: on another node's disk the run began again at step 0."""
+    again = {"SLURM_RESTART_COUNT": "2"}
+    with pytest.raises(
+        UserError, match=r"run: not on this node, .*SLURM_RESTART_COUNT = 2.* every node sees"
+    ):
+        check_folder(tmp_path / "run", again)
+    check_folder(tmp_path / "run", {})
+    check_folder(tmp_path / "run", {"SLURM_RESTART_COUNT": "0"})
+    (tmp_path / "run").mkdir()
+    check_folder(tmp_path / "run", again)
+
+
+# -- nodes that go (review 26) -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_lost_nodes_count_since_the_last_train_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Before: launch.max_restarts lost nodes ended a run of any length."""
+    config = Config.model_validate(
+        {"model": {"path": tmp_path}, "run": {"dir": tmp_path / "run"}, "launch": {"max_restarts": 2}}
+    )
+    lost = [0]
+
+    def run(supervisor: Supervisor) -> None:
+        """Trains so many steps, then a node goes; ten times."""
+        for _ in range(steps):
+            with (config.run.dir / "metrics.jsonl").open("a") as f:
+                f.write(json.dumps({"kind": "step", "step": lost[0] + 1, "time": 0.0}) + "\n")
+        if lost[0] < 10:
+            lost[0] += 1
+            raise NodeLost(f"n{lost[0]}")
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    if steps:
+        cli.supervise(config, lambda _: LaunchPlan([]))
+        assert lost[0] == 10
+    else:
+        with pytest.raises(NodeLost):
+            cli.supervise(config, lambda _: LaunchPlan([]))
+        assert lost[0] == 3
+
+
+# -- whose words a log has (review 26) -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "own"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", False), ("os._exit(2)", True), ("os._exit(1)", True)],
+)
+def test_only_who_ends_with_its_words_has_said_them(tmp_path: Path, end: str, own: bool) -> None:
+    """A reward prints such a line, and its role is killed later. Before: that forbade the restart."""
+    config = Config.model_validate({"model": {"path": "x"}, "run": {"dir": tmp_path}})
+    code = f"import os, signal; print('rlsys: error: data.file = x [exit 2]', flush=True); {end}"
+    role = Role("engine-0", "engine", [sys.executable, "-c", code])
+    with (tmp_path / "lock").open("w") as lock:
+        backend = LocalBackend(config, lock.fileno())
+        process = RoleProcess(backend, role, dict(os.environ), tmp_path / "log")
+    wait_until(lambda: process.exit_code is not None)
+    error = process.failure("exited")
+    assert isinstance(error, UserError) is own
+    assert ("data.file = x" in str(error)) is own
+    process.release()
