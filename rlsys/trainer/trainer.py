@@ -291,7 +291,8 @@ class Trainer:
 
     @property
     def save_seconds(self) -> float:
-        """What the last checkpoint took from its beginning to its publication, alike on every rank; at first inf."""
+        """What the last checkpoint took from its beginning to its publication, alike on every rank; 0 before the
+        first."""
         return self._checkpoints.seconds
 
     def load_checkpoint(self, objective: Objective | None = None) -> int:

@@ -1,7 +1,8 @@
-"""The order of a push as the trainer's loop makes it: memory first, then the engines that want it."""
+"""The trainer's loop around its neighbours: the order of a push, and what it keeps when it must leave."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from rlsys.owner import claim
 from rlsys.train import Loop
 from rlsys.trainer import setup
+from rlsys.trainer.checkpoint import Checkpoints
 from rlsys.types import PushTicket
 from tests.helpers import trainer_cases as cases
 
@@ -54,3 +56,37 @@ def test_the_trainers_cache_is_empty_before_an_engine_wakes(
     setup.leave_layout()
     pushed = ["begin_push: engines wake their weights", "end_push: engines wake their caches"]
     assert events == (["empty_cache", pushed[0], "empty_cache", pushed[1]] if release else pushed)
+
+
+class Saver:
+    """A trainer of which only the checkpoints count."""
+
+    def __init__(self, save_seconds: float) -> None:
+        self.save_seconds = save_seconds
+        self.saved: list[int] = []
+
+    def on_main(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def finish_checkpoint(self, wait: bool) -> None: ...
+
+    def save_checkpoint(self, step: int, *_: object) -> None:
+        self.saved.append(step)
+
+
+@pytest.mark.parametrize(("save_seconds", "saved"), [(None, [16]), (60.0, [16]), (4000.0, [])])
+def test_a_session_that_must_leave_keeps_its_work(
+    tmp_path: Path, save_seconds: float | None, saved: list[int]
+) -> None:
+    """None: nobody has measured a save yet. Before: then nothing was kept, and a run that was preempted more often
+    than it saved never got on."""
+    if save_seconds is None:
+        save_seconds = Checkpoints(tmp_path / "checkpoints", 2, None).seconds  # type: ignore[arg-type]
+    loop, rollout = Loop.__new__(Loop), Rollout([])
+    rollout.leaving = lambda: 3600.0  # type: ignore[method-assign]
+    saver = Saver(save_seconds)
+    vars(loop).update(
+        rollout=rollout, trainer=saver, on_main=saver.on_main, objective=None, metrics=None, step=16, begun=10
+    )
+    loop.leave()
+    assert saver.saved == saved
