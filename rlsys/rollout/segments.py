@@ -146,7 +146,8 @@ class SegmentWriter:
         self._written = 0
         self._waiting = bytearray()
         self._unsynced = False
-        self._gone: list[str] = []
+        self.unused: list[str] = []
+        """Files that no row points into: `remove` deletes them."""
 
     def open(self) -> int:
         """Cuts off what earlier writers had not committed. Returns how many bytes that were.
@@ -218,13 +219,13 @@ class SegmentWriter:
         )
         for number, name in self._db.execute(unused, (self._number,)).fetchall():
             self._db.execute("DELETE FROM segments WHERE segment = ?", (number,))
-            self._gone.append(name)
+            self.unused.append(name)
 
     def remove(self) -> None:
         """What `forget_unused` found. After the COMMIT."""
-        while self._gone:
-            with disk_errors(self._folder / self._gone[-1]):
-                (self._folder / self._gone.pop()).unlink(missing_ok=True)
+        while self.unused:
+            with disk_errors(self._folder / self.unused[-1]):
+                (self._folder / self.unused.pop()).unlink(missing_ok=True)
 
     def close(self) -> None:
         """What waits is dropped: without a COMMIT nobody has heard of it."""

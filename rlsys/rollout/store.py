@@ -45,7 +45,7 @@ from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Stat
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 9
+_SCHEMA_VERSION = 10
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (

@@ -137,6 +137,8 @@ class StoreWriter:
                 if self._owner is not None:
                     self._owner.check()
                 self.db.execute("COMMIT")
+                if self._owner is not None and self.segments.unused:
+                    self._owner.check()  # a later launch may count on them: its ledger may not have this commit
                 self.segments.remove()
             except BaseException as e:
                 self._close_to_writes(e)

@@ -74,7 +74,7 @@ def test_no_proxy_of_the_environment_sees_a_request(
     with opener.open(f"{meant.url}/status", timeout=5) as answer:
         assert answer.status == 200
     assert probe(f"{meant.url}/status", "key") == (200, meant.body)
-    post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}))
+    post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
     assert meant.seen == ["/status", "/status", "/begin"]
     assert proxy.seen == []
 
@@ -87,7 +87,7 @@ def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, 
         opener.open(f"{meant.url}/status", timeout=5)
     assert probe(f"{meant.url}/status", "key") == (status, b"")
     with pytest.raises(RunError, match=f"{meant.url}/begin: {status}"):
-        post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}))
+        post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
     assert not engine_answers(meant.url, Identity("owner:1", "api", "admin"))
     coordinator.publish(claim(tmp_path), meant.server_port)
     with pytest.raises(coordinator.Silent):
@@ -101,7 +101,7 @@ def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], b
     meant, _ = servers
     meant.body = body
     with pytest.raises(RunError, match=f"{meant.url}/begin: not an answer of SGLang"):
-        post(EngineAddress(meant.url, 1, 0), Call("/begin", {}))
+        post(EngineAddress(meant.url, 1, 0), Call("/begin", {}), 60)
 
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\xff\xfe", b"[1, 2]"])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sqlite3
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,14 +15,14 @@ import pytest
 from launch.rundir import open_run_dir
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
-from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, Owner, claim, current, of_process
-from rlsys.rollout import store
+from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, claim, current, of_process
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, PushTicket, VersionSpan
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.service_rig import OWNER, served, ticking
+from tests.helpers.takeovers import between_look_and_commit, take_locks_away
 
 
 @pytest.fixture
@@ -128,18 +125,6 @@ def test_a_transaction_that_was_open_at_the_takeover_is_not_committed(
     back.close()
 
 
-def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`do` happens once, when a writer of `owner` has just seen that it owns the run."""
-    plain, todo = Owner.check, [do]
-
-    def check(self: Owner) -> None:
-        plain(self)
-        if self is owner and todo:
-            todo.pop()()
-
-    monkeypatch.setattr(Owner, "check", check)
-
-
 def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
     tmp_path: Path, broken_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,16 +161,10 @@ def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
 
 
 def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do_not_reach(
-    tmp_path: Path, broken_locks: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: it changed pages under the new writer, and what that had committed was gone."""
-    monkeypatch.setattr(store, "is_local", lambda _: False)
-    plain = sqlite3.connect
-
-    def connect(path: Path, **options: Any) -> sqlite3.Connection:
-        return plain(path.as_uri() + "?vfs=unix-none", uri=True, **options)
-
-    monkeypatch.setattr(sqlite3, "connect", connect)
+    take_locks_away(monkeypatch)
     path, first = tmp_path / FILE_NAME, claim(tmp_path)
     old = RolloutBuffer(path, "run", 8, first)
     old.issue(prompt(), [1])
@@ -215,12 +194,7 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
     back.check_counts()
     assert [g.samples[0].prompt_ids for g in back.active()] == [[1]] + [[1] * 2000] * 4
     back.close()
-    assert {p.name for p in tmp_path.iterdir()} == {
-        FILE_NAME,
-        f"{FILE_NAME}-journal",
-        f"{FILE_NAME}.lock",
-        "owners",
-    }
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
-from rlsys.owner import claim
+from rlsys.owner import Deposed, claim
 from rlsys.rollout import segments
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
@@ -23,6 +23,7 @@ from rlsys.rollout.reader import RunReader
 from rlsys.rollout.segments import FOLDER, Kind, decode, encode
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import GroupState, Prompt, RouteSpan, SampleGroup, Scored, Segment, Status, VersionSpan
+from tests.helpers.takeovers import between_look_and_commit, take_locks_away
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -222,4 +223,36 @@ def test_a_deposed_launch_writes_into_files_of_its_own_only(tmp_path: Path) -> N
     new.flush()
     first, second = files(tmp_path)
     assert first.read_bytes() == before[0] and first.name[:6] < second.name[:6]
+    new.close()
+
+
+def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prunes, is stopped before the commit, and commits when another launch works on a copy of the ledger."""
+    take_locks_away(monkeypatch)
+    first = claim(tmp_path)
+    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
+    version = old.new_version(0)
+    group = issue(old)
+    grow(group, version, 10, tokens=8)
+    for s in group.samples:
+        s.status = Status.FINISHED
+    old.finish(group, GroupState.READY)
+    old.take(1, [group])
+    old.flush()
+    old._file.segments._begin()  # the next tokens have a file of their own
+    old.prune(2)
+    writers: list[RolloutBuffer] = []
+    between_look_and_commit(
+        first,
+        lambda: writers.append(RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))),
+        monkeypatch,
+    )
+    with pytest.raises(Deposed):
+        old.flush()
+    (new,) = writers
+    new.restore(0)
+    _, groups = new.taken(1)
+    assert [len(s.response_ids) for s in groups[0].samples] == [8, 8]
     new.close()

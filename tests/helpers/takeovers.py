@@ -1,0 +1,38 @@
+"""A launch takes a run over at the worst moment, on a file system on which nobody sees its locks."""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.owner import Owner
+from rlsys.rollout import store
+
+
+def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`do` happens once, when a writer of `owner` has just seen that it owns the run."""
+    plain, todo = Owner.check, [do]
+
+    def check(self: Owner) -> None:
+        plain(self)
+        if self is owner and todo:
+            todo.pop()()
+
+    monkeypatch.setattr(Owner, "check", check)
+
+
+def take_locks_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two machines of a shared file system: neither flock nor SQLite's locks keep anybody out."""
+    plain = sqlite3.connect
+
+    def connect(path: Path, **options: Any) -> sqlite3.Connection:
+        return plain(path.as_uri() + "?vfs=unix-none", uri=True, **options)
+
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(store, "is_local", lambda _: False)
+    monkeypatch.setattr(sqlite3, "connect", connect)
