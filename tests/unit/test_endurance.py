@@ -28,10 +28,9 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient, Limits
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.types import EngineAddress
-from rlsys.weights import transports
+from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights import sync, transports
 from rlsys.weights.receivers import Gone, Receivers
-from rlsys.weights.sync import WeightSync
 from tests.helpers.router_rig import routing
 from tests.helpers.scripted_engine import Network, ScriptedEngine
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
@@ -82,7 +81,7 @@ def test_limits_on_answers_follow_from_size_and_config(tmp_path: Path) -> None:
     assert (config.work_seconds, config.answer_seconds) == (240.0 + 2400.0, 528.0)
     short = config.model_copy(update={"engine": config.engine.model_copy(update={"start_timeout": 20.0})})
     assert (short.work_seconds, short.answer_seconds) == (60.0, 60.0)
-    assert WeightSync(config)._seconds == config.work_seconds
+    assert sync.WeightSync(config)._seconds == config.work_seconds
 
 
 @pytest.mark.virtual_clock
@@ -117,6 +116,41 @@ async def test_another_process_in_its_place_is_tried_again() -> None:
         bad.restart()
         while not stage.router.stale_engines:
             await asyncio.sleep(1)
+
+
+# -- a folder that is still being read (review 9) ------------------------------------------------------------------
+
+
+def test_a_folder_that_an_engine_may_still_read_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose load outlasts the limit reads on. Before: the next push deleted what it was reading."""
+    silent = {"http://e1:1"}
+
+    def ask(receivers: Receivers, _path: str, _bodies: Any) -> dict[str, Future[None]]:
+        late = {e.url: Gone("timed out") if e.url in silent else None for e in receivers.present}
+        return {url: answered(error) for url, error in late.items()}
+
+    def write(folder: Path, _source: Path, _tensors: Any) -> None:
+        folder.mkdir(parents=True)
+
+    monkeypatch.setattr(Receivers, "ask", ask)
+    monkeypatch.setattr(sync, "write_hf", write)
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "run": {"dir": tmp_path}, "weights": {"method": "disk"}}
+    )
+    folders = sync.DiskFolders(config)
+
+    def push(version: int, *urls: str) -> list[str]:
+        engines = [EngineAddress(url, 1, -1) for url in urls]
+        with Receivers(engines, 60) as receivers:
+            folders.push([], PushTicket(version, engines, []), receivers)
+        return sorted(p.name for p in (tmp_path / "weights").iterdir())
+
+    assert push(1, "http://e0:1", "http://e1:1") == ["version-000001"]
+    assert push(2, "http://e0:1") == ["version-000001", "version-000002"], "e1 may be at it"
+    silent.clear()
+    assert push(3, "http://e0:1", "http://e1:1") == ["version-000003"], "e1 has loaded a later one"
 
 
 # -- an engine that did not get all tensors ----------------------------------------------------------------------
