@@ -104,8 +104,8 @@ class WeightPush:
         """
         pushing, self._pushing = self._pushing, []
         for engine in pushing:
-            if reason := left_out.get(engine.url):
-                engine.failure = reason
+            if engine.url in left_out:
+                engine.failure = left_out[engine.url]
                 engine.died()
                 engine.missed_push()
         pushing = [e for e in pushing if e.url not in left_out]
