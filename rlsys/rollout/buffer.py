@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.samples import SampleQuery, Seen
@@ -71,7 +71,11 @@ class RolloutBuffer:
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
         self._trained_steps: dict[int, int] = {}
         self._stored: dict[int, Stored] = {}  # by sample id, of live groups
-        self._load()
+        try:
+            self._load()
+        except RlsysError:
+            self._file.close()
+            raise
 
     def _load(self) -> None:
         with sqlite_errors(self._path):
