@@ -116,7 +116,7 @@ def test_a_folder_that_an_engine_may_still_read_is_not_deleted(
     """An engine whose load outlasts the limit reads on. Before: the next push deleted what it was reading."""
     silent = {"http://e1:1"}
 
-    def ask(receivers: Receivers, _path: str, _bodies: Any) -> dict[str, Future[None]]:
+    def ask(receivers: Receivers, _calls: Sequence[Call]) -> dict[str, Future[None]]:
         late = {e.url: Gone("timed out") if e.url in silent else None for e in receivers.present}
         return {url: answered(error) for url, error in late.items()}
 
@@ -198,7 +198,9 @@ def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         with Receivers([EngineAddress(url, 1, -1)], 60) as receivers:
             for left in ([url], []):
-                receivers.settle(receivers.ask("/update_weights_from_tensor", [{}] * len(receivers.present)))
+                receivers.settle(
+                    receivers.ask([Call("/update_weights_from_tensor", {})] * len(receivers.present))
+                )
                 assert [e.url for e in receivers.present] == left
         server.shutdown()
     assert list(receivers.left_out) == [url]
