@@ -40,7 +40,7 @@ from rlsys.errors import RlsysError, UserError
 from rlsys.gateway.command import add_router
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
-from rlsys.obs.progress import make_progress
+from rlsys.obs.progress import evaluation_lines, make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import sentence
@@ -81,7 +81,7 @@ def sft(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Greedy accuracy on the held-out prompts of a config's model, a folder, or a run's checkpoint."""
+    """Of a config's model, a folder, or a run's checkpoint: the held-out prompts, and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
     with subject.served() as config:
         check_model(config)
@@ -93,17 +93,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
         supervise(config, plan, aside=args.json)
     found = read_metrics(config.run.dir).evals[-1]
-    told = {
-        "model": subject.name,
-        **{k: found[k] for k in ("accuracy", "prompts", "mean_length", "truncated")},
-    }
-    if args.json:
-        print(json.dumps(told, indent=2))
-    else:
-        print(
-            f"{told['model']}: accuracy {told['accuracy']:.4f} on {told['prompts']} prompts, "
-            f"mean length {told['mean_length']:.1f} tokens, {told['truncated']} cut off"
-        )
+    told = {"model": subject.name, **{k: v for k, v in found.items() if k not in ("kind", "step", "time")}}
+    print(json.dumps(told, indent=2) if args.json else "\n".join(evaluation_lines(told)))
     return 0
 
 
@@ -303,7 +294,7 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
         sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
-    sub = add("eval", evaluate, "measure greedy accuracy on the held-out prompts")
+    sub = add("eval", evaluate, "measure a model on the held-out prompts and on the named sets")
     sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
     sub.add_argument(
         "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the target's"

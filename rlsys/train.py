@@ -139,10 +139,7 @@ class Loop:
     def evaluate(self) -> float:
         """Held-out accuracy of the weights that the engines have."""
         found = self.on_main(self.rollout.evaluate)
-        self._write(
-            "eval", accuracy=found.accuracy, mean_length=found.mean_length, prompts=found.prompts,
-            truncated=found.truncated,
-        )  # fmt: skip
+        self._write("eval", **found.figures())
         return found.accuracy
 
     def settle(self, wait: bool) -> None:

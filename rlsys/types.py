@@ -339,3 +339,15 @@ class EvalResult:
     prompts: int
     mean_length: float
     truncated: int
+    weight_version: int = 0
+    """That sampled every token of it."""
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Figures of the named sets."""
+
+    def figures(self) -> dict[str, float]:
+        """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
+        own = {
+            "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
+            "truncated": self.truncated, "weight_version": self.weight_version,
+        }  # fmt: skip
+        return own | {f"{name}/{key}": v for name, found in self.sets.items() for key, v in found.items()}

@@ -81,6 +81,31 @@ class DataConfig(Section):
     count."""
 
 
+class EvalSet(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    """What its figures are called: NAME/accuracy, NAME/pass_4."""
+    data: DataConfig | None = None
+    """Its own prompts and reward, as in the section data; what it does not give has the defaults. Unset: the
+    run's."""
+    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
+    """Number of prompts, of those that its source holds out (all of data.params.heldout_path)."""
+    samples: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 up to all of them."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    max_response_tokens: Positive | None = None
+    """Longest response. Unset: that of training."""
+
+    @model_validator(mode="after")
+    def _spread(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0 are {self.samples} equal responses; use a "
+                "temperature above 0, or samples = 1"
+            )
+        return self
+
+
 class EvalConfig(Section):
     every: Positive = 10
     """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
@@ -90,6 +115,16 @@ class EvalConfig(Section):
     and the evaluation longer."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
+    sets: list[EvalSet] = Field(default_factory=list)
+    """Further named sets, each with its own prompts, reward and sampling. They are asked after the held-out
+    prompts, by the same weights."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [s.name for s in self.sets]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise ValueError(f"sets: the name {twice!r} is there {names.count(twice)} times")
+        return self
 
 
 class RolloutConfig(Section):

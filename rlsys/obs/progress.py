@@ -134,6 +134,8 @@ class PlainProgress:
                 f"eval at step {entry['step']}: held-out accuracy {entry['accuracy']:.3f} "
                 f"on {entry['prompts']} prompts, mean length {show(entry.get('mean_length'), '.1f')}"
             )
+            for name in set_names(entry):
+                self._line(f"eval at step {entry['step']}: {set_line(name, entry)}")
         elif entry["kind"] == "warning":
             for line in warning_lines(entry):
                 self._line(line)
@@ -159,6 +161,33 @@ def plain_step(view: RunView) -> str:
         f"{number('tokens_per_s')} tok/s  length p50/p99 {lengths}  "
         f"off-policy {number('off_policy_share', '.0%')}  in flight/parked/ready {counts}  "
         f"{number('time_step', '.1f')} s = {parts}  ETA {clock(view.eta_seconds)}"
+    )
+
+
+def evaluation_lines(told: dict[str, Any]) -> list[str]:
+    """An evaluation of `model`: a line for the held-out prompts, and one for each named set."""
+    lines = [
+        f"{told['model']}: accuracy {told['accuracy']:.4f} on {told['prompts']} prompts, "
+        f"mean length {told['mean_length']:.1f} tokens, {told['truncated']} cut off"
+    ]
+    return lines + [set_line(name, told) for name in set_names(told)]
+
+
+def set_names(entry: dict[str, Any]) -> list[str]:
+    """Of an `eval` line, the named sets in it."""
+    return [key.partition("/")[0] for key in entry if key.endswith("/accuracy")]
+
+
+def set_line(name: str, entry: dict[str, Any]) -> str:
+    """pass@k with its 95 % interval."""
+    of = {key.removeprefix(f"{name}/"): v for key, v in entry.items() if key.startswith(f"{name}/")}
+    ks = sorted(int(key[5:]) for key in of if key[5:].isdigit() and key.startswith("pass_"))
+    passed = ", ".join(
+        f"pass@{k} {of[f'pass_{k}']:.3f} [{of[f'pass_{k}_low']:.3f}, {of[f'pass_{k}_high']:.3f}]" for k in ks
+    )
+    return (
+        f"{name}: {passed} on {of['prompts']:g} prompts x {of['samples']:g}, mean length {of['mean_length']:.1f}, "
+        f"{of['truncated']:g} cut off"
     )
 
 

@@ -29,6 +29,7 @@ from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.generator import Speak, build_generator, greedy_turns
 from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.router.router import EVALUATION, Router
@@ -59,6 +60,7 @@ def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
         prompts=len(judged),
         mean_length=sum(s.sampled_tokens for s, _ in answered) / len(answered),
         truncated=sum(s.status is Status.TRUNCATED for s, _ in answered),
+        weight_version=one_version([s for s, _ in answered]),
     )
 
 
@@ -100,10 +102,32 @@ async def respond(
 
 
 async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
-    """Of the model that these engines serve, by URL."""
+    """Of the model that these engines serve, by URL: on the held-out prompts and every named set."""
     tokenizer = Tokenizer(config.model.path)
     asked = probes(build_source(config, tokenizer), config.eval.prompts)
-    return judge(asked, await respond(config, tokenizer, whose, asked, greedy_turns))
+    result = judge(asked, await respond(config, tokenizer, whose, asked, greedy_turns))
+    async with open_engines(config, whose) as engines:
+        router = build_router(config, engines, tokenizer, trusted=True)
+        watch = asyncio.ensure_future(router.watch())
+        router.resume()
+        async with open_sets(config, tokenizer, router) as sets:
+            for one in sets:
+                result.sets[one.name] = await one.measure()
+        watch.cancel()
+    return result
+
+
+@asynccontextmanager
+async def open_sets(config: Config, tokenizer: Tokenizer, router: Router) -> AsyncIterator[list[AskedSet]]:
+    """The config's named sets, with processes for their rewards as long as they are open."""
+    made: list[AskedSet] = []
+    try:
+        for chosen in config.eval.sets:
+            made.append(AskedSet(config, chosen, tokenizer, router))
+        yield made
+    finally:
+        for one in made:
+            await one.close()
 
 
 def main() -> None:
@@ -119,10 +143,7 @@ def main() -> None:
         metrics = MetricsWriter(config.run.dir)
         whose = {url: engine_identity(owner, url) for url in args.engine}
         result = asyncio.run(evaluate(config, whose))
-        metrics.write(
-            "eval", 0, accuracy=result.accuracy, mean_length=result.mean_length, prompts=result.prompts,
-            truncated=result.truncated,
-        )  # fmt: skip
+        metrics.write("eval", 0, **result.figures())
         metrics.close()
 
     run_role(run)

@@ -64,11 +64,17 @@ def sampling_turns(config: Config, router: Router) -> Speak:
 
 def greedy_turns(config: Config, router: Router) -> Speak:
     """Turns of an evaluation: greedy, outside the ledger."""
+    return probing_turns(config, router, 0.0)
+
+
+def probing_turns(config: Config, router: Router, temperature: float) -> Speak:
+    """Turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
     async def speak(sample: Sample) -> None:
         budget = config.rollout.max_response_tokens - len(sample.response_ids)
         if budget > 0:
-            segment = await router.greedy(sample.prompt_ids + sample.response_ids, budget)
+            ids = sample.prompt_ids + sample.response_ids
+            segment = await router.probe(ids, budget, temperature, sample.seed)
             sample.append(segment)
         ended = budget > 0 and segment.finish == "stop"
         sample.status = Status.FINISHED if ended else Status.TRUNCATED

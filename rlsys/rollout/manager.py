@@ -19,6 +19,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluation import judge, probes, score_all
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
@@ -58,8 +59,10 @@ class RolloutManager:
         scorer: Scorer,
         planning: Planning,
         tokenizer: Tokenizer | None = None,
+        eval_sets: Sequence[AskedSet] = (),
     ) -> None:
-        """`tokenizer`: generators of several turns need one."""
+        """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close."""
+        self._eval_sets = eval_sets
         self._config = config
         self._buffer = buffer
         self._router = router
@@ -240,11 +243,17 @@ class RolloutManager:
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Greedy on the held-out prompts; right is a full reward. What cannot be judged is not among `prompts`."""
+        """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be judged is not
+        among `prompts`. The engines keep their weights meanwhile: a push is another command."""
         async with self._command:
             asked = probes(self._source, self._config.eval.prompts)
             await self._waiting.watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
-            return judge(asked, await score_all(asked, self._scorer))
+            result = judge(asked, await score_all(asked, self._scorer))
+            for one in self._eval_sets:
+                result.sets[one.name] = await self._waiting.watched(
+                    asyncio.ensure_future(one.measure()), f"evaluation of {one.name}"
+                )
+            return result
 
     async def commit(self, train_step: int) -> None:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from rlsys.rewards.judges import build_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import most_slots
+from rlsys.rollout.evaluation import open_sets
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.once import Once
@@ -254,7 +256,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
         withdraw(owner)
         raise
     try:
-        async with make_session() as session:
+        async with make_session() as session, AsyncExitStack() as open_until_stopped:
             tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
             engines = [
                 EngineClient(
@@ -270,7 +272,8 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
             if references:
                 patience = config.start_seconds
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
-            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer)
+            sets = await open_until_stopped.enter_async_context(open_sets(config, tokenizer, router))
+            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer, sets)
             watch = EngineWatch([*engines, *references], router)
 
             def rewards_in_flight() -> str:

@@ -15,12 +15,14 @@ from typing import cast
 
 from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
+from rlsys.config.sections import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.errors import UserError
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
 from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
@@ -89,9 +91,29 @@ async def _try(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Tr
     rewards = Rewards(config)
     try:
         scorer = build_scorer(config, rewards, tokenizer)
-        return Tried(await _score(config, scorer, prompt, tokenizer))
+        found = await _score(config, scorer, prompt, tokenizer)
     finally:
         await rewards.close()
+    for chosen in config.eval.sets:
+        await _try_set(config, chosen, tokenizer)
+    return Tried(found)
+
+
+async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> None:
+    """Its prompts are there, and its reward says something to a made-up answer."""
+    own = config_of(config, chosen)
+    with tried(f"eval.sets {chosen.name}"):
+        first = heldout_of(
+            own, chosen.model_copy(update={"prompts": min(chosen.prompts, HELDOUT)}), tokenizer
+        )[0]
+    try:
+        rewards = Rewards(own)
+        try:
+            await _score(own, build_scorer(own, rewards, tokenizer), first, tokenizer)
+        finally:
+            await rewards.close()
+    except UserError as e:
+        raise UserError(f"eval.sets {chosen.name}: {e}") from None
 
 
 async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Prompt:

@@ -163,8 +163,14 @@ class Router:
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         """One greedy response outside the ledger, for evaluation. After an interruption it goes on like any."""
-        probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=0)
-        await self.generate(probe, max_response_tokens=max_new_tokens, temperature=0.0)
+        return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
+
+    async def probe(
+        self, prompt_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+    ) -> Segment:
+        """The same, sampled."""
+        probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
+        await self.generate(probe, max_response_tokens=max_new_tokens, temperature=temperature)
         finish = "stop" if probe.status is Status.FINISHED else "length"
         return Segment(probe.response_ids, probe.mu, probe.spans, finish)
 

@@ -31,6 +31,8 @@ class ScriptedRouter:
         self._gate = asyncio.Event()
         self.version = 0
         self.calls: list[str] = []
+        self.probed: list[tuple[int, float, int]] = []
+        """Length of the prompt, temperature and seed of what was asked outside the ledger."""
         self.stale_engines: list[str] = []
         self.refuse: Callable[[Sample], bool] = lambda sample: False
         self.most_in_flight = 0
@@ -116,6 +118,12 @@ class ScriptedRouter:
         return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0}
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
+        return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
+
+    async def probe(
+        self, prompt_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+    ) -> Segment:
+        self.probed.append((len(prompt_ids), temperature, seed))
         n = len(prompt_ids)
         return Segment(list(range(n)), [0.0] * n, [VersionSpan(self.version, 0, n)], "stop")
 
