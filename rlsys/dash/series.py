@@ -19,6 +19,8 @@ class RunCurves:
         self._tail = MetricsTail(run_dir)
         self._steps: dict[int, dict[str, Any]] = {}
         self._evals: dict[int, dict[str, Any]] = {}
+        self.warnings: list[dict[str, Any]] = []
+        """Of signs that the run does not learn (rlsys/obs/symptoms.py): step, seen, cause, knob, samples."""
         self._began_anew: set[int] = set()
         """Steps that are the first of a session which went on after a stop."""
         self.ended = False
@@ -34,8 +36,11 @@ class RunCurves:
                 if entry["event"] in ("start", "resume"):
                     self._steps = {k: v for k, v in self._steps.items() if k <= step}
                     self._evals = {k: v for k, v in self._evals.items() if k <= step}
+                    self.warnings = [w for w in self.warnings if w["step"] <= step]
                     self._began_anew.add(step + 1)
-            else:
+            elif kind == "warning":
+                self.warnings.append(entry)
+            elif kind in ("step", "eval"):
                 numbers = {k: v for k, v in entry.items() if isinstance(v, int | float) and k != "step"}
                 (self._steps if kind == "step" else self._evals)[step] = numbers
 

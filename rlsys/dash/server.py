@@ -34,6 +34,8 @@ POINTS = 400
 """Of one curve."""
 STEPS = 60
 """Of a timeline."""
+WARNINGS = 5
+"""Of one run: the newest."""
 SAMPLES = 24
 """Of a page."""
 TOKENS = 2000
@@ -117,6 +119,7 @@ class Dashboard:
                 "ended": curves.ended,
                 "last": curves.last_time,
                 "metrics": curves.names,
+                "warnings": curves.warnings[-WARNINGS:],
                 "model": texts.config.model.path.name,
             }
             for name, folder, curves, texts in zip(

@@ -20,7 +20,7 @@ import msgspec
 from rlsys.errors import RunError, UserError
 from rlsys.obs.coordinator import Silent, ask
 from rlsys.obs.filesystem import is_local
-from rlsys.obs.trained import read_floats, read_trained
+from rlsys.obs.trained import TokenFigures, read_floats, read_trained
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.protocol import SamplesAnswer
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
@@ -87,8 +87,11 @@ class RunReader:
                     found = find_samples(db, segments, query)
             except RunError as e:
                 raise UserError(str(e)) from None
+        steps = {seen.train_step for seen in found if seen.train_step is not None}
+        figures = {step: read_trained(self._run_dir, step) for step in steps}
         for seen in found:
-            self._add_kept(seen)
+            if seen.train_step is not None:
+                add_kept(seen, figures[seen.train_step].get(seen.sample.sample_id))
         return found
 
     def _from_coordinator(self, query: SampleQuery) -> list[Seen] | None:
@@ -101,18 +104,6 @@ class RunReader:
         if answer.error:
             raise UserError(answer.error)
         return answer.samples
-
-    def _add_kept(self, seen: Seen) -> None:
-        """What the trainer wrote down of the sample; its tokens too, where the ledger has forgotten them."""
-        if seen.train_step is None:
-            return
-        figures = read_trained(self._run_dir, seen.train_step).get(seen.sample.sample_id)
-        if figures is None:
-            return
-        if not seen.kept:
-            seen.sample.response_ids = blob_to_ids(figures.ids)
-            seen.sample.mu = read_floats(figures.mu)
-        seen.logp, seen.advantages = read_floats(figures.logp), read_floats(figures.advantages)
 
     def last_step(self) -> int:
         """The last train step that took groups, of those whose samples can be asked for; 0 before the first."""
@@ -135,6 +126,16 @@ class RunReader:
                 raise UserError(
                     f"{self._run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
                 ) from None
+
+
+def add_kept(seen: Seen, figures: TokenFigures | None) -> None:
+    """What the trainer wrote down of the sample; its tokens too, where the ledger has forgotten them."""
+    if figures is None:
+        return
+    if not seen.kept:
+        seen.sample.response_ids = blob_to_ids(figures.ids)
+        seen.sample.mu = read_floats(figures.mu)
+    seen.logp, seen.advantages = read_floats(figures.logp), read_floats(figures.advantages)
 
 
 @contextlib.contextmanager

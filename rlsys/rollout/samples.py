@@ -81,7 +81,22 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
         f"ORDER BY {_SQL_ORDERS[query.order]} LIMIT ? OFFSET ?",
         (*values, query.limit, query.skip),
     ).fetchall()
-    return [_seen(db, segments, row) for row in rows]
+    interrupts = _interrupts(db, [row[0] for row in rows])
+    return [_seen(db, segments, row, interrupts.get(row[0], [])) for row in rows]
+
+
+def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """Of a whole page at once: the table has no index, and each look goes through all of it."""
+    marks = ", ".join("?" * len(sample_ids))
+    found: dict[int, list[tuple[int, int]]] = {}
+    rows = db.execute(
+        "SELECT sample_id, tokens, weight_version FROM interrupts "
+        f"WHERE sample_id IN ({marks}) AND tokens ORDER BY place",
+        sample_ids,
+    )
+    for sample_id, tokens, version in rows:
+        found.setdefault(sample_id, []).append((tokens, version))
+    return found
 
 
 def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
@@ -113,7 +128,9 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
     return conditions, values
 
 
-def _seen(db: sqlite3.Connection, segments: SegmentReader, row: Sequence) -> Seen:
+def _seen(
+    db: sqlite3.Connection, segments: SegmentReader, row: Sequence, interrupts: list[tuple[int, int]]
+) -> Seen:
     *of_sample, prompt_ids, prompt_index, state, train_step = row
     sample_id, tokens = row[0], row[5]
     arrays = Arrays()
@@ -127,13 +144,12 @@ def _seen(db: sqlite3.Connection, segments: SegmentReader, row: Sequence) -> See
     if len(arrays.ids) != tokens:
         arrays = Arrays()
     sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), arrays)
-    interrupts = "SELECT tokens, weight_version FROM interrupts WHERE sample_id = ? AND tokens ORDER BY place"
     versions = sorted({span.version for span in sample.spans})
     marks = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"
     return Seen(
         sample, tokens, prompt_index, GroupState(state), train_step,
-        db.execute(interrupts, (sample_id,)).fetchall(), dict(db.execute(steps, versions).fetchall()),
+        interrupts, dict(db.execute(steps, versions).fetchall()),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 
 from rlsys.trackers.tracker import PROJECT, Row, TrackedRun
 
@@ -26,8 +27,7 @@ class MlflowRun:
             uri = place.resolve().as_uri()
         self.client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self.client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        number = self._experiment(name)
         found = self.client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
         self.begun_before = bool(found)
         if found:
@@ -38,6 +38,17 @@ class MlflowRun:
             flat = _flat(run.config)
             self.client.log_batch(self.id, params=[Param(k, str(v)[:500]) for k, v in flat.items()][:100])
         self._checked: set[str] = set()
+
+    def _experiment(self, name: str) -> str:
+        known = self.client.get_experiment_by_name(name)
+        if known is None:
+            try:
+                return str(self.client.create_experiment(name))
+            except MlflowException:  # another run was faster
+                known = self.client.get_experiment_by_name(name)
+                if known is None:
+                    raise
+        return str(known.experiment_id)
 
     def written(self) -> dict[str, int]:
         """A line is held when its last name is: MLflow may have got only a part of it."""

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import netrc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import wandb
 from wandb.proto import wandb_internal_pb2
 
+from rlsys.trackers.leveldb_log import records
 from rlsys.trackers.tracker import PROJECT, Row, TrackedRun
-
-_BLOCK = 32768
-_HEADER = 7
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 class WandbRun:
@@ -64,7 +61,7 @@ def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
     """(train step, values) of every row in W&B's files; what a kill cut off at an end is left out."""
     rows = []
     for path in sorted(files):
-        for data in _records(path.read_bytes()):
+        for data in records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
@@ -76,26 +73,6 @@ def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
                     step = int(items["train_step"])
                     rows.append((step, {k: v for k, v in items.items() if "/" in k or k == "samples"}))
     return rows
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format (github.com/google/leveldb, doc/log_format.md), whose first seven bytes are
-    W&B's own."""
-    at, parts = _HEADER, b""
-    while at + _HEADER <= len(data):
-        left = _BLOCK - at % _BLOCK
-        if left < _HEADER:  # the rest of a block is empty
-            at += left
-            continue
-        length = int.from_bytes(data[at + 4 : at + 6], "little")
-        kind = data[at + 6]
-        piece = data[at + _HEADER : at + _HEADER + length]
-        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or len(piece) < length:
-            return
-        at += _HEADER + length
-        parts = piece if kind in (_FULL, _FIRST) else parts + piece
-        if kind in (_FULL, _LAST):
-            yield parts
 
 
 def open_run(run: TrackedRun) -> WandbRun:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rlsys.errors import UserError
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "swanlab": "swanlab"}
 """Name in run.trackers -> package that it needs."""
 PROJECT = "rlsys"
 FOLDER = "trackers"

@@ -120,6 +120,16 @@ def test_a_long_run_is_no_more_points_than_a_screen_has(tmp_path: Path) -> None:
     assert [c["step"] for c in curves.timeline(3)] == [998, 999, 1000]
 
 
+def test_warnings_are_kept_unless_a_resume_makes_them_void(tmp_path: Path) -> None:
+    told = {"kind": "warning", "seen": "s", "cause": "c", "knob": "k", "time": 1.0}
+    lines = [{**told, "step": 2, "name": "a"}, {**told, "step": 5, "name": "b"}]
+    lines += [{"kind": "run", "event": "resume", "step": 3, "time": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = RunCurves(tmp_path)
+    curves.follow()
+    assert [w["name"] for w in curves.warnings] == ["a"] and curves.names == []
+
+
 def test_steps_that_a_resume_makes_void_are_forgotten_and_the_stop_is_shown(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [{"kind": "run", "event": "start", "step": 0, "time": 0.0}]
     lines += [
@@ -180,6 +190,19 @@ async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
     assert "Where the time went" in await page.text()
     await page.evaluate("document.querySelector('#runs input').click()")
     await page.until(f"{lines} === 1")
+
+
+@needs_chromium
+async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -> None:
+    told = {"kind": "warning", "step": 2, "time": 120.0, "name": "no_signal", "seen": "All rewards are equal"}
+    told |= {"cause": "The task is too hard", "knob": "Change data.reward", "samples": []}
+    with (runs[1] / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(told) + "\n")
+    await page.open(f"{page.home}#/samples")
+    await page.open(f"{page.home}#/")
+    assert "step 2: All rewards are equal." in await page.text("details.warning summary")
+    await page.evaluate("document.querySelector('details.warning').open = true")
+    assert "Change data.reward." in await page.text("details.warning")
 
 
 @needs_chromium

@@ -34,7 +34,7 @@ export async function overview(main, runs, chosen) {
   const live = await Promise.all(shown.map((run) => get("status", { run: run.index })));
 
   const grid = el("div", { class: "grid" });
-  const parts = [...engines(shown, live), el("h2", {}, "Curves"), grid, picker(names)];
+  const parts = [...warnings(shown), ...engines(shown, live), el("h2", {}, "Curves"), grid, picker(names)];
   parts.push(el("h2", {}, "Where the time went", el("small", {}, "seconds of each of the last 60 steps")), legend());
   const hosts = shown.map(() => el("div", { class: "chart tall" }));
   const lanes = shown.map((run, i) => el("div", { class: "card" }, el("h3", {}, run.name), hosts[i]));
@@ -53,6 +53,13 @@ export async function overview(main, runs, chosen) {
   }
   if (!wanted.length) grid.append(empty("No step is done yet. Curves begin with the first one."));
   hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty("no step is done yet")); });
+}
+
+function warnings(shown) {
+  return shown.flatMap((run) => run.warnings.toReversed().map((told) => el("details", { class: "card warning" },
+    el("summary", {}, el("b", {}, `${shown.length > 1 ? `${run.name}, ` : ""}step ${told.step}: `), `${told.seen}.`),
+    el("p", {}, `${told.cause}. ${told.knob}.`),
+    ...(told.samples ?? []).map((s) => el("p", { class: "text" }, el("span", { class: "prompt" }, s.prompt), s.response, el("span", { class: "prompt" }, `  reward ${number(s.reward)}`))))));
 }
 
 function engines(shown, live) {

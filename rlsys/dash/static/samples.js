@@ -57,9 +57,10 @@ function row(run, sample) {
     sample.kept ? el("p", { class: "text clip" }, sample.response) : el("p", { class: "note" }, "Its text is no longer kept (rollout.keep_groups)."), strip(sample));
 }
 
-function top(sample) {
+// `alone`: not under a heading that names step and group already.
+function top(sample, alone = true) {
   const words = [
-    sample.step === null ? sample.state : `step ${sample.step}`, `group ${sample.group}`, `sample ${sample.sample}`, `${number(sample.tokens)} tokens`,
+    alone ? (sample.step === null ? sample.state : `step ${sample.step}`) : null, alone ? `group ${sample.group}` : null, `sample ${sample.sample}`, `${number(sample.tokens)} tokens`,
     sample.turns > 1 ? `${sample.turns} turns` : null, sample.answer === null ? null : `answer ${sample.answer}`,
     sample.resumes ? `resumed ${sample.resumes === 1 ? "once" : `${sample.resumes} times`}` : null,
     sample.advantage === null || sample.advantage === undefined ? null : `advantage ${number(sample.advantage)}`,
@@ -158,7 +159,7 @@ export async function group(main, runs, query) {
   main.replaceChildren(
     el("h2", {}, `Group ${found[0].group}`, el("small", {}, `${found.length} samples, mean reward ${number(mean)}${found[0].step === null ? "" : `, trained by step ${found[0].step}`}`)),
     el("p", { class: "text prompt", style: { "margin-bottom": "12px" } }, found[0].prompt),
-    el("div", { class: "columns" }, ...found.map((s) => el("div", { class: "card" }, top(s),
+    el("div", { class: "columns" }, ...found.map((s) => el("div", { class: "card" }, top(s, false),
       el("p", { class: "text tokens" }, ...(s.kept ? tokens(s, "version") : ["its text is no longer kept"])),
       el("p", { class: "note" }, el("a", { href: `#/sample?${new URLSearchParams({ run, sample: s.sample })}` }, "token by token"))))),
     listed.next === null ? "" : el("p", { class: "more" }, el("a", { href: `#/group?${new URLSearchParams({ run, group: query.get("group"), skip: listed.next })}` }, el("button", { type: "button" }, "further samples"))));
