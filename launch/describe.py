@@ -78,7 +78,7 @@ def describe_parts(config: Config) -> list[Fact]:
     return [
         ("model", f"{config.model.path}, {config.model.dtype}"),
         ("prompts", f"{data.source}{params}"),
-        ("reward", data.reward),
+        ("reward", data.reward_name),
         ("algorithm", ", ".join([*parts, f"anchor {algo.anchor}"])),
         ("mode", mode(config)),
     ]

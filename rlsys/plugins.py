@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,7 +55,10 @@ def imported(field: str, path: str) -> Any:
         ) from None
     except Exception as e:  # anybody's module: all that it can raise is told in one line
         told = " ".join(str(e).split())
-        raise UserError(f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {told}") from e
+        at = "" if isinstance(e, SyntaxError) else place(e)  # it names file and line itself
+        raise UserError(
+            f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {told}{at}"
+        ) from e
 
 
 def _of_path(name: str) -> ModuleType:
@@ -103,9 +108,28 @@ def tried(field: str) -> Iterator[None]:
     except RlsysError:
         raise
     except Exception as e:  # anybody's code: all that it can raise is told in one line
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        where = f"{Path(at.filename).name}:{at.lineno}"
-        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())} ({where})") from e
+        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{place(e)}") from e
+
+
+def place(error: BaseException) -> str:
+    """` (FILE:LINE)` of the user's own code that raised it: the innermost frame that is neither Python's, nor an
+    installed package's, nor ours. Where there is none, the innermost of all; empty without a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    own = [f for f in frames if not f.filename.startswith((*_INSTALLED, "<"))]
+    at = own[-1] if own else frames[-1]
+    path = Path(at.filename)
+    with contextlib.suppress(ValueError):
+        path = path.relative_to(Path.cwd())
+    return f" ({path if own else path.name}:{at.lineno})"
+
+
+_OURS = Path(__file__).parent
+_INSTALLED = tuple(
+    f"{folder}/"
+    for folder in (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
+)
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlsys.algo.group_baselines import MaxRL
 from rlsys.algo.objective import Objective
 from rlsys.algo.trust_regions import M2PO, Bapo
 from rlsys.config import Config
@@ -45,6 +46,32 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
             "and the scoring pass buys nothing; use engine, off or more minibatches"
         )
+    return found
+
+
+ZERO_OR_ONE = ("reasoning_gym", "exact_answer", "math", "regex", "json_schema")
+"""Built-in rewards that give nothing else."""
+
+
+def of_other_rewards(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Plug-ins that tell successes from failures, or want no negative reward, beside a reward that may be any number;
+    one line each."""
+    reward = config.data.reward
+    if len(reward) == 1 and reward[0].weight == 1 and reward[0].name in ZERO_OR_ONE:
+        return []
+    found = []
+    for field, plugins in made.items():
+        for i, plugin in enumerate(plugins):
+            what = f"algo.{field}[{i}] ({type(plugin).__name__})"
+            if (correct := getattr(plugin, "correct", None)) is not None:
+                found.append(
+                    f"{what} counts a reward above its parameter correct = {correct:g} as a success; see that this "
+                    f"fits data.reward = {config.data.reward_name}"
+                )
+            if isinstance(plugin, MaxRL):
+                found.append(
+                    f"{what} wants rewards from 0 up: a group whose mean is not above 0 teaches nothing"
+                )
     return found
 
 

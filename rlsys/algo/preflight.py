@@ -56,7 +56,8 @@ def check(config: Config) -> None:
 def notes(config: Config) -> list[str]:
     """What a user should know of an algorithm that can run, one line each. Raises UserError as `check` does."""
     made = make_all(config.algo)
-    return [*_weak_evidence(made), *no_effect.lines(config, made)]
+    others = no_effect.of_other_rewards(config, made)
+    return [*_weak_evidence(made), *no_effect.lines(config, made), *others]
 
 
 def _weak_evidence(made: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -16,6 +16,8 @@ VERL = {
     "data.train_files": "data.params.path, with data.source=parquet",
     "data.val_files": "data.params.heldout_path",
     "data.prompt_key": "data.keys.prompt",
+    "data.tools_key": "data.keys.tools",
+    "data.apply_chat_template_kwargs": "data.chat_template_args",
     "data.train_batch_size": "rollout.groups_per_step",
     "data.max_response_length": "rollout.max_response_tokens",
     "actor_rollout_ref.model.path": "model.path",
@@ -73,6 +75,9 @@ SLIME = {
     "--eval-prompt-data": "data.params.heldout_path",
     "--input-key": "data.keys.prompt",
     "--label-key": "data.keys.answer",
+    "--tool-key": "data.keys.tools",
+    "--apply-chat-template-kwargs": "data.chat_template_args",
+    "--rollout-stop": "rollout.stop",
     "--rm-type": "data.reward",
     "--custom-rm-path": "data.reward=path/to/file.py:function",
     "--custom-generate-function-path": "rollout.generator=path/to/file.py:function",
@@ -114,6 +119,14 @@ SLIME = {
 }
 
 
+_CUTS = (
+    "the engine's log-prob mu is that of the whole distribution, before anything is cut from it, so the ratio to the "
+    "trainer's log-prob would be wrong; rollout.temperature is the one that both know"
+)
+REFUSED = {"top_p": _CUTS, "top_k": _CUTS, "min_p": _CUTS}
+"""Fields of sampling that others have and rlsys has not, and why."""
+
+
 def explain_foreign(error: ValidationError) -> str | None:
     """One line for a config's first mistake, where it is a key of verl, or an option of slime without its dashes."""
     first = error.errors()[0]
@@ -134,8 +147,14 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
 def _told(path: str) -> str | None:
     if path in VERL:
         return f"{path}: a field of verl; here it is {VERL[path]}"
-    option = "--" + path.lstrip("-").replace("_", "-")
-    return f"{path}: an option of slime; here it is {SLIME[option]}" if option in SLIME else None
+    key = path.rpartition(".")[2].replace("-", "_").lstrip("_").removeprefix("rollout_")
+    if key in REFUSED:
+        return f"{path}: there is no such field: {REFUSED[key]}"
+    for name in (path, path.rpartition(".")[2]):
+        option = "--" + name.lstrip("-").replace("_", "-")
+        if option in SLIME:
+            return f"{path}: an option of slime; here it is {SLIME[option]}"
+    return None
 
 
 def ours_of_options(words: list[str]) -> str | None:

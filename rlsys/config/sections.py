@@ -10,7 +10,14 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
 
@@ -56,6 +63,33 @@ class KeysConfig(Section):
     """Where a row has the schemas of its tools. Unset: tools."""
 
 
+class RewardSpec(Section):
+    """One reward of several, or one with parameters: a name, or `{name: ..., weight: ..., params: ...}`."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """What its value is multiplied with before all are added."""
+    signature: Literal["auto", "rlsys", "verl", "slime", "trl", "verifiers"] = "auto"
+    """How the function is called: as rlsys, verl, slime, TRL or verifiers do it. auto looks at its parameters."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _short(self, whole: SerializerFunctionWrapHandler) -> Any:
+        """A name alone is written as it was."""
+        return self.name if self == RewardSpec(name=self.name) else whole(self)
+
+
+def _one_or_several(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
 class DataConfig(Section):
     source: str = "chain_sum_tail"
     """Short name of a prompt source, or an import path `package.module:function`, or `path/to/file.py:function`."""
@@ -63,10 +97,16 @@ class DataConfig(Section):
     """Arguments of the prompt source."""
     keys: KeysConfig = KeysConfig()
     """Where the rows of jsonl, parquet and dataset have what a run needs, if not where it is looked for."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """What the model's chat template gets beside the messages, for example enable_thinking: false, or tools: [...].
+    A row's own tools come first."""
     seed: NonNegative = 0
     """Seed of the training prompts; run.seed is added to it."""
-    reward: str = "reasoning_gym"
-    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`."""
+    reward: Annotated[list[RewardSpec], BeforeValidator(_one_or_several)] = Field(
+        default=[RewardSpec(name="reasoning_gym")], min_length=1
+    )
+    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`; or
+    a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
     reward_env: list[str] = Field(default_factory=list)
     """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
     no other variables of ours."""
@@ -79,6 +119,11 @@ class DataConfig(Section):
     judge_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
     count."""
+
+    @property
+    def reward_name(self) -> str:
+        """For messages."""
+        return " + ".join(spec.name for spec in self.reward)
 
 
 class EvalSet(Section):
@@ -161,6 +206,8 @@ class RolloutConfig(Section):
     """Longest response, in tokens, summed over all its segments. What reaches it is truncated."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature for training. Evaluation is greedy."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a response or a turn, beside the model's own end. Each must be one token of the tokenizer."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
     an import path `package.module:function`, or `path/to/file.py:function`."""

@@ -106,7 +106,7 @@ class RowSource:
 
     def _prompt(self, index: int, row: Row, where: str) -> Prompt:
         try:
-            text = self._tokenizer.apply_chat(row.messages)
+            text = self._tokenizer.apply_chat(row.messages, tools=row.tools)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
         return Prompt(index, text, self._tokenizer.encode(text), row.entry, row.question, where)

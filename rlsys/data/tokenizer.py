@@ -1,17 +1,24 @@
 """Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers.
 
+Templates are rendered by jinja2's sandbox with what transformers gives them; a test holds the two to the same text.
+transformers itself would bring torch into the rollout process.
+
 Token in, token out: a response is decoded for its reward only; decoded text is never encoded again.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
-from datetime import UTC, datetime
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -27,8 +34,10 @@ class Tokenizer:
     Raises UserError that names the file when one is missing or cannot be read.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, chat_args: Mapping[str, Any] | None = None) -> None:
+        """`chat_args`: what the chat template gets beside the messages (data.chat_template_args)."""
         self.path = Path(path)
+        self._chat_args = dict(chat_args or {})
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"model.path = {str(self.path)!r}: no tokenizer.json there")
@@ -42,8 +51,8 @@ class Tokenizer:
         config = _read_json(self.path / "tokenizer_config.json")
         self._names = {
             k: t
-            for k in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (t := _token_text(config.get(k)))
+            for k in config
+            if k.endswith("_token") and isinstance(t := _token_text(config.get(k)), str) and t
         }
         self.eos_token = self._names.get("eos_token", "")
         eos = self._fast.token_to_id(self.eos_token)
@@ -54,6 +63,10 @@ class Tokenizer:
         self.eos_id: int = eos
         self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
         """Ids that mark something, as a turn or an end, and are no text."""
+        marks = {t.content for t in self._fast.get_added_tokens_decoder().values() if t.special}
+        self._marks = re.compile(
+            "|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)) or r"(?!)"
+        )
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
         self._template: jinja2.Template | None = None
@@ -88,18 +101,31 @@ class Tokenizer:
             context, whole = whole, end
         return out
 
-    def apply_chat(self, messages: Sequence[dict[str, str]], *, generate: bool = True) -> str:
-        """The chat template over `messages` ({"role", "content"}); `generate` opens the assistant's turn.
+    def without_special(self, text: str) -> str:
+        """Decoded text without the special tokens in it."""
+        return self._marks.sub("", text)
 
-        Raises UserError when the folder has no template or the template refuses the messages.
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The chat template over `messages` ({"role", "content", ...}); `generate` opens the assistant's turn.
+        `tools`: schemas of functions, in the place of those of the chat arguments.
+
+        Raises UserError when the folder has no template, or the template refuses the messages or has no use for a
+        chat argument.
         """
         if self._template is None:
             self._template = self._compile()
+        given = {"tools": None, "documents": None, **self._names, **self._chat_args}
+        if tools is not None:
+            given["tools"] = list(tools)
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=generate, **self._names
-            )
-        except jinja2.TemplateError as e:
+            return self._template.render(messages=list(messages), add_generation_prompt=generate, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
             raise UserError(f"{self.path}: the chat template refuses the messages: {e}") from None
 
     def _compile(self) -> jinja2.Template:
@@ -107,19 +133,49 @@ class Tokenizer:
             raise UserError(
                 f"model.path = {str(self.path)!r}: no chat template, as a file or in tokenizer_config.json"
             )
-        # The dialect of Hugging Face chat templates: trimmed blocks, sandboxed, three extra functions.
+        # The dialect of Hugging Face chat templates: trimmed blocks, sandboxed, a tag and three functions more.
         env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        env.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
+        env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _refuse
-        env.globals["strftime_now"] = lambda fmt: datetime.now(UTC).strftime(fmt)
+        env.globals["strftime_now"] = lambda fmt: datetime.now().astimezone().strftime(fmt)
         try:
-            return env.from_string(self._template_text)
+            used = jinja2.meta.find_undeclared_variables(env.parse(self._template_text))
+            template = env.from_string(self._template_text)
         except jinja2.TemplateError as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
+        for name in self._chat_args:
+            if name not in used:
+                others = sorted(used - {"messages", "add_generation_prompt", *self._names} - set(env.globals))
+                near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"it looks at {', '.join(others) or 'none'}"
+                raise UserError(
+                    f"data.chat_template_args.{name}: the chat template of {self.path} has no use for it; {hint}"
+                )
+        return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant says, for trainers that mask by it; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it on the instance)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,82 +1,104 @@
-"""Rewards: `reward_fn(prompt, response_text) -> Reward in [0, 1]`.
+"""Rewards: `reward_fn(prompt, response_text) -> Mark`, any finite number.
 
-A reward function, built in or named by import path, is made as `function(config)` and may be async or plain. An
-async one runs in the event loop and must not hold it: a loop that stands still for rollout.stall_timeout ends the
-run. A plain one runs in processes of its own, each of which makes
-the function for itself: one that hangs can be killed there. Whoever calls has the time limit and censors the sample.
+A reward function, built in or named by import path, is made as `function(config)`, or has the signature of another
+framework (signatures.py). It may be async or plain. An async one runs in the event loop and must not hold it: a loop
+that stands still for rollout.stall_timeout ends the run. A plain one runs in processes of its own, each of which
+makes the function for itself: one that hangs can be killed there. Whoever calls has the time limit and censors.
 """
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.plugins import call, resolve
+from rlsys.plugins import resolve
 from rlsys.rewards.answer import (
     answer_and_format,
     exact_answer,
     reasoning_gym,
     reasoning_gym_partial,
 )
+from rlsys.rewards.code import code
 from rlsys.rewards.judge_training import fapo_judge
+from rlsys.rewards.marks import Mark, join_marks, read_mark
+from rlsys.rewards.maths import math
+from rlsys.rewards.shapes import format_, json_schema, length, regex
+from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.workers import RewardWorkers
 from rlsys.types import Prompt
 
-Reward = float | dict[str, float]
-"""One number, or named ones: advantages see their sum, `gdpo` each by itself."""
-RewardFn = Callable[[Prompt, str], Awaitable[Reward]]
+RewardFn = Callable[[Prompt, str], Awaitable[Mark]]
 
-REWARDS: dict[str, Callable[[Config], Callable[[Prompt, str], Any]]] = {
+REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
     "reasoning_gym": reasoning_gym,
     "reasoning_gym_partial": reasoning_gym_partial,
     "exact_answer": exact_answer,
     "answer_and_format": answer_and_format,
     "fapo_judge": fapo_judge,
+    "math": math,
+    "code": code,
+    "regex": regex,
+    "json_schema": json_schema,
+    "length": length,
+    "format": format_,
 }
 
 
-def make_score(config: Config) -> Callable[[Prompt, str], Any]:
-    """The function that `data.reward` names. Raises UserError for an unknown name."""
-    score: Callable[[Prompt, str], Any] = call(
-        "data.reward", resolve("data.reward", config.data.reward, REWARDS), config
-    )
+def make_scores(config: Config) -> list[Score]:
+    """The functions of `data.reward`, in its order. Raises UserError for an unknown name or signature."""
+    return [
+        adapt("data.reward", resolve("data.reward", spec.name, REWARDS), spec, config)
+        for spec in config.data.reward
+    ]
+
+
+def make_score(config: Config) -> Score:
+    """The function of a `data.reward` that names one."""
+    (score,) = make_scores(config)
     return score
 
 
-def check_reward(name: str, prompt: Prompt, value: Any) -> Reward:
-    """What a reward function gave, as numbers. Raises ValueError when they are not in [0, 1]."""
-    named = value if isinstance(value, dict) else {"reward": value}
-    if not named or not all(0 <= float(v) <= 1 for v in named.values()):  # also false for NaN
-        raise ValueError(f"{name} gave {value!r} for prompt {prompt.index}: not in [0, 1]")
-    marks = {key: float(v) for key, v in named.items()}
-    return marks if isinstance(value, dict) else marks["reward"]
-
-
-def _is_async(score: Callable[..., Any]) -> bool:
-    """A function, a method, or an object that is called like one."""
-    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
+def short_names(names: list[str]) -> list[str]:
+    """What the parts of a joined reward are called: the function's name alone, with a number where two share it."""
+    short = [name.rpartition(":")[2] for name in names]
+    return [
+        name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
+        for i, name in enumerate(short)
+    ]
 
 
 class Rewards:
-    """The reward function of a run. Raises UserError for an unknown name."""
+    """The reward functions of a run. Raises UserError for an unknown name."""
 
     def __init__(self, config: Config) -> None:
-        self._name = config.data.reward
-        score = make_score(config)
-        self._async_score = score if _is_async(score) else None
+        specs = config.data.reward
+        self._names = short_names([spec.name for spec in specs])
+        self._weights = [spec.weight for spec in specs]
+        self._async_scores = {i: s for i, s in enumerate(make_scores(config)) if is_async(s)}
         self._workers = RewardWorkers(config)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFn]:
-        """For one score. A plain function's process is killed when the score has not come by the end."""
-        own = nullcontext(self._async_score) if self._async_score else self._workers.worker()
-        async with own as score:
+        """For one score. The plain functions' process is killed when their scores have not come by the end."""
+        all_async = len(self._async_scores) == len(self._names)
+        async with nullcontext() if all_async else self._workers.worker() as worker:
 
-            async def reward_fn(prompt: Prompt, response_text: str) -> Reward:
-                return check_reward(self._name, prompt, await score(prompt, response_text))
+            async def reward_fn(prompt: Prompt, response_text: str) -> Mark:
+                async def plain() -> list[Any]:
+                    return [] if worker is None else await worker(prompt, response_text)
+
+                asked = [score(prompt, response_text) for score in self._async_scores.values()]
+                plain_values, *async_values = await asyncio.gather(plain(), *asked)
+                mine, others = iter(async_values), iter(plain_values)
+                values = [next(mine if i in self._async_scores else others) for i in range(len(self._names))]
+                marks = [
+                    None if value is None else read_mark(value, name)
+                    for value, name in zip(values, self._names, strict=True)
+                ]
+                return join_marks(self._names, self._weights, marks)
 
             yield reward_fn
 
@@ -84,4 +106,4 @@ class Rewards:
         await self._workers.close()
 
 
-__all__ = ["REWARDS", "Reward", "RewardFn", "Rewards", "check_reward", "make_score"]
+__all__ = ["REWARDS", "Mark", "RewardFn", "Rewards", "make_score", "make_scores"]

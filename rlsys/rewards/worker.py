@@ -16,7 +16,9 @@ import sys
 from typing import Any, BinaryIO
 
 from rlsys.config import Config
-from rlsys.rewards import make_score
+from rlsys.plugins import place
+from rlsys.rewards import make_scores
+from rlsys.rewards.signatures import is_async
 from rlsys.rewards.workers import LENGTH
 
 _PR_SET_PDEATHSIG = 1
@@ -36,14 +38,14 @@ def main() -> None:
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    score = make_score(config)
+    scores = [score for score in make_scores(config) if not is_async(score)]
     write(answers, {"value": None})
     while message := read(questions):
         prompt, response_text = pickle.loads(message)
         try:
-            write(answers, {"value": score(prompt, response_text)})
+            write(answers, {"value": [score(prompt, response_text) for score in scores]})
         except Exception as e:  # noqa: BLE001  (user code: whatever it raises is its verdict)
-            write(answers, {"error": f"{type(e).__name__}: {e}"})
+            write(answers, {"error": f"{type(e).__name__}: {e}{place(e)}"})
 
 
 def read(stream: BinaryIO) -> bytes | None:

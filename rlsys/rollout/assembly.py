@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.config import Config
@@ -18,13 +19,41 @@ from rlsys.router.router import Router
 
 
 def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
+    """For rewards, a response that ended with a text of rollout.stop ended by itself, as with the model's own end."""
+    stops = stop_ids(config, tokenizer) - model_stop_ids(config, tokenizer)
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids) + (tokenizer.eos_token if ids and ids[-1] in stops else "")
+
     return Scorer(
         rewards.open,
-        tokenizer.decode,
+        decode,
         config.rollout.reward_timeout,
         lambda prompt, text: canonical_answer(text, tokenizer.eos_token, form_of(prompt)),
         config.rollout.reward_concurrency,
     )
+
+
+def model_stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a response whatever the config says."""
+    return read_stop_ids(config.model.path) | {tokenizer.eos_id}
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a response or a turn. Raises UserError for a stop text that is not one token.
+
+    A text of several could be cut in two by an interruption, and the engine that goes on would not see it.
+    """
+    found = set(model_stop_ids(config, tokenizer))
+    for text in config.rollout.stop:
+        ids = tokenizer.encode(text)
+        if len(ids) != 1:
+            raise UserError(
+                f"rollout.stop: {text!r} is {len(ids)} tokens of this tokenizer, expected 1: an interruption could "
+                "fall between them, and the engine that goes on would not see it"
+            )
+        found.add(ids[0])
+    return frozenset(found)
 
 
 def build_router(
@@ -36,7 +65,7 @@ def build_router(
         engines,
         vocab_size=vocab_size,
         context_length=min(context_length, config.engine.max_total_tokens),
-        stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
+        stop_ids=stop_ids(config, tokenizer),
         bounds=Bounds.of(config),
         routes=config.engine.return_routes,
         strategy=config.router.strategy,

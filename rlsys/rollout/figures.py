@@ -76,9 +76,12 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     sampled = sum(s.sampled_tokens for s in samples)
     spans = [span for s in samples for span in s.spans]
     off_policy = sum(span.end - span.start for span in spans if age(span.version))
+    named = [s.named_rewards for s in samples if s.named_rewards]
+    parts = {f"reward_part_{n}": sum(r[n] for r in named) / len(named) for n in (named[0] if named else ())}
     staleness = [max((age(x.version) for s in g.samples for x in s.spans), default=0) for g in groups]
     return {
         "reward": sum(s.reward or 0.0 for s in samples) / len(samples),
+        **parts,
         "response_len_mean": tokens / len(samples),
         "response_len_p50": quantile(lengths, 0.5),
         "response_len_p99": quantile(lengths, 0.99),

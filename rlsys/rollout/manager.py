@@ -177,7 +177,10 @@ class RolloutManager:
             self._done_steps, self._push_due, self._parts = train_step, True, []
             self._canaries.see(groups)
             self._go_on()
-            return Taken(train_step, version, groups, {**metrics, **counts, **self._figures.totals()})
+            beside = {f"reward_figure_{k}": v for k, v in self._runner.beside_rewards.take().items()}
+            return Taken(
+                train_step, version, groups, {**metrics, **beside, **counts, **self._figures.totals()}
+            )
 
     async def unscored(self, train_step: int) -> list[Unscored]:
         """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""

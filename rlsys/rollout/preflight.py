@@ -16,7 +16,8 @@ from rlsys.rollout.generator import GENERATORS
 def check_names(config: Config) -> None:
     """Raises UserError, one line, for an unknown name or an import path that leads nowhere; makes none of them."""
     resolve("data.source", config.data.source, SOURCES)
-    resolve("data.reward", config.data.reward, REWARDS)
+    for spec in config.data.reward:
+        resolve("data.reward", spec.name, REWARDS)
     resolve("rollout.generator", config.rollout.generator, GENERATORS)
     if (judge := config.data.judge) is not None:
         if "://" in judge or judge.partition(":")[2][:1].isdigit():

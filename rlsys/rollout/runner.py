@@ -16,6 +16,7 @@ from typing import Any
 from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.rollout.beside import Means
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.occupancy import Occupancy
@@ -62,6 +63,8 @@ class SampleRunner:
         self._planning = planning
         self._scorer = scorer
         self.wake = asyncio.Event()
+        self.beside_rewards = Means()
+        """What reward functions said beside the rewards, since the last take."""
         self.settled = 0
         """Samples that got a reward, or a reason for none."""
         self._failure: BaseException | None = None
@@ -280,6 +283,7 @@ class SampleRunner:
             if verdict.reason is None:
                 sample.reward, sample.named_rewards = verdict.reward, verdict.named
                 sample.answer = verdict.answer
+                self.beside_rewards.add(verdict.figures)
             else:
                 sample.status, sample.censor_reason = Status.CENSORED, verdict.reason
         self.settled += 1

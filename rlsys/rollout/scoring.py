@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.rewards import RewardFn
+from rlsys.plugins import place
+from rlsys.rewards.marks import NoMark, read_mark
 from rlsys.rewards.workers import RewardError
 from rlsys.types import Prompt
 
@@ -18,18 +18,15 @@ from rlsys.types import Prompt
 @dataclass(frozen=True)
 class Verdict:
     """A reward, or the reason for none: exactly one of the two. `named`: the parts that the reward is the sum of, in
-    the order of the run's first reward."""
+    the order of the run's first reward. `right`: whether an evaluation counts it as right. `figures`: what the reward
+    function says beside the reward."""
 
     reward: float | None = None
     reason: str | None = None
     named: dict[str, float] | None = None
     answer: str | None = None
-
-    @property
-    def right(self) -> bool:
-        """Full marks; of named rewards, in the first."""
-        first = next(iter(self.named.values())) if self.named else self.reward
-        return first is not None and first >= 1
+    right: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class Scorer:
@@ -42,7 +39,7 @@ class Scorer:
 
     def __init__(
         self,
-        open_reward: Callable[[], AbstractAsyncContextManager[RewardFn]],
+        open_reward: Callable[[], AbstractAsyncContextManager[Callable[[Prompt, str], Awaitable[Any]]]],
         decode: Callable[[Sequence[int]], str],
         timeout: float,
         answer: Callable[[Prompt, str], str | None] = lambda prompt, text: None,
@@ -81,25 +78,31 @@ class Scorer:
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
-            told = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, NoMark):
+                return Verdict(reason=f"reward {error}")
+            ours = isinstance(error, RewardError)
+            told = str(error) if ours else f"{type(error).__name__}: {error}{place(error)}"
             return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
-        reward = task.result()
-        named = reward if isinstance(reward, dict) else None
-        parts: list[Any] = list(named.values()) if named else [reward]
-        if not all(isinstance(r, int | float) and math.isfinite(r) for r in parts):
-            return Verdict(reason=f"reward is {reward!r}, not a finite number")
-        names = list(named or ())
+        try:
+            mark = read_mark(task.result())
+        except NoMark as e:
+            return Verdict(reason=str(e))
+        names = list(mark.parts or ())
         if self._names is None:
             self._names = names
         if set(names) != set(self._names):
             return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
-        in_order = {name: named[name] for name in self._names} if named else None
-        return Verdict(reward=float(sum(parts)), named=in_order, answer=self._answer(prompt, text))
+        in_order = {name: mark.parts[name] for name in self._names} if mark.parts else None
+        right = mark.right
+        if right is None:
+            right = in_order is not None and in_order[self._names[0]] >= 1
+        answer = self._answer(prompt, text)
+        return Verdict(mark.reward, None, in_order, answer, right=right, figures=mark.figures)
 
 
 def _lacking(told: str, prompt: Prompt) -> str:
     """Where the reward asked for a key that the prompt's record lacks: which record, and the keys that it has."""
-    asked = re.fullmatch(r"KeyError: '(.*)'", told)
+    asked = re.match(r"KeyError: '([^']*)'", told)
     if asked is None or asked[1] in prompt.entry:
         return ""
     where, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"

@@ -228,7 +228,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
     rewards = Rewards(config)
     scorer = build_scorer(config, rewards, tokenizer)
@@ -278,7 +278,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
 
             def rewards_in_flight() -> str:
                 asked = ", ".join(str(p.index) for p in scorer.scoring) or "none"
-                return f"data.reward = {config.data.reward} in flight for prompts: {asked}"
+                return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
 
             app = make_app(manager, lambda: watch.ready, owner, watch.leave_out)
             with loop_watch(config.rollout.stall_timeout, rewards_in_flight):

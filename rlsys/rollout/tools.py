@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import RunError, UserError
 from rlsys.rewards.answer import count_answers
+from rlsys.rollout.assembly import stop_ids
 from rlsys.types import Prompt, Sample, Status
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
@@ -101,7 +101,7 @@ def calculator(
         speak,
         tokenizer,
         Calculator(),
-        stop_ids=read_stop_ids(config.model.path) | {tokenizer.eos_id},
+        stop_ids=stop_ids(config, tokenizer),
         call=(opens, closes),
         answer=around_answer(tokenizer, role),
         max_turns=max_turns,

@@ -70,7 +70,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     if not (config.model.path / "tokenizer.json").is_file():
         _build_without_tokenizer(config)
         return None
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     with tried(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         source.heldout(min(config.eval.prompts, HELDOUT))
@@ -188,7 +188,7 @@ async def _score(config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Toke
     verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
     if verdict.reward is None:
         raise UserError(
-            f"data.reward = {config.data.reward!r}: the response {RESPONSE} to the first prompt gets none: "
+            f"data.reward = {config.data.reward_name!r}: the response {RESPONSE} to the first prompt gets none: "
             f"{verdict.reason}"
         )
     return tuple(verdict.named or ())

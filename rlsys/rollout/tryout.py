@@ -33,7 +33,7 @@ PROMPTS, SAMPLES = 3, 4
 
 async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
     """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none."""
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
     prompts = [source.train(i) for i in range(PROMPTS)]
     asked = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]

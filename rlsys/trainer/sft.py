@@ -35,7 +35,7 @@ def sft(config: Config) -> None:
             metrics.write(kind, step, **values)
 
     write("run", done, event="resume" if done else "start")
-    batches = trace_batches(config, Tokenizer(config.model.path), done)
+    batches = trace_batches(config, Tokenizer(config.model.path, config.data.chat_template_args), done)
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
         rows = [as_sample(trace) for trace in traces]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config, load_config
+from rlsys.config.sections import RewardSpec
 from rlsys.data import Tokenizer, build_source
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY
@@ -63,7 +64,9 @@ async def test_a_reward_that_fails_is_a_reason_and_no_reward(
 ) -> None:
     (tmp_path / "mine.py").write_text("def reward(config):\n    return lambda prompt, text: 1 / 0\n")
     mine = config.model_copy(
-        update={"data": config.data.model_copy(update={"reward": f"{tmp_path}/mine.py:reward"})}
+        update={
+            "data": config.data.model_copy(update={"reward": [RewardSpec(name=f"{tmp_path}/mine.py:reward")]})
+        }
     )
     (first, *_) = await tryout.try_out(mine, {engine: NOBODY})
     assert {sample["reward"] for sample in first["samples"]} == {None}

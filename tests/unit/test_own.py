@@ -55,7 +55,7 @@ def test_new_writes_a_config_that_says_what_was_meant_whatever_the_name(
     config = load_config(Path(name, "config.yaml"))
     assert config.run.dir == Path("runs", Path(name).name)
     assert config.data.params == {"path": f"{name}/data.jsonl"}
-    assert config.data.reward == f"{name}/reward.py:reward"
+    assert config.data.reward_name == f"{name}/reward.py:reward"
     source = build_source(config, Tokenizer(config.model.path))
     assert source.train(0).entry["answer"]
 

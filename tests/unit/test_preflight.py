@@ -19,7 +19,7 @@ from rlsys.algo.losses import View
 from rlsys.config import Config, load_config
 from rlsys.errors import UserError
 from rlsys.preflight import check_start
-from rlsys.rewards import make_score
+from rlsys.rewards import make_scores
 from rlsys.rewards.workers import RewardWorkers
 from rlsys.types import Prompt, Sample
 
@@ -35,10 +35,10 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @asynccontextmanager
     async def worker(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        score = make_score(Config.model_validate_json(self._config))
+        scores = make_scores(Config.model_validate_json(self._config))
 
         async def ask(prompt: Prompt, response_text: str) -> Any:
-            return score(prompt, response_text)
+            return [score(prompt, response_text) for score in scores]
 
         yield ask
 
@@ -108,7 +108,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         ),
         (
             [f"data.source={__name__}:broken_source"],
-            rf"^data.source = '{__name__}:broken_source': KeyError: 'rows' \(test_preflight.py:\d+\)$",
+            rf"^data.source = '{__name__}:broken_source': KeyError: 'rows' \(tests/unit/test_preflight.py:\d+\)$",
         ),
         (["data.reward=exact_answr"], "^data.reward = 'exact_answr': unknown name; did you mean exact_answer"),
         (
