@@ -30,12 +30,14 @@ from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import AskedSet, one_version
-from rlsys.rollout.generator import Speak, build_generator, greedy_turns
+from rlsys.rollout.generator import Generator, Speak, build_generator, greedy_turns
 from rlsys.rollout.scoring import Scorer, Verdict
-from rlsys.router.router import EVALUATION, Router
+from rlsys.router.router import EVALUATION, Poisonous, Router
 from rlsys.types import EvalResult, Prompt, Sample, Status
 
 PROBE_SECONDS = 0.5
+
+log = logging.getLogger("rlsys.rollout")
 
 Probe = tuple[Sample, Prompt]
 
@@ -43,6 +45,23 @@ Probe = tuple[Sample, Prompt]
 def probes(source: PromptSource, count: int) -> list[Probe]:
     """The held-out prompts, each with a sample outside the ledger."""
     return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
+
+
+async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
+    """Those that have their answers. A prompt that engines die of is left out. Raises RunError when all are."""
+
+    async def answered(sample: Sample, prompt: Prompt) -> bool:
+        try:
+            await answer(sample, prompt)
+        except Poisonous as e:
+            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, e)
+            return False
+        return True
+
+    done = await asyncio.gather(*(answered(s, p) for s, p in asked))
+    if not any(done):
+        raise RunError("evaluation: engines died of every prompt, or answered it with errors")
+    return [probe for probe, ok in zip(asked, done, strict=True) if ok]
 
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:

@@ -20,7 +20,7 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.eval_sets import AskedSet
-from rlsys.rollout.evaluation import judge, probes, score_all
+from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
 from rlsys.rollout.ledger import Ledger, check_conservation
@@ -246,12 +246,12 @@ class RolloutManager:
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be judged is not
-        among `prompts`. The engines keep their weights meanwhile: a push is another command."""
+        """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be answered or
+        judged is not among `prompts`. The engines keep their weights meanwhile: a push is another command."""
         async with self._command:
             asked = probes(self._source, self._config.eval.prompts)
-            await self._waiting.watched(asyncio.gather(*(self._greedy(s, p) for s, p in asked)), "evaluation")
-            result = judge(asked, await score_all(asked, self._scorer))
+            answered = await self._waiting.watched(answer_all(asked, self._greedy), "evaluation")
+            result = judge(answered, await score_all(answered, self._scorer))
             for one in self._eval_sets:
                 result.sets[one.name] = await self._waiting.watched(
                     asyncio.ensure_future(one.measure()), f"evaluation of {one.name}"

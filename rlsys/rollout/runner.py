@@ -296,7 +296,11 @@ class SampleRunner:
         if reason is None:
             reason = await self._planning.reward(self._prompts[group.group_id], group)
         if reason is None:
-            await self._planning.score_prompt(group)
+            try:
+                await self._planning.score_prompt(group)
+            except Poisonous as e:
+                reason = str(e)
+        if reason is None:
             self._decide(group)
         else:
             self._settle(group, GroupState.CENSORED, reason)

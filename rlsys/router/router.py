@@ -177,10 +177,14 @@ class Router:
     async def prompt_logprobs(self, ids: list[int]) -> list[float]:
         """Log-probs of `ids[1:]` under the weights that serve, outside the ledger. After an interrupt: once more.
 
-        Raises RefusedPrompt, and RunError for what the engine refuses.
+        Raises RefusedPrompt, RunError for what the engine refuses, and Poisonous as `generate` does.
         """
         self.check(ids)
+        deaths = faults = 0
         while True:
+            if deaths >= DEATHS_CENSORED or faults >= FAULTS_CENSORED:
+                self._counts["poisonous"] += 1
+                raise Poisonous(f"log-probs of a prompt: {deaths} engines died, {faults} server errors")
             engine = await self._dispatcher.admit(lambda: (), lambda: Wish(None, None, 0))
             flight = Flight(f"{self._run_id}-{next(self._order)}.", None, asyncio.timeout(None))
             try:
@@ -193,12 +197,14 @@ class Router:
             except Aborted:
                 continue
             except DeadEngine as e:
+                deaths += 1
                 if not flight.scope.expired():
                     log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
                     engine.died()
             except EngineError as e:
                 if e.status < _SERVER_FAULT:
                     raise RunError(f"log-probs of a prompt: {e}") from None
+                faults += 1
                 self._counts["engine_faults"] += 1
                 engine.failed()
 

@@ -28,11 +28,12 @@ from rlsys.gateway.fleet import Fleet
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.rewards import Rewards
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.evaluation import answer_all
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.router import DEATHS_CENSORED, FAULTS_CENSORED, Poisonous
 from rlsys.trainer import manifest
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Sample
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.router_rig import routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -127,6 +128,42 @@ async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_agai
         with pytest.raises(Poisonous, match=f"^{FAULTS_CENSORED} answers in a row were server errors$"):
             await stage.start(replace(sample(0, seed=POISON), faults=FAULTS_CENSORED))
         assert stage.engine.choked == 0  # type: ignore[attr-defined]
+
+
+async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before: it ended the launch, and met the next one at the same place."""
+
+    async def answer(of: Sample, prompt: Prompt) -> None:
+        if prompt.index == 1:
+            raise Poisonous("4 engines died while they worked on it")
+
+    asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(3)]
+    assert [p.index for _, p in await answer_all(asked, answer)] == [0, 2]
+    assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
+    with pytest.raises(RunError, match="engines died of every prompt"):
+        await answer_all(asked[1:2], answer)
+
+
+class Mute(ScriptedEngine):
+    """Has no log-probs for anybody."""
+
+    async def answer(self, path: str, body: Any) -> Any:
+        if path.startswith("/generate") and body["input_ids"] == [POISON % 100] * 3:
+            return 500, "out of memory"
+        return await super().answer(path, body)
+
+
+@pytest.mark.virtual_clock
+async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
+    async with routing(Mute("http://e0:1")) as stage:
+        await asyncio.sleep(2)
+        await stage.push()
+        with pytest.raises(
+            Poisonous, match=f"log-probs of a prompt: 0 engines died, {FAULTS_CENSORED} server"
+        ):
+            await stage.router.prompt_logprobs([POISON % 100] * 3)
 
 
 async def test_what_failed_with_a_sample_outlives_a_restart_of_the_rollout(tmp_path: Path) -> None:

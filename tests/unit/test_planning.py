@@ -16,6 +16,7 @@ from rlsys.algo.group_rewards import Response
 from rlsys.errors import RunError, UserError
 from rlsys.rewards.judges import Judge, PatientJudge
 from rlsys.rollout.planning import Planning
+from rlsys.router.router import Poisonous
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup
 from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
 from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
@@ -107,6 +108,20 @@ async def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as
             *[([5, 0], [5, 6, 0])] * 2,
         ]
         assert {s.trained_prompt for s in easy.samples} == {None}
+
+
+async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) -> None:
+    """Before: it was asked about for ever, and its group's step waited."""
+
+    async def scores(_: list[int]) -> tuple[list[float], list[bool]]:
+        raise Poisonous("log-probs of a prompt: 4 engines died, 0 server errors")
+
+    config = config_of(tmp_path, planners=["lens"])
+    async with rig(config, lambda s: 4 if s.group_id == 0 else 3, prompt_scores=scores) as r:
+        await r.start()
+        taken = (await r.take(1)).groups
+        assert 0 not in ids(taken) and len(taken) == config.rollout.groups_per_step
+        assert r.buffer.counts[GroupState.CENSORED] == 1
 
 
 async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own(
