@@ -86,7 +86,13 @@ def test_a_session_that_must_leave_keeps_its_work(
     rollout.leaving = lambda: 3600.0  # type: ignore[method-assign]
     saver = Saver(save_seconds)
     vars(loop).update(
-        rollout=rollout, trainer=saver, on_main=saver.on_main, objective=None, metrics=None, step=16, begun=10
+        rollout=rollout,
+        trainer=saver,
+        on_main=saver.on_main,
+        objective=None,
+        _write=lambda *_, **__: None,
+        step=16,
+        begun=10,
     )
     loop.leave()
     assert saver.saved == saved
