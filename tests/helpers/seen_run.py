@@ -22,6 +22,8 @@ from tests.helpers.rollout_rig import make_config
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "quickstart-moe"
 PROMPT = "12 + 30 ="
+SET = {"hard/accuracy": 0.1, "hard/pass_2": 0.2, "hard/pass_8": 0.4, "hard/pass_8_low": 0.3}
+"""Figures of a named evaluation set."""
 THIRDS = ("12 + 30 = 4", "2, so it ", "is 42")
 
 
@@ -81,7 +83,7 @@ def _figures(sample: Sample) -> TokenFigures:
 
 def _write_metrics(run: Path) -> None:
     lines = [{"kind": "run", "event": "start", "step": 0, "time": 100.0}]
-    lines.append({"kind": "eval", "step": 0, "time": 101.0, "accuracy": 0.25, "prompts": 4})
+    lines.append({"kind": "eval", "step": 0, "time": 101.0, "accuracy": 0.25, "prompts": 4} | SET)
     for step in (1, 2):
         parts = {"time_rollout": 2.0, "time_train": 1.0, "time_sync": 0.5, "time_step": 3.5}
         lines.append(

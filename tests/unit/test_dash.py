@@ -193,6 +193,12 @@ async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
 
 
 @needs_chromium
+async def test_named_evaluation_sets_have_charts_of_their_own(page: Page) -> None:
+    titles = await page.evaluate("[...document.querySelectorAll('h3')].map(h => h.textContent)")
+    assert "Evaluation: hardaccuracy; dashed: pass@8" in titles
+
+
+@needs_chromium
 async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -> None:
     told = {"kind": "warning", "step": 2, "time": 120.0, "name": "no_signal", "seen": "All rewards are equal"}
     told |= {"cause": "The task is too hard", "knob": "Change data.reward", "samples": []}

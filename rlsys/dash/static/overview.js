@@ -28,7 +28,7 @@ export async function overview(main, runs, chosen) {
   const shown = runs.map((run, index) => ({ ...run, index })).filter((run) => chosen.has(run.index));
   if (!shown.length) return main.replaceChildren(empty("No run is chosen. Tick one above."));
   const names = [...new Set(shown.flatMap((run) => run.metrics))].sort();
-  const wanted = [...CHARTS, ...(further ? [{ title: further, keys: [further] }] : [])].filter((c) => c.keys.some((k) => names.includes(k)));
+  const wanted = [...CHARTS.slice(0, 2), ...setCharts(names), ...CHARTS.slice(2), ...(further ? [{ title: further, keys: [further] }] : [])].filter((c) => c.keys.some((k) => names.includes(k)));
   const curves = await get("curves", { names: [...new Set(wanted.flatMap((c) => c.keys))].join(",") });
   const times = await Promise.all(shown.map((run) => get("timeline", { run: run.index })));
   const live = await Promise.all(shown.map((run) => get("status", { run: run.index })));
@@ -53,6 +53,16 @@ export async function overview(main, runs, chosen) {
   }
   if (!wanted.length) grid.append(empty("No step is done yet. Curves begin with the first one."));
   hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty("no step is done yet")); });
+}
+
+// Of each named evaluation set: its accuracy and, dashed, pass@k for the largest k.
+function setCharts(names) {
+  const sets = names.map((name) => name.match(/^eval\.(.+)\/accuracy$/)?.[1]).filter(Boolean);
+  return sets.map((set) => {
+    const ks = names.map((name) => (name.startsWith(`eval.${set}/pass_`) ? name.match(/\/pass_(\d+)$/)?.[1] : null)).filter(Boolean).map(Number);
+    const most = Math.max(0, ...ks);
+    return { title: `Evaluation: ${set}`, unit: most ? `accuracy; dashed: pass@${most}` : "accuracy", keys: [`eval.${set}/accuracy`, ...(most ? [`eval.${set}/pass_${most}`] : [])], floor: 0 };
+  });
 }
 
 function warnings(shown) {
