@@ -79,7 +79,7 @@ class Stage:
 
     def wait(self, true: Callable[[], bool]) -> None:
         """To be woken by a state, never to prove a speed."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not true():
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
@@ -222,7 +222,7 @@ def test_without_an_address_ray_is_its_own_and_ends_with_it(tmp_path: Path) -> N
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         env |= {"HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / ".ray" / "auth_token").exists(), (
         "every later `ray start` of this user would ask for it"

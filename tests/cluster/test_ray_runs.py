@@ -29,9 +29,8 @@ from tests.helpers.runs import (
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
 ]  # up to three engine starts, each a minute at worst
-PATIENCE = 400.0
+PATIENCE = 800.0
 ASYNCHRONOUS = (
     "launch.placement=disaggregated",
     "weights.method=disk",
@@ -83,9 +82,7 @@ def diagnosis(run: Path, *until: str) -> str:
     """What the doctor says as soon as it says one of `until`."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        done = subprocess.run(
-            [*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         if any(words in done.stdout for words in until):
             return done.stdout

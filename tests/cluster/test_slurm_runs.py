@@ -29,7 +29,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 def submit(slurm: SlurmCluster, run: Path, *overrides: str) -> str:
     """The id of the job that `rlsys submit` printed."""
     command = [*RLSYS, "submit", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

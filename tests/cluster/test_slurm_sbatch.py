@@ -54,7 +54,7 @@ def test_an_array_is_a_job_for_each_seed(slurm: SlurmCluster, tmp_path: Path) ->
 JOIN = """
 import os, time, ray
 ray.init(log_to_driver=False, logging_level="ERROR")
-deadline = time.monotonic() + 60  # as the backend ray waits
+deadline = time.monotonic() + 600
 while len(ray.nodes()) < 2 and time.monotonic() < deadline:
     time.sleep(0.2)
 print(len(ray.nodes()), os.environ["SLURM_JOB_NUM_NODES"])

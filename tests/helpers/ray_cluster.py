@@ -17,7 +17,7 @@ from typing import Self
 
 import psutil
 
-PATIENCE = 120.0
+PATIENCE = 800.0
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 """Whatever key lies in the home folder: a head that finds one asks for it, but a node that joins does not look. And
 by itself Ray gives its workers the least of a busy machine."""

@@ -22,7 +22,7 @@ from rlsys.engine.cpu_platform import declare_torchvision_ops
 from rlsys.engine.launch_args import engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 600.0  # a guard, no claim: two busy cores took more than 240
+START_SECONDS = 800.0  # a guard, no claim: two busy cores took more than 240
 GRACE_SECONDS = 10.0
 
 TINY_MOE: dict[str, Any] = {

@@ -21,7 +21,7 @@ import psutil
 PREEMPTION_GRACE = 20
 GPUS = 8
 """Of each node, for the scheduler alone: jobs may ask for them, none is there. Memory likewise."""
-PATIENCE = 400.0
+PATIENCE = 800.0
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 
@@ -114,11 +114,11 @@ class SlurmCluster:
 
     def _daemon(self, *command: str) -> None:
         quiet = subprocess.DEVNULL
-        subprocess.run(command, env=self.env, check=True, stdin=quiet, stdout=quiet, stderr=quiet, timeout=30)
+        subprocess.run(command, env=self.env, check=True, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def run(self, *command: str) -> str:
         """Standard output of one of Slurm's commands; a client of a dead controller would hang for minutes."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

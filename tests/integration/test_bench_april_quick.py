@@ -21,7 +21,7 @@ OF_A_MODE = {
 
 def test_the_quick_bench_has_every_figure() -> None:
     command = [sys.executable, "bench/april.py", "--json", "--quick", "--repeats", "1", "--only", *MODES]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]
     result = json.loads(ended.stdout)
     assert set(result["costs"]) == {"gpu-like", "cpu"}

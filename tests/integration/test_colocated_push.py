@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.push_cases import config_of
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 
 def run(command: list[str], log: Path) -> tuple[int, str]:

@@ -102,7 +102,7 @@ def test_every_layout_loads_the_same_model_and_trains_it_alike(tmp_path: Path) -
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     command = [*torchrun, "-m", family_cases.__name__, str(tmp_path), *todo]
-    subprocess.run(command, check=True, env=env, timeout=300)
+    subprocess.run(command, check=True, env=env)
     seen = dict(json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines())
     assert list(seen) == todo
     for case, got in seen.items():
@@ -265,7 +265,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(model: Path, tmp_path: Pa
         "main(sys.argv[1:])\n"
     )
     argv = ["convert", "hf-to-megatron", "--hf", str(model), "--out", str(out)]
-    died = subprocess.run([sys.executable, "-c", program, *argv], timeout=120)
+    died = subprocess.run([sys.executable, "-c", program, *argv])
     assert died.returncode == -signal.SIGKILL
     assert [f.name for f in tmp_path.iterdir()] == ["out.partial"]
     assert rlsys(argv) == 0

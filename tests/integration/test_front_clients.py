@@ -42,14 +42,13 @@ def running_router(folder: Path, *args: str) -> Iterator[str]:
     with (folder / f"router-{port}.log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
         while not is_ready(port):
-            assert process.poll() is None and time.monotonic() < deadline, "the router did not start"
+            assert process.poll() is None, "the router did not start"
             time.sleep(0.1)
-        yield url
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait() == 0
 
 
 def is_ready(port: int) -> bool:
@@ -144,7 +143,7 @@ def load_client(url: str, model: Path, folder: Path) -> dict[str, Any]:
         "--random-input-len", "24", "--random-output-len", "16", "--random-range-ratio", "1", "--num-prompts", "24",
         "--max-concurrency", "8", "--output-file", str(out), "--output-details", "--seed", "1",
     ]  # fmt: skip
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=240, env=os.environ)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=os.environ)
     assert out.exists(), done.stdout[-1000:] + done.stderr[-3000:]
     result: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return result

@@ -22,7 +22,7 @@ from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine
 from tests.integration.test_real_models import SERVED
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 FAMILY = "DeepseekV3ForCausalLM"
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]

@@ -141,7 +141,6 @@ def test_a_pretrained_model_converts_and_returns(smollm2: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 135M parameters, and all of their optimizer's state in the checkpoint
 def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_path: Path) -> None:
     overrides = {
         "run.dir": tmp_path / "run", "model.path": smollm2, "data.source": "reasoning_gym",
@@ -154,7 +153,7 @@ def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_
     }  # fmt: skip
     command = [sys.executable, "-m", "rlsys.cli", "train", "configs/quickstart.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (step,) = read_metrics(tmp_path / "run").steps
     print(

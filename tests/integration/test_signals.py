@@ -374,7 +374,7 @@ def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_
     plain = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "ATEN_CPU_CAPABILITY": "default"}
     env = {**os.environ, **plain}
     layouts = ["dp=2", "cp=2"]
-    subprocess.run([*torchrun, cases.__file__, str(tmp_path), *layouts], check=True, env=env, timeout=400)
+    subprocess.run([*torchrun, cases.__file__, str(tmp_path), *layouts], check=True, env=env)
     seen = json.loads((tmp_path / "seen.json").read_text())
     wrong = [
         (layout, recipe, name, value, got[name])

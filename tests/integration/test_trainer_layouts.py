@@ -113,7 +113,7 @@ def test_every_layout_trains_as_one_rank_does(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     (workplace / "seen.jsonl").unlink(missing_ok=True)
     command = [*torchrun, cases.__file__, str(workplace), *layouts]
-    subprocess.run(command, check=True, env=env, timeout=600)
+    subprocess.run(command, check=True, env=env)
     seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
     assert tuple(seen) == layouts
     for layout, got in seen.items():

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.servers import ROOT
 from tests.helpers.te_cases import FAMILIES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
