@@ -23,6 +23,7 @@ from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import Early, go_backward, pack_rows, score, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Unscored
+from tests.helpers import notes_cases as notes
 from tests.helpers import signal_cases as cases
 
 pytestmark = pytest.mark.integration
@@ -365,6 +366,26 @@ def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., 
         found = train_step(again, objective, taken, early)
     for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    """Sequences spread over ranks, cut in two, and log-probs that only the last pipeline stage has."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    layouts = ["dp=2", "cp=2", "pp=2"]
+    subprocess.run([*torchrun, notes.__file__, str(tmp_path), *layouts], check=True, env=env, timeout=400)
+    notes.train_recorded(tmp_path / "alone")
+    step = cases.recorded().train_step
+    alone = read_trained(tmp_path / "alone", step)
+    assert len(alone) == notes.KEPT * 8 and any(told.logp for told in alone.values())
+    for layout in layouts:
+        found = read_trained(tmp_path / layout, step)
+        assert found.keys() == alone.keys()
+        for sample, told in alone.items():
+            assert (found[sample].ids, found[sample].mu) == (told.ids, told.mu)
+            for name in ("logp", "advantages"):
+                there, here = (read_floats(getattr(t, name)) for t in (found[sample], told))
+                assert there == pytest.approx(here, abs=1e-4), (layout, sample, name)
 
 
 def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_path: Path) -> None:

@@ -261,3 +261,17 @@ def test_read_back_equal_after_a_kill_and_a_resume(
     assert found == first
     once_more = subprocess.run(done.args, capture_output=True, text=True)
     assert f"{name}: 0 lines written" in once_more.stdout
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_a_run_that_ends_has_given_everything(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    text = (run / "config.yaml").read_text().replace("trackers: []", "trackers: [mlflow]")
+    (run / "config.yaml").write_text(text)
+    told: list[str] = []
+    with followed_by_trackers(load_config(run / "config.yaml"), told.append):
+        add_lines(run, {"kind": "step", "step": 3, "time": 112.0, "reward": 0.75})
+    assert told == []
+    assert sorted(held_by_mlflow(run)) == [("eval", 0), ("step", 1), ("step", 2), ("step", 3)]

@@ -1,0 +1,29 @@
+"""The recorded step, trained in other layouts, for what is written of its tokens.
+
+Under torchrun: `notes_cases.py WORKPLACE LAYOUT...`; a layout's run folder is WORKPLACE/LAYOUT.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rlsys.algo.objective import Objective
+from rlsys.trainer.step import train_step
+from rlsys.trainer.trainer import Trainer
+from tests.helpers import signal_cases as cases
+
+KEPT = 3
+
+
+def train_recorded(run: Path, *overrides: str) -> None:
+    config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
+    objective = Objective(config.algo)
+    trainer = Trainer(config, objective.asks.passes)
+    train_step(trainer, objective, cases.single_rewards(cases.recorded()))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    for layout in sys.argv[2:]:
+        train_recorded(Path(sys.argv[1]) / layout, *(f"parallel.{pair}" for pair in layout.split(",")))
