@@ -7,6 +7,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data.chain_sum import chain_sum_tail
+from rlsys.data.environment import environment
 from rlsys.data.faults import chain_sum_faults
 from rlsys.data.mixture import Mixture, MixtureParams, part_config
 from rlsys.data.row_source import dataset, jsonl, parquet
@@ -37,6 +38,7 @@ SOURCES: dict[str, Callable[..., PromptSource]] = {
     "jsonl": jsonl,
     "parquet": parquet,
     "dataset": dataset,
+    "environment": environment,
     "mixture": mixture,
 }
 

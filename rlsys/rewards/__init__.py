@@ -22,6 +22,7 @@ from rlsys.rewards.answer import (
     reasoning_gym_partial,
 )
 from rlsys.rewards.code import code
+from rlsys.rewards.environment import environment
 from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.marks import Mark, join_marks, read_mark
 from rlsys.rewards.maths import math
@@ -38,6 +39,7 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
     "exact_answer": exact_answer,
     "answer_and_format": answer_and_format,
     "fapo_judge": fapo_judge,
+    "environment": environment,
     "math": math,
     "code": code,
     "regex": regex,

@@ -24,8 +24,10 @@ Score = Callable[[Prompt, str], Any]
 Arguments = Callable[[Prompt, str], dict[str, Any]]
 
 
-def adapt(field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config) -> Score:
-    """Raises UserError when nobody can tell how the function is to be called."""
+def adapt(
+    field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config, **further: Any
+) -> Score:
+    """`further`: what else the function may take. Raises UserError when nobody can tell how it is to be called."""
     signature = spec.signature if spec.signature != "auto" else guess(function)
     if signature is None:
         told = ", ".join(_names(function)) or "nothing"
@@ -45,7 +47,12 @@ def adapt(field_name: str, function: Callable[..., Any], spec: RewardSpec, confi
             )
         return made
     tokenizer = Tokenizer(config.model.path)
-    arguments = _ARGUMENTS[signature](function, spec, config, tokenizer)
+    own = _ARGUMENTS[signature](function, spec, config, tokenizer)
+    further = _taken(function, further)
+
+    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+        return {**further, **own(prompt, text)}
+
     chosen = spec.params.get("reward_key") if signature == "slime" else None
     return _called(function, arguments, tokenizer, lambda value: _one(value, chosen))
 

@@ -197,7 +197,10 @@ def test_stable_hash_is_the_same_in_every_process() -> None:
             {"source": "chain_sum_tial"},
             "data.source = 'chain_sum_tial': unknown name; did you mean chain_sum_tail?",
         ),
-        ({"source": "zzz"}, "unknown name; known: chain_sum_faults, chain_sum_tail, dataset, jsonl, mixture"),
+        (
+            {"source": "zzz"},
+            "unknown name; known: chain_sum_faults, chain_sum_tail, dataset, environment, jsonl, mixture",
+        ),
         ({"source": "no_such_package.x:f"}, "cannot import no_such_package.x"),
         ({"source": "rlsys.data.source:nothing"}, "rlsys.data.source has no function 'nothing'"),
         ({"params": {"shrt": [3, 6]}}, "data.params.shrt: unknown key; did you mean short?"),

@@ -1,0 +1,86 @@
+"""`data.source: environment`: the prompts of a `verifiers` environment of one turn, as prime-rl trains on.
+
+`load` names its `load_environment`. What is used of it: its data set, system prompt and few-shot examples here; its
+rubric in the reward `environment`. verifiers itself is imported by the environment's own module, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import Field
+
+from rlsys.config import Config
+from rlsys.config.section import NonNegative, Section
+from rlsys.config.sections import KeysConfig
+from rlsys.data.row_source import RowSource
+from rlsys.data.source import PromptSource
+from rlsys.data.tables import Arrow
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.errors import UserError
+from rlsys.plugins import imported, parse_params, tried
+
+FIELD = "data.params.load"
+
+
+class EnvironmentParams(Section):
+    load: str
+    """`path/to/file.py:load_environment`, `package.module:load_environment`, or an installed environment's name."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of load_environment."""
+    shuffle_seed: NonNegative = 0
+    """Further seed of the order; data.seed and run.seed change it too."""
+
+
+def load_environment(params: dict[str, Any]) -> Any:
+    """The environment that `data.params` names. Raises UserError: none there, or one of several turns."""
+    p = parse_params("data.params", EnvironmentParams, params)
+    path = p.load if ":" in p.load else f"{p.load.rpartition('/')[2].replace('-', '_')}:load_environment"
+    make = imported(FIELD, path)
+    if not callable(make):
+        raise UserError(f"{FIELD} = {p.load!r}: there is no function {path.rpartition(':')[2]!r}")
+    with tried(f"{FIELD} = {p.load!r}"):
+        made = make(**p.args)
+    turns = getattr(made, "max_turns", 1)
+    if turns != 1:
+        raise UserError(
+            f"{FIELD} = {p.load!r}: {type(made).__name__} has max_turns = {turns}, expected 1: an environment of "
+            "several turns needs a rollout.generator"
+        )
+    return made
+
+
+def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
+    """Prompts of a verifiers environment; its evaluation set, where it has one, is held out."""
+    made = load_environment(params)
+    rows = _rows(made, "dataset")
+    if not rows:
+        raise UserError(f"{FIELD} = {params['load']!r}: {type(made).__name__} has no data set")
+    held = _rows(made, "eval_dataset")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"keys": KeysConfig()})})
+    return RowSource(
+        config,
+        tokenizer,
+        Arrow(rows, f"{params['load']} (dataset)"),
+        Arrow(held, f"{params['load']} (eval_dataset)") if held else None,
+        int(params.get("shuffle_seed", 0)),
+    )
+
+
+def _rows(made: Any, name: str) -> list[dict[str, Any]]:
+    """With a chat as `prompt`: its own, or the question after system prompt and examples."""
+    found = getattr(made, name, None)
+    before = []
+    if system := getattr(made, "system_prompt", None):
+        before.append({"role": "system", "content": system})
+    before += list(getattr(made, "few_shot", None) or [])
+    rows = []
+    for row in found if found is not None else ():
+        row = dict(row)
+        if isinstance(info := row.get("info"), str):  # tables keep it as a text
+            row["info"] = json.loads(info)
+        if "prompt" not in row and isinstance(row.get("question"), str):
+            row["prompt"] = [*before, {"role": "user", "content": row["question"]}]
+        rows.append(row)
+    return rows

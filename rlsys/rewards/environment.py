@@ -1,0 +1,51 @@
+"""The reward `environment`: the rubric of the verifiers environment that `data.source: environment` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.config.sections import RewardSpec
+from rlsys.data.environment import load_environment
+from rlsys.errors import UserError
+from rlsys.rewards.marks import SCORE
+from rlsys.rewards.signatures import Score, adapt, is_async
+from rlsys.types import Prompt
+
+
+def environment(config: Config) -> Score:
+    """The rubric's functions times their weights; each value is written down beside the reward."""
+    if config.data.source != "environment":
+        raise UserError(
+            f"data.reward = 'environment' is the rubric of data.source = environment, here it is {config.data.source}"
+        )
+    made = load_environment(config.data.params)
+    rubric = getattr(made, "rubric", None)
+    functions = _first(rubric, "funcs", "reward_funcs")
+    weights = _first(rubric, "weights", "reward_weights") or [1.0] * len(functions)
+    if not functions:
+        raise UserError(f"data.reward = 'environment': {type(made).__name__} has no rubric with functions")
+    parser = getattr(rubric, "parser", None) or getattr(made, "parser", None)
+    names = [getattr(f, "__name__", f"function_{i}") for i, f in enumerate(functions)]
+    scores = [
+        adapt("data.reward", f, RewardSpec(name=name, signature="verifiers"), config, parser=parser)
+        for f, name in zip(functions, names, strict=True)
+    ]
+
+    def total(values: list[Any]) -> dict[str, float]:
+        marks = dict(zip(names, map(float, values), strict=True))
+        return {SCORE: sum(w * v for w, v in zip(weights, marks.values(), strict=True)), **marks}
+
+    if not any(map(is_async, scores)):
+        return lambda prompt, text: total([score(prompt, text) for score in scores])
+
+    async def ask(prompt: Prompt, text: str) -> dict[str, float]:
+        values = [score(prompt, text) for score in scores]
+        return total([await v if is_async(s) else v for s, v in zip(scores, values, strict=True)])
+
+    return ask
+
+
+def _first(rubric: Any, *names: str) -> list[Any]:
+    """verifiers has called them otherwise before."""
+    return next((list(found) for name in names if (found := getattr(rubric, name, None))), [])
