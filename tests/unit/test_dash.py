@@ -10,16 +10,22 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from rlsys import cli
+from rlsys.config import dump_config
 from rlsys.dash.series import RunCurves
 from rlsys.dash.server import Dashboard
 from rlsys.errors import UserError
+from rlsys.obs import coordinator
+from rlsys.owner import claim
 from tests.helpers.browser import CHROMIUM, Page, browser
-from tests.helpers.seen_run import THIRDS, write_run
+from tests.helpers.rollout_rig import make_config, rig
+from tests.helpers.seen_run import MODEL, THIRDS, write_run
+from tests.helpers.service_rig import served
 
 TOKEN = "the link's token"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
@@ -105,6 +111,32 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
 async def test_what_cannot_be_is_one_line(reader: TestClient, path: str, words: str) -> None:
     answer = await reader.get(f"/api/{path}")
     assert answer.status == 400 and words in (await answer.json())["error"]
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local disk", "shared folder"])
+async def test_a_live_run_shows_its_engines_and_what_is_parked(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file beside its writer; on a shared folder, where nobody else may open it, from the coordinator."""
+    monkeypatch.setattr("rlsys.rollout.reader.is_local", lambda _: local)
+    owner = claim(tmp_path)
+    monkeypatch.setattr("tests.helpers.service_rig.OWNER", owner)
+    april = {"over_provision": 2, "max_staleness": 3}
+    config = make_config(tmp_path, model={"path": str(MODEL)}, rollout=april)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    async with rig(config, lambda s: 3 if s.group_id < 2 else 15) as r, served(r) as served_rig:
+        coordinator.publish(owner, urlsplit(served_rig._url).port or 0)
+        await r.start()
+        await r.take(1)  # the other two groups are interrupted
+        async with TestClient(TestServer(Dashboard([tmp_path], TOKEN).app(), host="127.0.0.1")) as client:
+            await client.get("/", params={"token": TOKEN})
+            status = await ask(client, "status", run=0)
+            assert [e["state"] for e in status["engine_figures"].values()] == ["serving"]
+            assert status["parked"] >= 4  # with those that have not begun
+            found = await ask(client, "samples", run=0, status="parked")
+            assert len(found["samples"]) == 4 and found["last"] == 1
+            assert all(s["interrupts"] == [[s["tokens"], 1]] and s["tokens"] for s in found["samples"])
+            assert "step 7" in (await ask(client, "samples", run=0, step=7))["error"]
 
 
 def test_a_long_run_is_no_more_points_than_a_screen_has(tmp_path: Path) -> None:
