@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
     "starter": {"errors"},
+    "foreign": {"errors"},
     "algo": {"types", "errors", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},
@@ -46,6 +47,7 @@ FREE = {
     "train",
     "cli",
     "cli_explain",
+    "cli_import",
     "cli_look",
     "cli_models",
     "cli_own",
@@ -53,6 +55,7 @@ FREE = {
 }  # may import every room
 
 TORCH_FREE = (
+    "foreign",
     "types",
     "owner",
     "identity",

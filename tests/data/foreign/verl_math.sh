@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# A launch script in the form of verl's, for tests; the figures are made up.
+set -x
+project='some project'
+NNODES=${NNODES:-1}
+max_prompt_length=$((1024 * 1))
+max_response_length=$((1024 * 4))
+loss_agg_mode="token-mean"
+TRAIN_FILE=${TRAIN_FILE:-"/data/train.parquet"}
+
+python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' \
+    data.train_files="${TRAIN_FILE}" \
+    data.val_files="['/data/test.parquet']" \
+    data.prompt_key=prompt \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=${max_response_length} \
+    data.train_batch_size=64 \
+    actor_rollout_ref.rollout.n=8 \
+    algorithm.adv_estimator=grpo \
+    algorithm.norm_adv_by_std_in_grpo=False \
+    algorithm.filter_groups.enable=True \
+    actor_rollout_ref.model.path=/models/Some-MoE \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True \
+    actor_rollout_ref.actor.loss_agg_mode=${loss_agg_mode} \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=4 \
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.top_p=0.9 \
+    actor_rollout_ref.rollout.val_kwargs.n=4 \
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+    reward_model.reward_manager=dapo \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=512 \
+    custom_reward_function.path=rewards/mine.py \
+    custom_reward_function.name=score \
+    algorithm.made_up=3 \
+    trainer.logger='["console","wandb"]' \
+    trainer.experiment_name="run one" \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes="${NNODES}" \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=15 $@
