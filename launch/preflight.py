@@ -37,7 +37,13 @@ def read_model(config: Config) -> HFConfig:
 def check_folder(path: Path) -> None:
     """Raises UserError unless `path` looks like a model folder."""
     if not path.exists():
-        raise UserError(f"model.path = {path}: no such folder")
+        hub = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..")
+        hint = (
+            f"; if it is a model of a hub: hf download {path} --local-dir FOLDER, and give FOLDER"
+            if hub
+            else ""
+        )
+        raise UserError(f"model.path = {path}: no such folder{hint}")
     if not path.is_dir():
         raise UserError(f"model.path = {path}: not a folder; expected a Hugging Face model folder")
     if not (path / "config.json").is_file():

@@ -32,7 +32,13 @@ def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
     module_name, colon, attribute = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+        package, dot, last = name.rpartition(".")
+        if name.endswith(".py"):
+            hint = f"did you mean {name}:FUNCTION?"
+        elif dot:  # as slime and verl write it
+            hint = f"did you mean {package}:{last}?"
+        else:
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
         raise UserError(
             f"{field} = {name!r}: unknown name; {hint} (or package.module:function, or path/to/file.py:function)"
         )

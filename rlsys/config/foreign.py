@@ -123,8 +123,19 @@ _CUTS = (
     "the engine's log-prob mu is that of the whole distribution, before anything is cut from it, so the ratio to the "
     "trainer's log-prob would be wrong; rollout.temperature is the one that both know"
 )
-REFUSED = {"top_p": _CUTS, "top_k": _CUTS, "min_p": _CUTS}
-"""Fields of sampling that others have and rlsys has not, and why."""
+_TRACKERS = "trackers of a run are named in run.trackers"
+ELSEWHERE = {
+    "top_p": _CUTS,
+    "top_k": _CUTS,
+    "min_p": _CUTS,
+    "max_turns": "it is the generator's: rollout.generator_params={max_turns: 4}",
+    "wandb": _TRACKERS,
+    "use_wandb": _TRACKERS,
+    "logger": _TRACKERS,
+    "adv_estimator": "it is algo.advantage",
+    "reward_fn_key": "a row's key data_source goes to a reward function with verl's signature as it is",
+}
+"""Fields that others have and rlsys has not, or has in another way."""
 
 
 def explain_foreign(error: ValidationError) -> str | None:
@@ -148,8 +159,8 @@ def _told(path: str) -> str | None:
     if path in VERL:
         return f"{path}: a field of verl; here it is {VERL[path]}"
     key = path.rpartition(".")[2].replace("-", "_").lstrip("_").removeprefix("rollout_")
-    if key in REFUSED:
-        return f"{path}: there is no such field: {REFUSED[key]}"
+    if key in ELSEWHERE:
+        return f"{path}: there is no such field: {ELSEWHERE[key]}"
     for name in (path, path.rpartition(".")[2]):
         option = "--" + name.lstrip("-").replace("_", "-")
         if option in SLIME:
