@@ -109,9 +109,11 @@ def _roles(roles: dict[str, RoleTold]) -> Iterator[Metric]:
 
 def _engines(engines: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     """What the router knows of each."""
-    serving = GaugeMetricFamily("rlsys_engine_serving", "Whether it may get samples", labels=["engine"])
+    serving = GaugeMetricFamily(
+        "rlsys_engine_serving", "Whether it has the current weights and is not left out", labels=["engine"]
+    )
     for url, told in engines.items():
-        serving.add_metric([url], float(told["state"] == "serving"))
+        serving.add_metric([url], float(told["serving"]))
     yield serving
     for name in ("requests", "tokens", "weight_version", "deaths"):
         gauge = GaugeMetricFamily(

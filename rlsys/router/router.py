@@ -440,10 +440,14 @@ class Router:
         return {e.url: e.state for e in self._pool.engines}
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
-        """URL -> what the engine does now: its requests, their tokens, its weight version (None: not known)."""
+        """URL -> what the engine does now: its requests, their tokens, its weight version (None: not known), and
+        whether it has the current weights and may be sent samples, now or when a push or a train step is over.
+        """
+        current = self._pool.version
         return {
             e.url: {
                 "state": e.state,
+                "serving": e.alive and e.quarantined is None and not e.draining and e.version == current,
                 "requests": e.load,
                 "tokens": e.tokens,
                 "weight_version": e.version if e.version >= 0 else None,

@@ -135,7 +135,7 @@ class ScriptedRouter:
         }  # fmt: skip
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
-        return {URL: {"state": "serving", "requests": 0}}
+        return {URL: {"state": f"version {self.version}", "serving": True, "requests": 0, "tokens": 0}}
 
     def engine_states(self) -> dict[str, str]:
         return {URL: f"version {self.version}"}

@@ -131,7 +131,7 @@ async def test_a_live_run_shows_its_engines_and_what_is_parked(
         async with TestClient(TestServer(Dashboard([tmp_path], TOKEN).app(), host="127.0.0.1")) as client:
             await client.get("/", params={"token": TOKEN})
             status = await ask(client, "status", run=0)
-            assert [e["state"] for e in status["engine_figures"].values()] == ["serving"]
+            assert [e["serving"] for e in status["engine_figures"].values()] == [True]
             assert status["parked"] >= 4  # with those that have not begun
             found = await ask(client, "samples", run=0, status="parked")
             assert len(found["samples"]) == 4 and found["last"] == 1
@@ -189,6 +189,7 @@ def test_a_folder_that_is_no_run_and_a_bad_port_are_one_line(
         Dashboard([tmp_path], TOKEN)
 
 
+@pytest.mark.full
 def test_the_command_prints_a_link_and_how_to_get_there_by_ssh(runs: list[Path]) -> None:
     command = [sys.executable, "-m", "rlsys.cli", "dash", str(runs[0])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))

@@ -52,10 +52,20 @@ async def rig_status(folder: Path) -> dict[str, Any]:
     folder.mkdir()
     async with rig(make_config(folder), lambda s: 3) as r:
         status = r.manager.status()
-    engine = {"state": "serving", "requests": 2, "tokens": 30, "weight_version": 4, "deaths": 0}
+    engine = {
+        "state": "version 4",
+        "serving": True,
+        "requests": 2,
+        "tokens": 30,
+        "weight_version": 4,
+        "deaths": 0,
+    }
     return {
         **status,
-        "engine_figures": {"http://127.0.0.1:1": engine, "http://127.0.0.1:2": {**engine, "state": "dead"}},
+        "engine_figures": {
+            "http://127.0.0.1:1": engine,
+            "http://127.0.0.1:2": {**engine, "state": "dead", "serving": False},
+        },
     }
 
 

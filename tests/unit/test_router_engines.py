@@ -56,6 +56,8 @@ async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
         rig.router.remove_engine(B)
         later = [rig.start(sample(10 + i)) for i in range(4)]
         assert rig.router.engine_states()[B] == "draining: 2 requests"
+        told = rig.router.engine_figures()[B]
+        assert (told["serving"], told["requests"], told["state"]) == (False, 2, "draining: 2 requests")
         for task in tasks + later:
             check(await task, versions={1})
         assert {s.resumes for s in samples} == {0}

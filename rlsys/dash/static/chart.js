@@ -12,7 +12,7 @@ function stepOf(low, high, most) {
 function ticks(low, high, most, step = stepOf(low, high, most)) {
   if (!(high > low)) return [low];
   const out = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) out.push(Number(at.toPrecision(12)));
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) out.push(Math.abs(at) < step * 1e-9 ? 0 : Number(at.toPrecision(12)));
   return out;
 }
 

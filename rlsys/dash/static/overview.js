@@ -79,17 +79,17 @@ function engines(shown, live) {
     if (!run.ended && !Object.keys(status).length) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, "is not running now; the same command goes on with it")));
     if (status.silent) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, status.silent)));
     for (const [url, engine] of Object.entries(status.engine_figures ?? {})) {
-      const good = engine.state === "serving";
       const words = [`${number(engine.requests)} requests`, `${number(engine.tokens)} tokens`, engine.weight_version === null ? "weights not known" : `weights ${engine.weight_version}`];
+      if (engine.state.includes(":")) words.push(engine.state);
       if (engine.deaths) words.push(`died ${engine.deaths} times`);
       cards.push(el("div", { class: "card engine" }, el("b", {}, shown.length > 1 ? `${run.name}: ${url}` : url),
-        el("span", { class: `pill ${good ? "good" : engine.state === "dead" ? "bad" : ""}` }, engine.state), el("span", { class: "what" }, words.join(" · "))));
+        el("span", { class: `pill ${engine.serving ? "good" : engine.state.startsWith("dead") || engine.state.startsWith("quarantined") ? "bad" : ""}` }, engine.serving ? "serving" : engine.state.split(":")[0]), el("span", { class: "what" }, words.join(" · "))));
     }
     if (status.engine_figures) {
       const facts = [["in flight", status.in_flight], ["parked", status.parked], ["groups ready", status.ready], ["weights", status.weight_version], ["tokens lost", status.lost]];
-      if (status.waiting_for) facts.push(["waiting for", status.waiting_for]);
       cards.push(el("div", { class: "card" }, el("b", {}, `${run.name}: samples`),
-        el("div", { class: "facts", style: { margin: "4px 0 0" } }, ...facts.map(([name, value]) => el("span", {}, name, el("b", {}, typeof value === "number" ? number(value) : String(value)))))));
+        el("div", { class: "facts", style: { margin: "4px 0 0" } }, ...facts.map(([name, value]) => el("span", {}, name, el("b", {}, number(value))))),
+        status.waiting_for ? el("p", { class: "note" }, `waiting for: ${status.waiting_for}`) : null));
     }
   });
   return cards.length ? [el("h2", {}, "Engines", el("small", {}, "and what they do now")), el("div", { class: "engines" }, ...cards)] : [];
