@@ -79,8 +79,14 @@ class Durations:
         self._slower = calibration() / REFERENCE_SECONDS
         self._seconds: dict[str, float] = {}
         self._tiers: dict[str, str] = {}
+        self._left_out: set[str] = set()
+        """Tests that were skipped or failed: how long they take is not known by that."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed or report.nodeid in self._left_out:
+            self._left_out.add(report.nodeid)
+            self._seconds.pop(report.nodeid, None)
+            return
         took = report.duration / self._slower
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + took
         self._tiers[report.nodeid] = tier(report.nodeid, report.keywords)

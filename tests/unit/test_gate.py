@@ -201,5 +201,25 @@ def test_the_list_of_unseen_tests_names_tests() -> None:
         assert f"def {test.partition('[')[0]}(" in source if test else "def test_" in source, line
 
 
+def test_only_a_test_that_passes_tells_how_long_it_takes(pytester: pytest.Pytester) -> None:
+    """Else a test that `--until` leaves out would count as one that takes no time."""
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.fixture
+        def broken():
+            yield
+            raise OSError
+        def test_passes(): ...
+        def test_skips(): pytest.skip()
+        def test_fails(): assert False
+        def test_ends_badly(broken): ...
+        """
+    )
+    pytester.inline_run("-p", "tests.gate.durations", "-p", "no:asyncio")
+    kept = json.loads((pytester.path / ".pytest_cache" / "v" / durations.KEY).read_text())
+    assert [name.partition("::")[2] for name in kept] == ["test_passes"]
+
+
 def test_durations_are_relative_to_a_fixed_computation() -> None:
     assert 0.01 < durations.calibration() / durations.REFERENCE_SECONDS < 100
