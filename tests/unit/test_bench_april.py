@@ -14,6 +14,7 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.types import Canary, Sample, SampleGroup, Taken, VersionSpan
 from tests.helpers.scripted_engine import Network, ScriptedEngine, canary_logprobs
+from tests.integration.test_bench_april_quick import IN_THE_SUMMARY, MODES
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -76,6 +77,14 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
     }
     del costs["gpu-like"]["april-2"]
     assert april.summary(costs) == {}
+
+
+def test_the_modes_of_the_quick_bench_are_all_that_its_summary_needs(april: ModuleType) -> None:
+    """tests/integration/test_bench_april_quick.py takes a part of them; before, its summary was empty."""
+    assert {*MODES} <= {"saturated", *(mode.name for mode in april.MODES)}
+    figures = {"trained_tokens_per_s": {"median": 1.0}, "length_ratio": {"median": 1.0}}
+    costs = {cost: dict.fromkeys(MODES, figures) for cost in ("gpu-like", "cpu")}
+    assert april.summary(costs).keys() >= IN_THE_SUMMARY
 
 
 def test_figures_of_trained_groups(april: ModuleType) -> None:
