@@ -3,7 +3,7 @@
     rlsys train examples/own_reward.yaml
 
 `reward(config)` makes the function once in each reward process. The function gets a prompt and the model's text, and
-gives a number in [0, 1], or a dict of named numbers.
+gives a finite number, or a dict of named numbers.
 """
 
 from collections.abc import Callable

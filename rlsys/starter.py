@@ -26,7 +26,7 @@ eval:
   prompts: 16
 """
 _REWARD = '''\
-"""The reward of this run: a number in [0, 1] for a prompt and the model's text."""
+"""The reward of this run: a number for a prompt and the model's text."""
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer

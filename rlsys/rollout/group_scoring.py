@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
+from rlsys.plugins import place
 from rlsys.rewards.judges import PatientJudge, wait_for_work
 
 
@@ -62,7 +63,7 @@ class GroupScorer:
         if task.cancelled():
             return f"{self._name} was cancelled"
         if (error := task.exception()) is not None:
-            return f"{self._name} raised {type(error).__name__}: {error}"
+            return f"{self._name} raised {type(error).__name__}: {error}{place(error)}"
         rewards = task.result()
         if not isinstance(rewards, list | tuple) or len(rewards) != wanted:
             return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {wanted} rewards"

@@ -211,8 +211,9 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
     config = make_config(tmp_path, algo={"group_reward": f"{__name__}:rude"}, **rollout)
     plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
     told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
+    line = next(i for i, x in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ZeroDiv" in x)
     assert told == [
-        RUDE + "raised ZeroDivisionError: no such thing",
+        RUDE + f"raised ZeroDivisionError: no such thing (tests/unit/{Path(__file__).name}:{line})",
         RUDE + "took longer than rollout.reward_timeout = 5 s",
         RUDE + "was cancelled",
         RUDE + "gave nan, not a finite number",
