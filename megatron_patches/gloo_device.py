@@ -3,7 +3,7 @@
 Symptom: a layout has twenty to sixty groups, and torch gives each gloo group a device of its own, whose thread wakes
 up a hundred times a second for as long as anything refers to the group. Some layouts one after the other, or four
 ranks on two cores, spend more processor time in these threads than in the training.
-Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.13.
+Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14.
 Why numbers stay equal: a gloo device is a listening address with an event loop, made to be shared; every group keeps
 its own pairs and reduces in the same order.
 Delete when: torch shares the device, or new_group takes options for gloo.
@@ -22,12 +22,19 @@ from megatron_patches.registry import Patch, target
 
 def _edit(module: ModuleType) -> None:
     target("gloo_device", module, "create_group", "torch.distributed.new_group")
-    target("gloo_device", c10d, "_new_process_group_helper", "ProcessGroupGloo(", "timeout=timeout")
+    renamed = hasattr(c10d, "_create_gloo_process_group")  # torch 2.14
+    maker = "_create_gloo_process_group" if renamed else "_new_process_group_helper"
+    target("gloo_device", c10d, maker, "ProcessGroupGloo(", "timeout=")
     plain: Any = c10d.ProcessGroupGloo
     devices: list[Any] = []
 
     class SharedDevice(plain):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+        ) -> None:
+            if enable_reconfigure:  # torch 2.14, for groups whose members change: not asked for here
+                super().__init__(store, rank, size, timeout, enable_reconfigure)
+                return
             if not devices:
                 devices.append(plain.create_default_device())
             options = plain._Options()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import sys
-from types import ModuleType
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import megatron_patches
-from megatron_patches import cpu_import
+from megatron_patches import cpu_import, gloo_device
 from megatron_patches.registry import PatchError, target
 
 
@@ -79,3 +82,30 @@ def test_a_changed_target_is_an_error_that_names_it() -> None:
         target("some_patch", here, "an_upstream_function", "return 2")
     with pytest.raises(PatchError, match=r"some_patch: upstream\.missing is gone"):
         target("some_patch", ModuleType("upstream"), "missing")
+
+
+def create_group() -> None:
+    """Stands for megatron's, which asks torch.distributed.new_group."""
+
+
+def new_process_group_2_14(opts: SimpleNamespace) -> dist.ProcessGroup:
+    """As torch 2.14 makes a gloo group, in a function of its own."""
+    return c10d.ProcessGroupGloo(
+        opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout, enable_reconfigure=False
+    )
+
+
+def test_gloo_groups_share_a_device_with_torch_2_14_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment for GPUs has it, and a process there that is not to see a GPU runs on gloo (rlsys rehearse)."""
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", c10d.ProcessGroupGloo)  # put back at the end
+    monkeypatch.setattr(c10d, "_new_process_group_helper", create_group)
+    monkeypatch.setattr(c10d, "_create_gloo_process_group", new_process_group_2_14, raising=False)
+    gloo_device.PATCH.edit(sys.modules[__name__])
+    store, timeout = dist.HashStore(), timedelta(seconds=5)
+    made = [
+        new_process_group_2_14(SimpleNamespace(store=dist.PrefixStore(f"{i}", store), group_rank=0, group_size=1,
+                                               timeout=timeout))
+        for i in range(2)
+    ]  # fmt: skip
+    first, second = (group.options._devices for group in made)
+    assert len(first) == 1 and first == second
