@@ -6,6 +6,7 @@ import ast
 import sys
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,10 @@ def create_group() -> None:
     """Stands for megatron's, which asks torch.distributed.new_group."""
 
 
-def new_process_group_2_14(opts: SimpleNamespace) -> dist.ProcessGroup:
+def new_process_group_2_14(opts: SimpleNamespace) -> Any:
     """As torch 2.14 makes a gloo group, in a function of its own."""
-    return c10d.ProcessGroupGloo(
+    made: Any = c10d
+    return made.ProcessGroupGloo(
         opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout, enable_reconfigure=False
     )
 
