@@ -58,3 +58,11 @@ def test_every_example_has_a_config() -> None:
 def test_an_example_would_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     check_start(load_config(path))
+
+
+def test_a_name_that_no_file_system_takes_is_told_in_a_line() -> None:
+    """Before: an OSError, as the shipped folders are looked through before the field is checked."""
+    with pytest.raises(UserError, match=r"model\.path: expected names of at most 255 bytes"):
+        load_config(Path("quickstart"), [f"model.path=configs/{'m' * 300}"])
+    with pytest.raises(UserError, match="no such file, and no shipped config of this name"):
+        load_config(Path("configs") / ("c" * 300))
