@@ -52,7 +52,7 @@ export async function overview(main, runs, chosen) {
     if (!lineChart(host, { lines, log: chart.log, floor: chart.floor ?? null })) host.replaceWith(empty("nothing yet"));
   }
   if (!wanted.length) grid.append(empty("No step is done yet. Curves begin with the first one."));
-  hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty("no step is done yet")); });
+  hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty(shown[i].steps ? "these steps do not say how long they took" : "no step is done yet")); });
 }
 
 // Of each named evaluation set: its accuracy and, dashed, pass@k for the largest k.
