@@ -9,15 +9,18 @@ import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.exporter import Exporter, exported, targets_of
 from launch.process import RoleTold
 from rlsys.errors import UserError
 from tests.helpers.rollout_rig import make_config, rig
+from tests.helpers.supervisor_stage import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "configs" / "monitoring"
@@ -206,3 +209,49 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
         [str(PROMTOOL), "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no Prometheus here: apt-get install prometheus"
+)
+def test_prometheus_finds_a_run_and_its_engines_by_the_shipped_config(
+    exporter: Exporter, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"]["scrape_interval"] = "1s"
+    config["rule_files"] = [str(MONITORING / "rules.yml")]
+    (found_by,) = config["scrape_configs"][0]["file_sd_configs"]
+    assert found_by["files"] == ["../../runs/prometheus/*.json"]  # from configs/monitoring
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    found_by["files"] = [str(targets_of(run).parent / "*.json")]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    at = f"127.0.0.1:{free_port()}"
+    engine, thread = start_http_server(
+        0, "127.0.0.1", CollectorRegistry()
+    )  # as SGLang answers on its own port
+    command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--web.listen-address={at}"]
+    with (
+        exported(exporter, 0, run, [f"http://127.0.0.1:{engine.server_port}/health"]),
+        subprocess.Popen(
+            [*command, f"--storage.tsdb.path={tmp_path / 'db'}"], stderr=subprocess.DEVNULL
+        ) as process,
+    ):
+
+        def ask(expr: str) -> list[dict[str, Any]]:
+            try:
+                with urllib.request.urlopen(f"http://{at}/api/v1/query?query={quote(expr)}") as answer:
+                    return list(json.load(answer)["data"]["result"])
+            except OSError:  # it starts
+                return []
+
+        try:
+            wait_until(lambda: {r["metric"]["job"] for r in ask("up == 1")} == {"rlsys", "sglang"})
+            assert [r["metric"]["run"] for r in ask("rlsys_trainer_reward == 0.5")] == ["mine"]
+            assert [r["metric"]["role"] for r in ask("rlsys_role_up == 0")] == ["trainer"]
+        finally:
+            process.terminate()
+            engine.shutdown()
+            engine.server_close()
+            thread.join()
