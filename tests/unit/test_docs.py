@@ -16,7 +16,7 @@ from rlsys.config.sections import WeightsConfig
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("bench", "examples", "slurm")),
 ]
 FOLDERS = "rlsys|launch|megatron_patches|tests|docs|bench|configs|slurm|examples|requirements"

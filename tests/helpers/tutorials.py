@@ -1,0 +1,41 @@
+"""The tutorials as programs: the `sh` blocks of a page, in their order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("[0-9]*.md"))
+NEEDS_STACK = re.compile(r"^rlsys (train|try|eval|sft|convert) ", re.MULTILINE)
+"""Commands that start engines or load Megatron."""
+
+
+def script_of(page: Path) -> str:
+    return "".join(
+        re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    )
+
+
+def needs_stack(page: Path) -> bool:
+    return NEEDS_STACK.search(script_of(page)) is not None
+
+
+def run_page(page: Path, folder: Path) -> str:
+    """What its commands print, in `folder`, up to the first that fails: then an AssertionError with its last words."""
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "120",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail"],
+        input=script_of(page),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{page.name}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    return done.stdout
