@@ -25,10 +25,9 @@ def needs_stack(page: Path) -> bool:
 
 
 def run_page(page: Path, folder: Path) -> str:
-    """What its commands print, in `folder`, up to the first that fails: then an AssertionError with its last words."""
-    env = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "120",
-    }  # fmt: skip
+    """What its commands print, in `folder`. AssertionError with the last words of the first that fails."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail"],
         input=script_of(page),
