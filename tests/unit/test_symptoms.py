@@ -142,7 +142,7 @@ def test_curves_of_real_runs(path: Path) -> None:
 
 
 def test_there_is_a_curve_that_learns() -> None:
-    assert {"small_batch"} <= {p.stem for p in CURVES.glob("*.jsonl")}
+    assert {"small_batch", "quickstart_8_steps"} <= {p.stem for p in CURVES.glob("*.jsonl")}
 
 
 def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
