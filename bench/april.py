@@ -161,7 +161,7 @@ def of_trained(taken: list[Taken], seconds: float, true_mean: float) -> dict[str
     """Figures of the groups that the measured steps took."""
     groups: list[SampleGroup] = [g for t in taken for g in t.groups]
     samples = [s for g in groups for s in g.samples]
-    tokens = sum(len(s.response_ids) for s in samples)
+    tokens = sum(s.tokens for s in samples)
     read_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
     return {
         "trained_tokens_per_s": tokens / seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Status(StrEnum):
@@ -69,6 +69,14 @@ class RouteSpan:
     experts: bytes
 
 
+class Piece(NamedTuple):
+    """Where some of a sample's tokens lie: a segment file of the run and bytes in it (rlsys/records.py)."""
+
+    segment: str
+    offset: int
+    length: int
+
+
 @dataclass(slots=True)
 class Segment:
     """What one engine call added to a sample.
@@ -92,6 +100,9 @@ class Segment:
 @dataclass(slots=True)
 class Sample:
     """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled.
+
+    Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes` and `behaviour` are
+    empty. `spans` are there always, and tile the response.
 
     `routes` is in order and without overlap. Positions that no span covers have no routes: the engine was not asked
     for them, or it died before it handed them over; such tokens train without replay.
@@ -129,6 +140,22 @@ class Sample:
     """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
     behaviour: list[float] = field(default_factory=list)
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
+    mu_sum: float = 0.0
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.mu:
+            self.mu_sum = sum(self.mu)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens, wherever they are."""
+        return self.spans[-1].end if self.spans else 0
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether its tokens are here, and not only where `pieces` says."""
+        return len(self.response_ids) == self.tokens
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
@@ -152,6 +179,7 @@ class Sample:
             self.routes.append(segment.routes)
         self.response_ids.extend(segment.ids)
         self.mu.extend(segment.mu)
+        self.mu_sum = sum(segment.mu, self.mu_sum)
         if segment.call_spans is None:
             self._add_spans(base, segment.spans)
         else:
@@ -189,16 +217,16 @@ class Sample:
     @property
     def observed_last(self) -> bool:
         """The environment spoke last: what the model says next is a new turn, not a resumed one."""
-        return bool(self.observed) and self.observed[-1].end == len(self.response_ids)
+        return bool(self.observed) and self.observed[-1].end == self.tokens
 
     @property
     def sampled_tokens(self) -> int:
         """Response tokens that a model sampled."""
-        return len(self.response_ids) - sum(span.end - span.start for span in self.observed)
+        return self.tokens - sum(span.end - span.start for span in self.observed)
 
     def trained(self) -> list[bool]:
-        """Whether a response token is trained, `[len(response_ids)]`."""
-        out = [True] * len(self.response_ids)
+        """Whether a response token is trained, `[tokens]`."""
+        out = [True] * self.tokens
         for span in (*self.observed, *self.masked):
             out[span.start : span.end] = [False] * (span.end - span.start)
         return out
@@ -222,7 +250,7 @@ class Sample:
         return min((s.version for s in self.spans), default=None)
 
     def versions(self) -> list[int]:
-        """Weight version of every response token, `[len(response_ids)]`."""
+        """Weight version of every response token, `[tokens]`."""
         out: list[int] = []
         for span in self.spans:
             out.extend([span.version] * (span.end - span.start))
@@ -266,16 +294,10 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class Unscored:
-    """A sample whose response tokens from `start` on the trainer's resident weights sampled: to be scored by them.
+    """A sample whose response tokens from `start` on the trainer's resident weights sampled: to be scored by them."""
 
-    `routes` as in Sample: the experts that training will replay on these positions.
-    """
-
-    sample_id: int
-    prompt_ids: list[int]
-    response_ids: list[int]
+    sample: Sample
     start: int
-    routes: list[RouteSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)

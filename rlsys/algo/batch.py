@@ -102,7 +102,7 @@ class Samples:
             prompt_index=torch.tensor([g.prompt_index for g in groups for _ in g.samples]),
             truncated=torch.tensor([s.status is Status.TRUNCATED for s in samples]),
             log_likelihood=torch.tensor(
-                [sum(s.mu) / max(n, 1) for s, n in zip(samples, lengths, strict=True)]
+                [s.mu_sum / max(n, 1) for s, n in zip(samples, lengths, strict=True)]
             ),
         )
 

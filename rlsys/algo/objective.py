@@ -15,7 +15,7 @@ not change the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
 from rlsys.config.algo import AlgoSection, CriticSection
-from rlsys.types import SampleGroup
+from rlsys.types import Sample, SampleGroup
 
 MEANS = (
     "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
@@ -104,15 +104,23 @@ class Objective:
         plan.updates = max(1, min(self._minibatches, len(plan.rows)))
         return plan
 
-    def put_off(self, plan: StepPlan, groups: Sequence[SampleGroup], step: int) -> list[Later]:
-        """Store what a selector deferred; what is due for an extra update now. After `finish`, if that was called."""
+    def put_off(
+        self,
+        plan: StepPlan,
+        groups: Sequence[SampleGroup],
+        step: int,
+        loaded: Callable[[Sample], Sample] = lambda sample: sample,
+    ) -> list[Later]:
+        """Store what a selector deferred, with its tokens (`loaded` gives them): nobody keeps them elsewhere for so
+        long. What is due for an extra update now. After `finish`, if that was called.
+        """
         if self._put_off is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
         for row in plan.deferred:
             assert plan.advantages is not None
             group, sample = samples[row]
-            self._put_off.put(step, [(replace(group, samples=[sample]), float(plan.advantages[row]))])
+            self._put_off.put(step, [(replace(group, samples=[loaded(sample)]), float(plan.advantages[row]))])
         return self._put_off.take(step)
 
     def plan_again(self, samples: Samples, advantages: Tensor) -> StepPlan:

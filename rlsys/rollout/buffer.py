@@ -33,6 +33,7 @@ from rlsys.rollout.store import (
     Stored,
     extend_scores,
     ids_to_blob,
+    read_groups,
     sqlite_errors,
     write_sample,
     write_scores,
@@ -54,7 +55,7 @@ class RolloutBuffer:
     """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
 
     `groups` holds the live ones by id: ACTIVE, and READY that no step has taken yet. A trained group leaves
-    memory; `taken` reads it back.
+    memory; `taken` reads its rows back, and `load` the tokens.
     """
 
     def __init__(self, path: Path, identity: str, largest_group: int, owner: Owner | None = None) -> None:
@@ -80,7 +81,9 @@ class RolloutBuffer:
     def _load(self) -> None:
         with sqlite_errors(self._path):
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
-            self.groups = {g.group_id: g for g in self._file.read_groups(live)}
+            self.groups = {g.group_id: g for g in read_groups(self._db, live)}
+            for group in self.groups.values():
+                group.samples = self.load(group.samples)
             samples = (s for g in self.groups.values() for s in g.samples)
             self._stored = {s.sample_id: Stored.of(s) for s in samples}
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
@@ -160,7 +163,7 @@ class RolloutBuffer:
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
-        return len(sample.response_ids) > self._stored[sample.sample_id].tokens
+        return sample.tokens > self._stored[sample.sample_id].tokens
 
     def store_scores(self, scores: Iterable[Scored]) -> None:
         """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
@@ -170,10 +173,10 @@ class RolloutBuffer:
                 if group is None:
                     raise RunError(f"sample {found.sample_id}: scored, but not in a live group")
                 sample = group.samples[found.sample_id % self._largest_group]
-                if not len(sample.behaviour) <= found.start <= len(sample.response_ids) - len(found.logp):
+                if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
                     raise RunError(
                         f"sample {found.sample_id}: scores from token {found.start} on, but "
-                        f"{len(sample.behaviour)} of {len(sample.response_ids)} have one"
+                        f"{len(sample.behaviour)} of {sample.tokens} have one"
                     )
                 extend_scores(sample.behaviour, found.start, found.logp)
                 write_scores(self._db, self._file.segments, found)
@@ -239,17 +242,29 @@ class RolloutBuffer:
         self._last_taken = train_step
 
     def taken(self, train_step: int) -> tuple[int, list[SampleGroup]]:
-        """Weight version and groups, by id, of a step in the journal; those given back are trained again."""
+        """Weight version and groups, by id, of a step in the journal; those given back are trained again.
+
+        Without their tokens, see `load`. Whoever tells another process where these lie flushes first.
+        """
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
         with self._file.writing():
             version, ids = self._db.execute(query, (train_step,)).fetchone()
-            groups = self._file.read_groups("train_step = ?", train_step)
+            groups = read_groups(self._db, "train_step = ?", train_step)
             if [g.group_id for g in groups] != sorted(json.loads(ids)):
                 raise RunError(f"train step {train_step}: journal and groups disagree: {ids}")
             for group in groups:
                 if group.state is GroupState.READY:
                     self._move(group, GroupState.TRAINED, train_step)
         return version, groups
+
+    def load(self, samples: Iterable[Sample]) -> list[Sample]:
+        """The same with their tokens in hand. Raises RunError: `prune` has forgotten them, or a file is damaged."""
+        return self._file.load(samples)
+
+    def unloaded(self, group_ids: Iterable[int]) -> list[SampleGroup]:
+        """Groups as `taken` gives them, by id; of their samples, what is saved."""
+        ids = ", ".join(map(str, group_ids))
+        return self.read(lambda db: read_groups(db, f"group_id IN ({ids})"))
 
     def parts(self, train_step: int) -> list[list[int]]:
         """Group ids of the portions in which a step of the journal began."""
@@ -342,7 +357,7 @@ class RolloutBuffer:
 
     def record_interrupts(self, samples: Iterable[Sample]) -> None:
         """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""
-        rows = [(s.sample_id, len(s.response_ids), self._version) for s in samples]
+        rows = [(s.sample_id, s.tokens, self._version) for s in samples]
         with self._file.writing():
             self._db.executemany(
                 "INSERT INTO interrupts (sample_id, tokens, weight_version) VALUES (?, ?, ?)", rows

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlsys.data import PromptSource
-from rlsys.types import SampleGroup
+from rlsys.types import Sample, SampleGroup
 
 CANARIES = 4
 """How many prompts, and how many responses."""
@@ -22,12 +22,16 @@ class Canaries:
         self._prompts = min(CANARIES, heldout)
         self._responses: list[list[int]] = []
 
-    def see(self, groups: Sequence[SampleGroup]) -> None:
-        """A step has taken these: its longest responses, of equals the older sample, are compared from now on."""
-        samples = sorted(
-            (s for g in groups for s in g.samples), key=lambda s: (-len(s.response_ids), s.sample_id)
-        )
-        self._responses = [(s.prompt_ids + s.response_ids)[:CANARY_TOKENS] for s in samples[:CANARIES]]
+    def see(
+        self, groups: Sequence[SampleGroup], load: Callable[[Sequence[Sample]], Sequence[Sample]]
+    ) -> None:
+        """A step has taken these: its longest responses, of equals the older sample, are compared from now on.
+
+        `load`: gives samples their tokens.
+        """
+        samples = sorted((s for g in groups for s in g.samples), key=lambda s: (-s.tokens, s.sample_id))
+        longest = load(samples[:CANARIES])
+        self._responses = [(s.prompt_ids + s.response_ids)[:CANARY_TOKENS] for s in longest]
 
     def sequences(self) -> list[list[int]]:
         """Prompts, then the last step's longest responses with theirs."""

@@ -71,7 +71,7 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     over the tokens that a model sampled, in nats; the mean entropy of what they were drawn from, without bias.
     """
     samples = [s for g in groups for s in g.samples]
-    lengths = sorted(len(s.response_ids) for s in samples)
+    lengths = sorted(s.tokens for s in samples)
     tokens = sum(lengths)
     sampled = sum(s.sampled_tokens for s in samples)
     spans = [span for s in samples for span in s.spans]

@@ -71,7 +71,7 @@ def probing_turns(config: Config, router: Router, temperature: float) -> Speak:
     """Turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
     async def speak(sample: Sample) -> None:
-        budget = config.rollout.max_response_tokens - len(sample.response_ids)
+        budget = config.rollout.max_response_tokens - sample.tokens
         if budget > 0:
             ids = sample.prompt_ids + sample.response_ids
             segment = await router.probe(ids, budget, temperature, sample.seed)

@@ -122,15 +122,16 @@ class RolloutManager:
                 version = self._buffer.weight_version
                 part = await self._waiting.watched(self._until_part(trained_steps), "groups of a train step")
             else:
-                version, groups = self._buffer.taken(train_step)
-                ids = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
-                part = [g for g in groups if g.group_id in ids]
+                version, _ = self._buffer.taken(train_step)
+                part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
             if not part:
                 return None
-            self._set_tool_penalties(part)
-            self._selection.mask_old(part, self._buffer.trained_steps(version))
-            self._parts.append([g.group_id for g in part])
-            return Taken(train_step, version, part, {})
+            groups = self._buffer.unloaded(part)
+            self._set_tool_penalties(groups)
+            self._selection.mask_old(groups, self._buffer.trained_steps(version))
+            self._runner.flush()
+            self._parts.append(part)
+            return Taken(train_step, version, groups, {})
 
     def _steps_before(self, train_step: int) -> int:
         """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
@@ -141,8 +142,9 @@ class RolloutManager:
 
     def _set_tool_penalties(self, groups: list[SampleGroup]) -> None:
         if self._tokenizer is not None and self._config.rollout.generator != "single_turn":
-            for sample in (s for group in groups for s in group.samples):
-                sample.tool_penalty = tool_penalty(sample, self._tokenizer.decode)
+            samples = [s for group in groups for s in group.samples]
+            for sample, whole in zip(samples, self._buffer.load(samples), strict=True):
+                sample.tool_penalty = tool_penalty(whole, self._tokenizer.decode)
 
     async def take(self, train_step: int) -> Taken | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
@@ -175,7 +177,7 @@ class RolloutManager:
             self._buffer.check_counts()
             self._runner.flush()
             self._done_steps, self._push_due, self._parts = train_step, True, []
-            self._canaries.see(groups)
+            self._canaries.see(groups, self._buffer.load)
             self._go_on()
             beside = {f"reward_figure_{k}": v for k, v in self._runner.beside_rewards.take().items()}
             return Taken(
@@ -187,13 +189,12 @@ class RolloutManager:
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
                 raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
-            samples = (s for g in self._buffer.groups.values() for s in g.samples)
-            found = ((s, self._first_unscored(s, train_step - 1)) for s in samples)
-            return [
-                Unscored(s.sample_id, s.prompt_ids, s.response_ids, start, s.routes)
-                for s, start in found
-                if start is not None
-            ]
+            live = [s for g in self._buffer.groups.values() for s in g.samples]
+            starts = {s.sample_id: self._first_unscored(s, train_step - 1) for s in live}
+            wanted = {s.group_id: None for s in live if starts[s.sample_id] is not None}
+            found = [s for g in self._buffer.unloaded(wanted) for s in g.samples]
+            self._runner.flush()
+            return [Unscored(s, start) for s in found if (start := starts[s.sample_id]) is not None]
 
     def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
         """First response token without a score of the run of tokens that these weights sampled last."""
@@ -205,7 +206,7 @@ class RolloutManager:
             lambda x: self._buffer.trained_steps(x.version) == trained_steps, reversed(sample.spans)
         )
         start = max(min(span.start for span in same), len(sample.behaviour))
-        return start if start < len(sample.response_ids) else None
+        return start if start < sample.tokens else None
 
     async def store_scores(self, scores: list[Scored]) -> None:
         async with self._command:
@@ -334,15 +335,15 @@ class RolloutManager:
             await self._censor_overdue(trained_steps)
             await self._look_again()
 
-    async def _until_part(self, trained_steps: int) -> list[SampleGroup]:
-        """Groups for the trainer to begin with; none when a take would not wait."""
+    async def _until_part(self, trained_steps: int) -> list[int]:
+        """Ids of groups for the trainer to begin with; none when a take would not wait."""
         if self._selection.groups(trained_steps) is None:
             self._generate(trained_steps)
         while self._selection.groups(trained_steps) is None and not self._called_away():
             given = {i for part in self._parts for i in part}
             fresh = [g for g in self._selection.certain() if g.group_id not in given]
-            if sum(len(s.prompt_ids) + len(s.response_ids) for g in fresh for s in g.samples) >= self._budget:
-                return fresh
+            if sum(len(s.prompt_ids) + s.tokens for g in fresh for s in g.samples) >= self._budget:
+                return [g.group_id for g in fresh]
             await self._censor_overdue(trained_steps)
             await self._look_again()
         return []

@@ -21,10 +21,10 @@ from rlsys.errors import RunError, UserError
 from rlsys.obs.coordinator import Silent, ask
 from rlsys.obs.filesystem import is_local
 from rlsys.obs.trained import TokenFigures, read_floats, read_trained
+from rlsys.records import SegmentReader
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.protocol import SamplesAnswer
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
-from rlsys.rollout.segments import SegmentReader
 from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
 from rlsys.types import SampleGroup
 
@@ -69,7 +69,10 @@ class RunReader:
         """Whole groups with their tokens, by id, of a run as `database` takes it. Raises UserError."""
         try:
             with self.database() as db, SegmentReader(self._run_dir) as segments:
-                return read_groups(db, segments, where, *values)
+                groups = read_groups(db, where, *values)
+                for group in groups:
+                    group.samples = [segments.loaded(sample) for sample in group.samples]
+                return groups
         except RunError as e:
             raise UserError(str(e)) from None
 

@@ -105,7 +105,7 @@ class Repeat:
     async def next_stop(self, sample: Sample) -> Stop:
         """Once its weights are there; never, where the record of the sample ends."""
         stops = self._record.stops.get(sample.sample_id, [])
-        stop = next((s for s in stops if s.end > len(sample.response_ids)), None)
+        stop = next((s for s in stops if s.end > sample.tokens), None)
         while stop is None or stop.trained_steps > self._trained_steps:
             await self._moved.wait()
         return stop
@@ -137,7 +137,7 @@ class Repeat:
         if group is None or place >= len(group.samples):
             return True
         sample = group.samples[place]
-        return not sample.status.terminal and (due[-1].last or len(sample.response_ids) < due[-1].end)
+        return not sample.status.terminal and (due[-1].last or sample.tokens < due[-1].end)
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
         """Those that the step after `trained_steps` took; None while they are not ready, or others lack tokens."""

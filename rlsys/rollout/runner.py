@@ -140,7 +140,7 @@ class SampleRunner:
 
     def save_running(self) -> None:
         """Into the buffer with all tokens that running samples have got so far."""
-        self._buffer.save(s for s in self._running() if s.response_ids)
+        self._buffer.save(s for s in self._running() if s.tokens)
         self._unsaved_tokens = 0
 
     def in_flight(self) -> list[Sample]:

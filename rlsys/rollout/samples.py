@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from rlsys.errors import UserError
-from rlsys.rollout.segments import SegmentReader
-from rlsys.rollout.store import Arrays, blob_to_ids, sample_of_row
-from rlsys.types import GroupState, Sample, Status
+from rlsys.records import SegmentReader
+from rlsys.rollout.store import blob_to_ids, sample_of_row
+from rlsys.types import GroupState, Piece, Sample, Status
 
 Order = Literal["newest", "worst", "best", "longest"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -132,23 +132,19 @@ def _seen(
     db: sqlite3.Connection, segments: SegmentReader, row: Sequence, interrupts: list[tuple[int, int]]
 ) -> Seen:
     *of_sample, prompt_ids, prompt_index, state, train_step = row
-    sample_id, tokens = row[0], row[5]
-    arrays = Arrays()
-    pieces = (
+    places = (
         "SELECT name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         "WHERE sample_id = ? ORDER BY piece"
     )
-    for place in db.execute(pieces, (sample_id,)):
-        arrays.add(sample_id, segments.read(*place))
-    arrays.routes.clear()  # large, and nothing to read
-    if len(arrays.ids) != tokens:
-        arrays = Arrays()
-    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), arrays)
+    pieces = [Piece(*place) for place in db.execute(places, (row[0],))]
+    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces)
+    if pieces:
+        sample = replace(segments.loaded(sample), routes=[])  # large, and nothing to read
     versions = sorted({span.version for span in sample.spans})
     marks = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"
     return Seen(
-        sample, tokens, prompt_index, GroupState(state), train_step,
+        sample, sample.tokens, prompt_index, GroupState(state), train_step,
         interrupts, dict(db.execute(steps, versions).fetchall()),
     )  # fmt: skip
 

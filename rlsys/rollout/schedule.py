@@ -36,7 +36,7 @@ def resume_key(order: ResumeOrder, sample: Sample, group: SampleGroup) -> tuple[
     is of use only when it is whole; in a group, the longest first. longest: the least budget left, so that the tail
     starts early.
     """
-    length = len(sample.response_ids)
+    length = sample.tokens
     if order == "nearest_done":
         missing = sum(not s.status.terminal for s in group.samples)
         return missing, group.group_id, -length, sample.sample_id

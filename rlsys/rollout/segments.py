@@ -1,15 +1,5 @@
-"""Segments: append-only files with the tokens of samples, beside rollouts.sqlite, whose rows point into them.
-
-    segments/EPOCH-NUMBER.seg    records, one behind the other, little-endian:
-
-        magic  checksum  kind  version  policy  sample  sequence  parent  start  tokens  routes  payload
-        4 s    u32       u8    u8       u16     u64     u32       u32     u32    u32     u32     u32
-
-        payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
-        payload of SCORES: logp float32[tokens]
-
-`start` is the first token's place in the response. `sequence` and `parent` tell the sequences of one sample apart and
-which of them each continues; `policy` whose tokens they are: today one of each.
+"""The writer of segments: append-only files with records of tokens (rlsys/records.py). Rows of rollouts.sqlite point
+into them.
 
 A file has one writer, which made it: a launch that takes a run over begins files of its own, so one that was deposed
 can harm nothing. The order is: append, fsync, then the COMMIT of the rows that point there. What a kill cut off has
@@ -21,32 +11,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
-import zlib
-from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from rlsys.errors import UserError, disk_errors
+from rlsys.records import FOLDER
 
-from rlsys.errors import RunError, UserError, disk_errors
-
-FOLDER = "segments"
 SEGMENT_BYTES = 64 * 2**20
 """A file that has so many gets no further record. What a late sample still needs keeps the whole file."""
-_HEADER = struct.Struct("<4sIBBHQIIIIII")
-_CHECKED_FROM = 8
-"""The checksum is of all that comes after it."""
-_MAGIC = b"rlsg"
-_VERSION = 1
-_NO_PARENT = 2**32 - 1
-
-
-class Kind(IntEnum):
-    TOKENS = 1
-    SCORES = 2
 
 
 class Place(NamedTuple):
@@ -55,78 +27,6 @@ class Place(NamedTuple):
     segment: int
     offset: int
     length: int
-
-
-class Record(NamedTuple):
-    """Of one sample, from token `start` on. `columns`: the payload's bytes."""
-
-    kind: Kind
-    sample_id: int
-    start: int
-    tokens: int
-    routes: int
-    payload: memoryview
-
-    def ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.payload, "<i4", self.tokens)
-
-    def mu(self) -> NDArray[np.float64]:
-        return np.frombuffer(self.payload, "<f8", self.tokens, 4 * self.tokens)
-
-    def route_bytes(self) -> memoryview:
-        return self.payload[12 * self.tokens :]
-
-    def logp(self) -> NDArray[np.float32]:
-        return np.frombuffer(self.payload, "<f4", self.tokens)
-
-
-def encode(kind: Kind, sample_id: int, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
-    """One record. `routes`: how many bytes of the payload, its last ones, are routes."""
-    rest = _HEADER.pack(
-        _MAGIC, 0, kind, _VERSION, 0, sample_id, 0, _NO_PARENT, start, tokens, routes, len(payload)
-    )[_CHECKED_FROM:]
-    checksum = zlib.crc32(payload, zlib.crc32(rest))
-    return _MAGIC + checksum.to_bytes(4, "little") + rest + payload
-
-
-def decode(data: bytes, where: str) -> Record:
-    """Raises RunError that begins with `where` when these are not the bytes that were written."""
-    if len(data) < _HEADER.size or data[:4] != _MAGIC:
-        raise RunError(f"{where}: damaged: no record begins there")
-    _, checksum, kind, version, _, sample, _, _, start, tokens, routes, payload = _HEADER.unpack_from(data)
-    if len(data) != _HEADER.size + payload or zlib.crc32(data[_CHECKED_FROM:]) != checksum:
-        raise RunError(f"{where}: damaged: the record of sample {sample} has another checksum")
-    if version != _VERSION:
-        raise RunError(f"{where}: record version {version}, this rlsys reads {_VERSION}")
-    return Record(Kind(kind), sample, start, tokens, routes, memoryview(data)[_HEADER.size :])
-
-
-class SegmentReader:
-    """Reads records in place; keeps files open until it is closed. Anybody may, beside the writer."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder`: the run's, where rollouts.sqlite is."""
-        self._folder = folder / FOLDER
-        self._open: dict[str, int] = {}
-
-    def __enter__(self) -> SegmentReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
-
-    def read(self, name: str, offset: int, length: int) -> Record:
-        """Raises RunError: the file is gone or damaged."""
-        path = self._folder / name
-        with disk_errors(path):
-            if name not in self._open:
-                self._open[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            data = os.pread(self._open[name], length, offset)
-        return decode(data, f"{path} at {offset}")
 
 
 class SegmentWriter:

@@ -5,9 +5,9 @@
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
              prompt that it was drawn from, where that is not its group's
-    pieces   where the tokens of samples lie in segment files (segments.py), in the order in which they came: ids, mu
-             and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint can
-             want them
+    pieces   where the tokens of samples lie in segment files (rlsys/records.py), in the order in which they came:
+             ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
+             can want them
     segments the files: name, and how many bytes of each are committed
     takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
              had been given before, in which portions
@@ -39,13 +39,14 @@ import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
-from rlsys.rollout.segments import Kind, Place, Record, SegmentReader, SegmentWriter, encode
-from rlsys.types import GroupState, RouteSpan, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
+from rlsys.records import Kind, encode
+from rlsys.rollout.segments import Place, SegmentWriter
+from rlsys.types import GroupState, Piece, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 10
+_SCHEMA_VERSION = 11
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -55,8 +56,8 @@ CREATE TABLE groups (
 CREATE INDEX groups_by_state ON groups (state);
 CREATE TABLE samples (
     sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
-    seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, spans TEXT NOT NULL,
-    reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, mu_sum REAL NOT NULL,
+    spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
     observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL
 );
@@ -277,7 +278,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample) -> Stored:
-        return cls(len(sample.response_ids), len(sample.routes), sample.sampled_tokens)
+        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens)
 
 
 def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample, stored: Stored) -> Stored:
@@ -288,7 +289,7 @@ def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample
     status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
     row = (
         sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-        len(sample.response_ids), json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
+        sample.tokens, sample.mu_sum, json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
         sample.reward, sample.censor_reason, sample.resumes,
         sample.cached_tokens, sample.prefilled_tokens, sample.engine,
         None if sample.named_rewards is None else json.dumps(sample.named_rewards),
@@ -326,10 +327,8 @@ def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> 
     behaviour += logp
 
 
-def read_groups(
-    db: sqlite3.Connection, segments: SegmentReader, where: str, *values: object
-) -> list[SampleGroup]:
-    """Whole groups, by id. Raises RunError when a sample's arrays are not as long as its row says, or damaged."""
+def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
+    """Whole groups, by id, without the tokens: `pieces` of each sample say where they lie."""
     groups: dict[int, SampleGroup] = {}
     prompts: dict[int, list[int]] = {}
     columns = "group_id, prompt_index, state, train_step, prompt_ids"
@@ -337,47 +336,21 @@ def read_groups(
         groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
         prompts[row[0]] = blob_to_ids(row[4])
     of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
-    arrays: dict[int, Arrays] = {}
-    pieces = (
+    pieces: dict[int, list[Piece]] = {}
+    places = (
         "SELECT sample_id, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         f"JOIN samples USING (sample_id) WHERE {of_groups} ORDER BY piece"
     )
-    for sample_id, *place in db.execute(pieces, values):
-        arrays.setdefault(sample_id, Arrays()).add(sample_id, segments.read(*place))
+    for sample_id, *place in db.execute(places, values):
+        pieces.setdefault(sample_id, []).append(Piece(*place))
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
-        found = arrays.get(row[0], Arrays())
-        if not len(found.ids) == len(found.mu) == row[5]:
-            raise RunError(
-                f"sample {row[0]}: {row[5]} tokens in the ledger, but {len(found.ids)} ids and "
-                f"{len(found.mu)} log-probs are kept"
-            )
-        groups[row[1]].samples.append(sample_of_row(row, prompts[row[1]], found))
+        groups[row[1]].samples.append(sample_of_row(row, prompts[row[1]], pieces.get(row[0], [])))
     return list(groups.values())
 
 
-class Arrays:
-    """The pieces of one sample put together."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mu: list[float] = []
-        self.routes: list[RouteSpan] = []
-        self.behaviour: list[float] = []
-
-    def add(self, sample_id: int, record: Record) -> None:
-        if record.sample_id != sample_id:
-            raise RunError(f"sample {sample_id}: the ledger points at a record of sample {record.sample_id}")
-        if record.kind is Kind.SCORES:
-            extend_scores(self.behaviour, record.start, record.logp().tolist())
-        else:
-            self.ids += record.ids().tolist()
-            self.mu += record.mu().tolist()
-            self.routes += msgspec.msgpack.decode(record.route_bytes(), type=list[RouteSpan])
-
-
-def sample_of_row(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
-    """`row`: of the table samples. `prompt_ids`: of its group. `arrays`: all of its tokens, or none."""
-    sample_id, group_id, place, seed, status, _, spans, *rest = row
+def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sample:
+    """`row`: of the table samples. `prompt_ids`: of its group. `pieces`: where its tokens lie."""
+    sample_id, group_id, place, seed, status, _, mu_sum, spans, *rest = row
     (
         reward,
         censor_reason,
@@ -395,11 +368,10 @@ def sample_of_row(row: tuple, prompt_ids: list[int], arrays: Arrays) -> Sample:
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
-        arrays.ids, arrays.mu,
-        [VersionSpan(*s) for s in json.loads(spans)], Status(status),
+        spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum, pieces=pieces,
         reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, faults=faults,
         cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
-        routes=arrays.routes, behaviour=arrays.behaviour, observed=[TokenSpan(*s) for s in json.loads(observed)],
+        observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None else prompt_ids,
     )  # fmt: skip

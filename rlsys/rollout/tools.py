@@ -70,7 +70,7 @@ class ToolTurns:
                 sample.status = Status.PARKED
             before, after = self._answer
             ids = self._tokenizer.encode(before + await self._tool(call) + after)
-            if len(sample.response_ids) + len(ids) >= self._budget:
+            if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return
             sample.observe(ids)
@@ -132,7 +132,7 @@ def tool_penalty(sample: Sample, decode: Callable[[list[int]], str]) -> float:
     told = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
     errors = sum(_ERROR.search(text) is not None for text in told) / len(told) if told else NO_CALL
     starts = [0, *(span.end for span in sample.observed)]
-    ends = [*(span.start for span in sample.observed), len(sample.response_ids)]
+    ends = [*(span.start for span in sample.observed), sample.tokens]
     said = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
     answers = sum(count_answers(text) for text in said)
     return errors + (min((answers - 1) / len(said), 1.0) if answers else 1.0)

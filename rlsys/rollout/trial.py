@@ -159,7 +159,7 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     said = [*tokenizer.encode(RESPONSE), tokenizer.eos_id]
 
     async def speak(sample: Sample) -> None:
-        room = config.rollout.max_response_tokens - len(sample.response_ids)
+        room = config.rollout.max_response_tokens - sample.tokens
         ids = said[: max(room, 0)]
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
         sample.status = Status.FINISHED if ids == said else Status.TRUNCATED

@@ -61,9 +61,7 @@ class Waiting:
         waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
         shown = "; ".join(
             f"group {g.group_id}: "
-            + ", ".join(
-                f"sample {s.sample_id} {s.status} with {len(s.response_ids)} tokens" for s in rest[:3]
-            )
+            + ", ".join(f"sample {s.sample_id} {s.status} with {s.tokens} tokens" for s in rest[:3])
             for g, rest in waiting[:3]
         )
         engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())

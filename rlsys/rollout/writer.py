@@ -6,17 +6,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from rlsys.errors import RlsysError, RunError
 from rlsys.owner import Deposed, Owner
+from rlsys.records import SegmentReader
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
-from rlsys.rollout.segments import SegmentReader, SegmentWriter
-from rlsys.rollout.store import WriterLock, open_store, read_groups, sqlite_errors
+from rlsys.rollout.segments import SegmentWriter
+from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
 from rlsys.rollout.takeover import take_over
-from rlsys.types import SampleGroup
+from rlsys.types import Sample
 
 T = TypeVar("T")
 
@@ -99,12 +100,11 @@ class StoreWriter:
     def _close_to_writes(self, error: BaseException) -> None:
         self._broken = f"{self.path}: closed to writes after: {error}"
 
-    def read_groups(self, where: str, *values: object) -> list[SampleGroup]:
-        """Whole groups, by id, what is not flushed included."""
-        with sqlite_errors(self.path):
-            self.segments.write_out()
-            with SegmentReader(self.path.parent) as segments:
-                return read_groups(self.db, segments, where, *values)
+    def load(self, samples: Iterable[Sample]) -> list[Sample]:
+        """The same with their tokens in hand, what is not flushed included."""
+        self.segments.write_out()
+        with SegmentReader(self.path.parent) as reader:
+            return [reader.loaded(sample) for sample in samples]
 
     def samples(self, query: SampleQuery) -> list[Seen]:
         """A page of them, what is not flushed included."""

@@ -39,7 +39,7 @@ class TokenNotes:
         advantages = unknown if micro.advantages is None else micro.advantages
         for row, end in zip(micro.rows.tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
             sample = samples[row]
-            tokens = slice(end - len(sample.response_ids), end)
+            tokens = slice(end - sample.tokens, end)
             self._notes[sample.sample_id] = Note(_bytes(logp[tokens]), _bytes(advantages[tokens]))
 
     def write(self, trainer: Trainer, taken: Taken) -> None:
@@ -53,14 +53,15 @@ class TokenNotes:
         of_stage = {i: note for part in trainer.from_all(mine) for i, note in part.items()}
         notes = from_last_stage(of_stage)
         if trainer.is_main:
-            figures = {
-                s.sample_id: TokenFigures(
-                    np.array(s.response_ids, dtype="<i4").tobytes(),
-                    to_floats(s.mu),
-                    *notes.get(s.sample_id, ()),
-                )
-                for s in samples
-            }
+            with trainer.segments as segments:
+                figures = {
+                    s.sample_id: TokenFigures(
+                        np.array(s.response_ids, dtype="<i4").tobytes(),
+                        to_floats(s.mu),
+                        *notes.get(s.sample_id, ()),
+                    )
+                    for s in map(segments.loaded, samples)
+                }
             write_trained(trainer.config.run.dir, taken.train_step, figures)
 
 

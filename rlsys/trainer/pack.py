@@ -7,19 +7,25 @@ the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from typing import TypeVar
+from itertools import accumulate
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
 from rlsys.algo.segments import sum_by
+from rlsys.records import Arrays, SegmentReader
 from rlsys.types import RouteSpan, Sample
 
 T = TypeVar("T")
+Values = Sequence[float] | NDArray[Any]
+"""One for each response token."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +36,20 @@ class TrainSample:
     in the sample table. `transferred`: mu is of the same response to another prompt.
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    mu: list[float]
-    versions: list[int]
+    prompt_ids: Sequence[int]
+    response_ids: Values
+    mu: Values
+    versions: Values
     row: int = -1
-    trained: list[bool] | None = None
-    behaviour: list[float] = field(default_factory=list)
-    routes: tuple[RouteSpan, ...] = ()
+    trained: Values | None = None
+    behaviour: Values = ()
+    routes: Sequence[RouteSpan] = ()
     transferred: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
-        per_token = {"mu": len(self.mu), "versions": len(self.versions), "trained": len(self.mask)}
+        trained = n if self.trained is None else len(self.trained)
+        per_token = {"mu": len(self.mu), "versions": len(self.versions), "trained": trained}
         if not self.prompt_ids or not n or set(per_token.values()) != {n}:
             found = ", ".join(f"{count} {name}" for name, count in per_token.items())
             raise ValueError(
@@ -51,25 +58,42 @@ class TrainSample:
             )
 
     @classmethod
-    def of(cls, sample: Sample, row: int = -1) -> TrainSample:
-        trained = sample.trained() if sample.observed or sample.masked else None
-        missing = [math.nan] * (len(sample.response_ids) - len(sample.behaviour))
-        behaviour = [*sample.behaviour, *missing]
+    def of(cls, sample: Sample, row: int = -1, arrays: Arrays | None = None) -> TrainSample:
+        """`arrays`: the sample's tokens, where they are not in hand."""
+        held = sample if arrays is None else arrays
+        behaviour = np.full(sample.tokens, np.nan, np.float32)
+        behaviour[: len(held.behaviour)] = held.behaviour
+        lengths = [span.end - span.start for span in sample.spans]
         transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
         return cls(
-            sample.trained_prompt or sample.prompt_ids, sample.response_ids, sample.mu, sample.versions(), row,
-            trained, behaviour, () if transferred else tuple(sample.routes), transferred,
+            sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
+            np.repeat([span.version for span in sample.spans], lengths), row,
+            sample.trained() if sample.observed or sample.masked else None,
+            behaviour, () if transferred else held.routes, transferred,
         )  # fmt: skip
 
-    @property
-    def mask(self) -> list[float]:
-        """1 for each response token that is trained."""
-        if self.trained is None:
-            return [1.0] * len(self.response_ids)
-        return [float(t) for t in self.trained]
+    def read(self) -> TrainSample:
+        return self
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A TrainSample to be, whose tokens only the rank reads that trains it."""
+
+    sample: Sample
+    row: int
+    segments: SegmentReader
+
+    def read(self) -> TrainSample:
+        """Raises RunError: a segment is not there, or damaged."""
+        arrays = None if self.sample.in_hand else self.segments.arrays(self.sample)
+        return TrainSample.of(self.sample, self.row, arrays)
+
+    def __len__(self) -> int:
+        return len(self.sample.trained_prompt or self.sample.prompt_ids) + self.sample.tokens
 
 
 @dataclass(kw_only=True)
@@ -124,7 +148,7 @@ class MicroBatch(Batch):
 
 
 def pack(
-    samples: Sequence[TrainSample],
+    samples: Sequence[TrainSample | Unread],
     token_budget: int,
     dp_rank: int = 0,
     dp_size: int = 1,
@@ -137,14 +161,14 @@ def pack(
     (rlsys.convert.flops). The number of bins is the smallest that fits and gives each of `dp_size` ranks a multiple
     of `multiple` (interleaved pipelines need one). The ranks' bins of one place cost about the same. A sample longer
     than `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one.
-    Depends on the samples and on numbers alike on all ranks, so ranks agree.
+    Depends on lengths and on numbers alike on all ranks, so ranks agree; a rank reads its own samples only.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
     lengths = [len(s) for s in samples]
     mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
-    return [_build([samples[i] for i in b]) if b else _masked(shortest) for b in mine]
+    return [_build([samples[i].read() for i in b]) if b else _masked(shortest.read()) for b in mine]
 
 
 def plan_bins(
@@ -214,27 +238,30 @@ def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int)
     return out
 
 
-def _build(samples: list[TrainSample]) -> MicroBatch:
-    def per_token(on_prompt: float, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        flat: list[float] = []
-        for s, v in zip(samples, values, strict=True):
-            flat.extend([on_prompt] * len(s.prompt_ids))
-            flat.extend(v)
-        return torch.tensor(flat, dtype=dtype)
-
+def _build(samples: Sequence[TrainSample]) -> MicroBatch:
     lengths = [len(s) for s in samples]
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    starts = [0, *accumulate(lengths)]
+
+    def per_token(on_prompt: float, values: Iterable[Values | float], dtype: type[np.generic]) -> Tensor:
+        out = np.full(starts[-1], on_prompt, dtype)
+        for s, start, value in zip(samples, starts, values, strict=False):
+            out[start + len(s.prompt_ids) : start + len(s)] = value
+        return torch.from_numpy(out)
+
+    tokens = per_token(0, [s.response_ids for s in samples], np.int64)
+    for s, start in zip(samples, starts, strict=False):
+        tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
     return MicroBatch(
-        tokens=torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        tokens=tokens,
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor([s.row for s in samples]),
-        mu=per_token(0.0, [s.mu for s in samples], torch.float32),
-        mask=per_token(0.0, [s.mask for s in samples], torch.float32),
-        versions=per_token(-1, [s.versions for s in samples], torch.int64),
-        behaviour=per_token(math.nan, [s.behaviour for s in samples], torch.float32)
-        if all(s.behaviour for s in samples)
+        mu=per_token(0.0, [s.mu for s in samples], np.float32),
+        mask=per_token(0.0, [1.0 if s.trained is None else s.trained for s in samples], np.float32),
+        versions=per_token(-1, [s.versions for s in samples], np.int64),
+        behaviour=per_token(math.nan, [s.behaviour for s in samples], np.float32)
+        if all(len(s.behaviour) for s in samples)
         else None,
-        transferred=per_token(0, [[s.transferred] * len(s.response_ids) for s in samples], torch.bool)
+        transferred=per_token(0, [s.transferred for s in samples], np.bool_)
         if any(s.transferred for s in samples)
         else None,
         routes=[

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.precision import token_multiple
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, TrainSample, pack
+from rlsys.trainer.pack import MicroBatch, TrainSample, Unread, pack
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
 
@@ -68,7 +68,7 @@ class Passes:
         self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
         self._real_tokens = self._computed_tokens = 0
 
-    def pack(self, samples: list[TrainSample]) -> list[MicroBatch]:
+    def pack(self, samples: Sequence[TrainSample | Unread]) -> list[MicroBatch]:
         """This rank's micro-batches of `samples`, which every rank gives alike."""
         budget = self._config.trainer.token_budget
         return pack(samples, budget, self._dp_rank, self._dp_size, self._round, self._crossover)

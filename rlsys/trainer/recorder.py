@@ -9,6 +9,7 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.obs.metrics import MetricsWriter, read_metrics
 from rlsys.obs.symptoms import Watch
+from rlsys.records import SegmentReader
 from rlsys.types import Sample, SampleGroup, Status
 
 SAMPLES = 3
@@ -37,7 +38,9 @@ class Recorder:
         if kind not in ("step", "eval"):
             return
         for symptom in self._watch.add(entry):
-            samples = told_samples(symptom.name, self._groups, Tokenizer(self._config.model.path).decode)
+            decode = Tokenizer(self._config.model.path).decode
+            with SegmentReader(self._config.run.dir) as segments:
+                samples = told_samples(symptom.name, self._groups, decode, segments.loaded)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)
 
     def show(self, groups: Sequence[SampleGroup]) -> None:
@@ -46,9 +49,15 @@ class Recorder:
 
 
 def told_samples(
-    symptom: str, groups: Sequence[SampleGroup], decode: Callable[[list[int]], str]
+    symptom: str,
+    groups: Sequence[SampleGroup],
+    decode: Callable[[list[int]], str],
+    loaded: Callable[[Sample], Sample],
 ) -> list[dict[str, Any]]:
-    """Of a few groups, the sample that shows most: of lengths one that was cut off, of a reward the best one."""
+    """Of a few groups, the sample that shows most: of lengths one that was cut off, of a reward the best one.
+
+    `loaded` gives a sample its tokens.
+    """
 
     def tells(sample: Sample) -> float:
         if symptom == "at_the_cap":
@@ -59,9 +68,9 @@ def told_samples(
     return [
         {
             "prompt": _short(decode(s.prompt_ids)), "response": _short(decode(s.response_ids)),
-            "tokens": len(s.response_ids), "reward": s.reward,
+            "tokens": s.tokens, "reward": s.reward,
         }
-        for s in each[:SAMPLES]
+        for s in map(loaded, each[:SAMPLES])
     ]  # fmt: skip
 
 

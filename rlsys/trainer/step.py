@@ -32,7 +32,7 @@ from rlsys.trainer.critic import Critic
 from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.notes import TokenNotes
-from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.pack import MicroBatch, Unread
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
 
@@ -61,7 +61,9 @@ def train_step(
     notes.write(trainer, taken)
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
-    if due := objective.put_off(plan, taken.groups, step):
+    with trainer.segments as segments:
+        due = objective.put_off(plan, taken.groups, step, segments.loaded)
+    if due:
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
@@ -180,7 +182,8 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
     samples = [s for group in taken.groups for s in group.samples]
-    batch = trainer.passes.pack([TrainSample.of(samples[r], r) for r in rows])
+    with trainer.segments as segments:
+        batch = trainer.passes.pack([Unread(samples[r], r, segments) for r in rows])
     for micro in batch:
         micro.version = taken.weight_version
     return batch
@@ -308,18 +311,13 @@ def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]
     """
     if not unscored:
         return []
-    batch = trainer.passes.pack(
-        [
-            TrainSample(u.prompt_ids, u.response_ids, [0.0] * n, [0] * n, row, routes=tuple(u.routes))
-            for row, u in enumerate(unscored)
-            if (n := len(u.response_ids))
-        ]
-    )
+    with trainer.segments as segments:
+        batch = trainer.passes.pack([Unread(u.sample, row, segments) for row, u in enumerate(unscored)])
     mine: dict[int, list[float]] = {}
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         ends = micro.cu_seqlens[1:].tolist()
         for row, end in zip(micro.rows.tolist(), ends, strict=True):
-            tokens = len(unscored[row].response_ids) - unscored[row].start
+            tokens = unscored[row].sample.tokens - unscored[row].start
             mine[row] = logp[end - tokens : end].tolist()
     found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
-    return [Scored(u.sample_id, u.start, found[row]) for row, u in enumerate(unscored)]
+    return [Scored(u.sample.sample_id, u.start, found[row]) for row, u in enumerate(unscored)]

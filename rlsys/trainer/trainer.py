@@ -29,6 +29,7 @@ from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.errors import RunError
 from rlsys.owner import Owner
+from rlsys.records import SegmentReader
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
@@ -96,6 +97,8 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
+        self.segments = SegmentReader(config.run.dir, f"trainer rank {self.rank}")
+        """Where the tokens of samples lie."""
         self._checkpoints = Checkpoints(
             config.run.dir / "checkpoints", config.trainer.keep_checkpoints, self.control, owner
         )

@@ -39,6 +39,7 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Canary, EngineAddress, PushTicket, Taken
 from tests.helpers.history import Saved, Training
+from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
 from tests.helpers.rollout_rig import Numbers, abandon
 from tests.helpers.scripted_engine import EOS, LATENCY, canary_logprobs, checksums
@@ -152,7 +153,8 @@ class TrainerRole:
                 await self._save(step)
 
     def _learn(self, taken: Taken) -> None:
-        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in taken.groups}
+        told = loaded(self._ground.config.run.dir, taken.groups)
+        groups = {g.group_id: {s.sample_id: s.response_ids for s in g.samples} for g in told}
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
         self._ground.history.trainings.append(
             Training(self._launch.owner.epoch, self._start, taken.train_step, before, self._weights, groups)

@@ -40,6 +40,7 @@ from rlsys.owner import of_process
 from rlsys.rollout.client import RolloutClient
 from rlsys.types import Canary, EngineAddress, Taken
 from tests.helpers.history import Emission, Saved, Training, to_line
+from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed
 from tests.helpers.scripted_engine import Request, ScriptedEngine, canary_logprobs, checksums, logprob
 
@@ -175,7 +176,8 @@ class Trainer:
         metrics.write("run", step, event="end")
 
     def _learn(self, taken: Taken) -> None:
-        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in taken.groups}
+        told = loaded(self._config.run.dir, taken.groups)
+        groups = {g.group_id: {s.sample_id: s.response_ids for s in g.samples} for g in told}
         time.sleep(1.0)
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
         epoch = self._owner.epoch

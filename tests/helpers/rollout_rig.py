@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from rlsys.rollout.planning import Planning, PromptScores
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Prompt, Sample, SampleGroup, Taken
+from tests.helpers.loaded import loaded
 from tests.helpers.scripted_router import ScriptedRouter
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class Rig:
         reward: Reward,
         prompt_scores: PromptScores | None = None,
     ) -> None:
+        self.folder = config.run.dir
         self.router = ScriptedRouter(length)
         planning = Planning(config, Numbers(), None, prompt_scores=prompt_scores)
         self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
@@ -81,10 +84,10 @@ class Rig:
         await self.push()
 
     async def take(self, step: int) -> Taken:
-        """Ticks until there are enough groups."""
+        """Ticks until there are enough groups. As a trainer has them that reads all tokens."""
         taken = await self.until(self.manager.take(step))
         assert taken is not None
-        return taken
+        return replace(taken, groups=loaded(self.folder, taken.groups))
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(work)

@@ -116,10 +116,8 @@ def test_exact_old_is_scored_with_the_experts_that_training_replays(start: Calla
         by_row(b, in_training(trainer, b))
         for b in (batch, pack_rows(recorded(), range(len(samples)), trainer))
     )
-    parked = [Unscored(i, s.prompt_ids, s.response_ids, 0) for i, s in enumerate(samples)]
-    for asked, sample in zip(parked, samples, strict=True):
-        asked.routes = sample.routes
-    scored = {found.sample_id: torch.tensor(found.logp) for found in score_parked(parked, trainer)}
+    found = score_parked([Unscored(s, 0) for s in samples], trainer)
+    scored = {row: torch.tensor(scores.logp) for row, scores in enumerate(found)}
     print(
         f"|score_parked - training|: {gap(scored, training):.1e}; replayed or not: {gap(own, training):.2f}"
     )

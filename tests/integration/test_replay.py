@@ -186,11 +186,10 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     assert len(kept) >= FEW
     for s in kept:
         assert (s.routes[0].start, s.routes[-1].end) == (0, len(s.prompt_ids + s.response_ids) - 1)
-    parked = [Unscored(s.sample_id, s.prompt_ids, s.response_ids, 0, s.routes) for s in kept]
     mu = torch.tensor([m for s in kept for m in s.mu])
     trainer, found = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):
-        asked = [u if routed else dataclasses.replace(u, routes=[]) for u in parked]
+        asked = [Unscored(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
         scored = torch.tensor([lp for found in score_parked(asked, trainer) for lp in found.logp])
         gap = (scored - mu).abs()
         found[name] = [float(x) for x in (gap.mean(), *gap.quantile(torch.tensor([0.99, 0.999])))]

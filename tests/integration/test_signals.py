@@ -141,8 +141,7 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     assert stale > 50
     assert recomputed > 0.1  # under other weights: recomputing later would not be exact
     sample = taken.groups[0].samples[0]
-    parked = Unscored(7, sample.prompt_ids, sample.response_ids, 2)
-    (found,) = score_parked([parked], trainer)
+    (found,) = score_parked([Unscored(sample, 2)], trainer)
     (whole,) = trainer.passes.logprobs(
         [MicroBatch.of_tokens(torch.tensor(sample.prompt_ids + sample.response_ids))]
     )

@@ -124,7 +124,7 @@ def test_temperature_scales_logits_and_canaries_stay_at_one(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
     trainer = start(model, rollout={"temperature": 0.5})
-    ids = cases.samples()[0].prompt_ids + cases.samples()[0].response_ids
+    ids = [*cases.samples()[0].prompt_ids, *cases.samples()[0].response_ids]
     (hot,) = trainer.passes.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
     expected = transformers_logprobs(model, ids, 0.5)
     assert torch.allclose(hot[1:], expected, rtol=0, atol=1e-5 / 0.5)  # rounding of the logits is scaled, too

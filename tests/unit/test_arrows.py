@@ -19,6 +19,7 @@ BASE = {
     "identity",
     "config",
     "precision",
+    "records",
     "obs",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -62,6 +63,7 @@ TORCH_FREE = (
     "errors",
     "config",
     "precision",
+    "records",
     "obs",
     "plugins",
     "rewards",

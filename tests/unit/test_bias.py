@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.rollout.bias import WARM_UP_STEPS, by_rank, by_resumes, mean_length
-from rlsys.types import Sample, SampleGroup
+from rlsys.types import Sample, SampleGroup, VersionSpan
 from tests.helpers.rollout_rig import make_config, rig
 
 
@@ -38,7 +38,7 @@ def test_running_samples_do_not_shorten_the_mean() -> None:
 
 def group(group_id: int, length: int, reward: float, resumes: int) -> SampleGroup:
     sample = Sample(
-        group_id, group_id, 0, [1], seed=1, response_ids=[7] * length, reward=reward, resumes=resumes
+        group_id, group_id, 0, [1], seed=1, spans=[VersionSpan(1, 0, length)], reward=reward, resumes=resumes
     )
     return SampleGroup(group_id, group_id, [sample])
 

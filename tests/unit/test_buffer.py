@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def complete(buffer: RolloutBuffer, group: SampleGroup, version: int) -> None:
     for s in group.samples:
         s.status, s.reward = Status.FINISHED, 0.5
     buffer.finish(group, GroupState.READY)
+
+
+def whole(buffer: RolloutBuffer, step: int) -> tuple[int, list[SampleGroup]]:
+    """What a step took, with its tokens."""
+    version, groups = buffer.taken(step)
+    return version, [replace(g, samples=buffer.load(g.samples)) for g in groups]
 
 
 class Opener:
@@ -131,9 +138,9 @@ def test_a_step_takes_the_same_groups_again_after_restore(buffer: RolloutBuffer,
     assert back.ready() == []  # reserved: nobody else can take them
     back.new_version(0)
     assert [g.group_id for g in back.taken(1)[1]] == [1, 3]
-    assert back.taken(1) == (version, [groups[1], groups[3]])
+    assert whole(back, 1) == (version, [groups[1], groups[3]])
     back.new_version(1)
-    assert back.taken(2) == (second, [groups[0], groups[2]])
+    assert whole(back, 2) == (second, [groups[0], groups[2]])
     assert back.counts[GroupState.TRAINED] == 4
     check(back.ledger())
 

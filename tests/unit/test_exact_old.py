@@ -35,12 +35,12 @@ def by_trainer(start: int, end: int, step: int) -> list[float]:
 
 
 def scores_of(asked: list[Unscored], step: int) -> list[Scored]:
-    return [Scored(u.sample_id, u.start, by_trainer(u.start, len(u.response_ids), step)) for u in asked]
+    return [Scored(u.sample.sample_id, u.start, by_trainer(u.start, u.sample.tokens, step)) for u in asked]
 
 
 def of_group_zero(asked: list[Unscored]) -> list[tuple[int, int, int]]:
     """Sample, first token to score, tokens that it has."""
-    return [(u.sample_id, u.start, len(u.response_ids)) for u in asked if u.sample_id < 2]
+    return [(u.sample.sample_id, u.start, u.sample.tokens) for u in asked if u.sample.sample_id < 2]
 
 
 async def taken_with_group_zero(r: Rig, step: int) -> Sample:
@@ -70,10 +70,10 @@ async def test_each_interrupt_asks_for_the_tokens_since_the_last_one(tmp_path: P
         await r.start()
         first = await step_of(r, 1)
         surplus = [s.sample_id for g in r.buffer.ready() for s in g.samples]
-        assert surplus and set(surplus) <= {u.sample_id for u in first}
+        assert surplus and set(surplus) <= {u.sample.sample_id for u in first}
         assert of_group_zero(first) == [(0, 0, 3), (1, 0, 3)]
-        assert first[0].prompt_ids == [5, 6, 0]
-        assert first[0].response_ids == [0, 1, 2]
+        assert first[0].sample.prompt_ids == [5, 6, 0]
+        assert r.buffer.load([first[0].sample])[0].response_ids == [0, 1, 2]
         assert of_group_zero(await step_of(r, 2)) == [(0, 3, 6), (1, 3, 6)]
         assert await step_of(r, 3) == []
         assert of_group_zero(await step_of(r, 4)) == [(0, 6, 9), (1, 6, 9)]
@@ -91,7 +91,7 @@ async def test_tokens_that_nobody_scored_in_time_are_never_asked_for_again(tmp_p
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
         await step_of(r, 1)
-        await step_of(r, 2, wanted=lambda u: u.sample_id != 0)
+        await step_of(r, 2, wanted=lambda u: u.sample.sample_id != 0)
         await step_of(r, 3)
         assert of_group_zero(await step_of(r, 4)) == [(0, 6, 9), (1, 6, 9)]
         kept, whole = (s.behaviour for s in r.buffer.groups[0].samples)
@@ -231,9 +231,11 @@ async def test_over_http_they_are_what_the_manager_gives(tmp_path: Path) -> None
         await ticking(r, client.take, 1)
         parked = r.buffer.groups[0].samples[0]
         parked.routes.append(RouteSpan(0, 2, bytes([1, 0, 3, 2])))  # as an abort gives them
+        r.buffer.save([parked])
         asked = await ticking(r, client.unscored, 1)
         assert asked == await r.manager.unscored(1)
-        assert next(u for u in asked if u.sample_id == 0).routes == parked.routes
+        (read,) = r.buffer.load(u.sample for u in asked if u.sample.sample_id == 0)
+        assert (read.response_ids, read.routes) == (parked.response_ids, parked.routes)
         await ticking(r, client.store_scores, scores_of(asked, 1))
         first = r.buffer.groups[0].samples[0]
         assert first.behaviour == by_trainer(0, len(first.response_ids), 1)

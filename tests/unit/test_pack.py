@@ -41,7 +41,7 @@ def test_every_sample_is_packed_once_on_equally_many_micro_batches(
     ranks = [pack(samples, budget, rank, dp) for rank in range(dp)]
     assert len({len(batches) for batches in ranks}) == 1
     packed = sequences([m for batches in ranks for m in batches])
-    assert sorted(packed) == sorted(s.prompt_ids + s.response_ids for s in samples)
+    assert sorted(packed) == sorted([*s.prompt_ids, *s.response_ids] for s in samples)
     assert sum(m.response_tokens for batches in ranks for m in batches) == sum(r for _, r in sizes)
 
 
@@ -148,7 +148,7 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
     made.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
     made.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
     row = TrainSample.of(made, row=7)
-    assert (row.response_ids, row.mu, row.versions) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
+    assert (row.response_ids, row.mu, list(row.versions)) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
     assert (row.row, len(row)) == (7, 5)
 
 
@@ -200,6 +200,5 @@ def test_what_is_observed_and_what_is_masked_is_not_trained_each_for_itself(whic
         sample.masked.append(TokenSpan(0, 1))
         trained[0] = 0.0
     packed = TrainSample.of(sample)
-    assert packed.mask == trained
     (micro,) = pack([packed], 64)
     assert micro.mask.tolist() == [False, False, *map(bool, trained)]

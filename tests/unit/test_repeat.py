@@ -8,6 +8,7 @@ import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.rollout.repeat import Record
 from rlsys.rollout.store import FILE_NAME
 from rlsys.types import Sample, Taken
+from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
 STEPS = 8
@@ -47,7 +49,8 @@ async def trained(config: Config, clock: Clock, steps: int = STEPS) -> tuple[lis
         await r.start()
         out = []
         for step in range(1, steps + 1):
-            out.append(await done(r, r.manager.take(step), clock))
+            taken = await done(r, r.manager.take(step), clock)
+            out.append(replace(taken, groups=loaded(r.folder, taken.groups)))
             ticket = await done(r, r.manager.begin_push(), clock)
             await r.manager.end_push(ticket, [])
         await r.manager.close()

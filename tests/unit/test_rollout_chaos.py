@@ -32,6 +32,7 @@ from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt, Sample, Status, Taken
+from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
 from tests.helpers.scripted_engine import (
     EOS,
@@ -171,13 +172,13 @@ class World:
         return float(len(text) % 2)
 
     def check(self, taken: Taken) -> None:
-        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in taken.groups]
+        groups = loaded(self.config.run.dir, taken.groups)
+        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
         assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
         assert taken.metrics["lost"] == 0
-        for group in taken.groups:
-            for sample in group.samples:
-                check_sample(sample)
+        for sample in (s for group in groups for s in group.samples):
+            check_sample(sample)
 
 
 def check_sample(s: Sample) -> None:

@@ -27,6 +27,7 @@ from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import serve
 from rlsys.types import Canary
+from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow_group_zero
 from tests.helpers.service_rig import OWNER, served, ticking
 
@@ -43,9 +44,9 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         taken = await ticking(r, client.take, 1)
         assert taken is not None
         again = await r.manager.take(1)
-        assert again is not None and taken.groups == again.groups  # every bit of mu
+        assert again is not None and taken.groups == again.groups
         assert isinstance(taken.metrics["tokens"], int)
-        assert taken.groups[0].samples[0].mu[1] == -1 / 7
+        assert loaded(tmp_path, taken.groups)[0].samples[0].mu[1] == -1 / 7
         await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
         assert (await ticking(r, client.evaluate)).prompts == 4
         await ticking(r, client.commit, 1)

@@ -122,7 +122,8 @@ class BufferMachine(RuleBasedStateMachine):
         _, groups = self.buffer.taken(step)
         assert sorted(g.group_id for g in groups) == sorted(now.journal[step])
         for group in groups:
-            assert [s.response_ids for s in group.samples] == [now.ids[s.sample_id] for s in group.samples]
+            read = self.buffer.load(group.samples)
+            assert [s.response_ids for s in read] == [now.ids[s.sample_id] for s in read]
             now.states[group.group_id] = GroupState.TRAINED
         now.done = step
 

@@ -17,7 +17,7 @@ from rlsys.obs.report import render_page
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import QUIET, RULES, History, Watch, find_symptoms
 from rlsys.trainer.recorder import Recorder, told_samples
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.types import Sample, SampleGroup, Status, VersionSpan
 
 CURVES = Path(__file__).parents[1] / "data" / "curves"
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart-moe"
@@ -168,7 +168,15 @@ def groups() -> list[SampleGroup]:
         cut = Status.TRUNCATED if (group, i) == (3, 1) else Status.FINISHED
         reward = 1.0 if (group, i) == (4, 1) else 0.0
         return Sample(
-            2 * group + i, group, i, [20 + group], 0, response_ids=[30 + i] * 3, status=cut, reward=reward
+            2 * group + i,
+            group,
+            i,
+            [20 + group],
+            0,
+            response_ids=[30 + i] * 3,
+            spans=[VersionSpan(1, 0, 3)],
+            status=cut,
+            reward=reward,
         )
 
     return [SampleGroup(g, g, [sample(g, 0), sample(g, 1)]) for g in range(5)]
@@ -176,13 +184,13 @@ def groups() -> list[SampleGroup]:
 
 def test_samples_that_show_the_symptom() -> None:
     def told(name: str) -> list[Entry]:
-        return told_samples(name, groups(), lambda ids: " ".join(map(str, ids)))
+        return told_samples(name, groups(), lambda ids: " ".join(map(str, ids)), lambda sample: sample)
 
     assert [s["prompt"] for s in told("no_signal")] == ["20", "21", "22"]
     assert told("at_the_cap")[0] == {"prompt": "23", "response": "31 31 31", "tokens": 3, "reward": 0.0}
     assert told("held_out_falls")[0]["reward"] == 1.0
-    assert told_samples("no_signal", [], str) == []
-    (long, *_) = told_samples("no_signal", groups(), lambda ids: "x" * 5000)
+    assert told_samples("no_signal", [], str, lambda sample: sample) == []
+    (long, *_) = told_samples("no_signal", groups(), lambda ids: "x" * 5000, lambda sample: sample)
     assert len(long["response"]) < 1300 and " [...] " in long["response"]
 
 

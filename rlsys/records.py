@@ -1,0 +1,173 @@
+"""Records: the tokens of samples in segments, append-only files beside rollouts.sqlite, and their reader.
+
+    segments/EPOCH-NUMBER.seg    records, one behind the other, little-endian:
+
+        magic  checksum  kind  version  policy  sample  sequence  parent  start  tokens  routes  payload
+        4 s    u32       u8    u8       u16     u64     u32       u32     u32    u32     u32     u32
+
+        payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
+        payload of SCORES: logp float32[tokens]
+
+`start` is the first token's place in the response. `sequence` and `parent` tell the sequences of one sample apart and
+which of them each continues; `policy` whose tokens they are: today one of each.
+
+The rollout process writes them (rlsys/rollout/segments.py). Whoever sees the run's folder reads them in place: a
+trainer rank those of the samples that it trains.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.errors import RunError
+from rlsys.types import Piece, RouteSpan, Sample
+
+FOLDER = "segments"
+_HEADER = struct.Struct("<4sIBBHQIIIIII")
+_CHECKED_FROM = 8
+"""The checksum is of all that comes after it."""
+_MAGIC = b"rlsg"
+_VERSION = 1
+_NO_PARENT = 2**32 - 1
+
+T = TypeVar("T", bound=np.generic)
+
+
+class Kind(IntEnum):
+    TOKENS = 1
+    SCORES = 2
+
+
+class Record(NamedTuple):
+    """Of one sample, from token `start` on."""
+
+    kind: Kind
+    sample_id: int
+    start: int
+    tokens: int
+    routes: int
+    payload: memoryview
+
+    def ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.payload, "<i4", self.tokens)
+
+    def mu(self) -> NDArray[np.float64]:
+        return np.frombuffer(self.payload, "<f8", self.tokens, 4 * self.tokens)
+
+    def route_bytes(self) -> memoryview:
+        return self.payload[12 * self.tokens :]
+
+    def logp(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.payload, "<f4", self.tokens)
+
+
+def encode(kind: Kind, sample_id: int, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
+    """One record. `routes`: how many bytes of the payload, its last ones, are routes."""
+    rest = _HEADER.pack(
+        _MAGIC, 0, kind, _VERSION, 0, sample_id, 0, _NO_PARENT, start, tokens, routes, len(payload)
+    )[_CHECKED_FROM:]
+    checksum = zlib.crc32(payload, zlib.crc32(rest))
+    return _MAGIC + checksum.to_bytes(4, "little") + rest + payload
+
+
+def decode(data: bytes, where: str) -> Record:
+    """Raises RunError that begins with `where` when these are not the bytes that were written."""
+    if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        raise RunError(f"{where}: damaged: no record begins there")
+    _, checksum, kind, version, _, sample, _, _, start, tokens, routes, payload = _HEADER.unpack_from(data)
+    if len(data) != _HEADER.size + payload or zlib.crc32(memoryview(data)[_CHECKED_FROM:]) != checksum:
+        raise RunError(f"{where}: damaged: the record of sample {sample} has another checksum")
+    if version != _VERSION:
+        raise RunError(f"{where}: record version {version}, this rlsys reads {_VERSION}")
+    return Record(Kind(kind), sample, start, tokens, routes, memoryview(data)[_HEADER.size :])
+
+
+class Arrays(NamedTuple):
+    """What a sample's pieces hold, by the names that its fields have."""
+
+    response_ids: NDArray[np.int32]  # [tokens]
+    mu: NDArray[np.float64]  # [tokens]
+    behaviour: NDArray[np.float32]  # of the first tokens; NaN: not scored
+    routes: list[RouteSpan]
+
+
+class SegmentReader:
+    """Reads records in place, beside the writer. Keeps files open until the end of its `with` block; it may be used
+    in another one after that."""
+
+    def __init__(self, folder: Path, reader: str = "") -> None:
+        """`folder`: the run's, where rollouts.sqlite is. `reader`: who it is, named in errors."""
+        self._folder = folder / FOLDER
+        self._reader = reader and f"{reader}: "
+        self._open: dict[str, int] = {}
+        self.bytes_read = 0
+
+    def __enter__(self) -> SegmentReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def read(self, piece: Piece) -> Record:
+        """Raises RunError: the file is not there, or damaged."""
+        path = self._folder / piece.segment
+        try:
+            if piece.segment not in self._open:
+                self._open[piece.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._open[piece.segment], piece.length, piece.offset)
+        except FileNotFoundError:
+            raise RunError(
+                f"{self._reader}{path}: no such file; each machine that trains must see run.dir"
+            ) from None
+        except OSError as e:
+            raise RunError(f"{self._reader}{path}: {e.strerror}") from None
+        self.bytes_read += len(data)
+        return decode(data, f"{self._reader}{path} at {piece.offset}")
+
+    def arrays(self, sample: Sample) -> Arrays:
+        """From all of its pieces. Raises RunError as `read`, and when they are not those of the sample."""
+        records = [self.read(piece) for piece in sample.pieces]
+        if strange := [r.sample_id for r in records if r.sample_id != sample.sample_id]:
+            raise RunError(f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0]}")
+        own, scores = ([r for r in records if r.kind is kind] for kind in (Kind.TOKENS, Kind.SCORES))
+        if (found := sum(r.tokens for r in own)) != sample.tokens:
+            raise RunError(
+                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {found} are kept"
+            )
+        behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
+        for record in scores:
+            behaviour[record.start : record.start + record.tokens] = record.logp()
+        routes = [msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan]) for r in own]
+        return Arrays(
+            _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour,
+            [span for spans in routes for span in spans],
+        )  # fmt: skip
+
+    def loaded(self, sample: Sample) -> Sample:
+        """The same with its tokens in hand. Raises RunError as `arrays`."""
+        if sample.in_hand:
+            return sample
+        ids, mu, behaviour, routes = self.arrays(sample)
+        return replace(
+            sample, response_ids=ids.tolist(), mu=mu.tolist(), behaviour=behaviour.tolist(), routes=routes, pieces=[]
+        )  # fmt: skip
+
+
+def _joined(parts: Sequence[NDArray[T]], kind: type[T]) -> NDArray[T]:
+    return np.concatenate(parts) if parts else np.empty(0, kind)

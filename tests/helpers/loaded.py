@@ -1,0 +1,18 @@
+"""What a take answered, with the tokens that a trainer reads from the run's segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from rlsys.records import SegmentReader
+from rlsys.types import SampleGroup
+
+
+def loaded(run: Path, groups: Iterable[SampleGroup]) -> list[SampleGroup]:
+    """`run`: its folder. The samples of `groups` have no tokens in hand yet."""
+    groups = list(groups)
+    assert not any(s.response_ids or s.mu or s.routes or s.behaviour for g in groups for s in g.samples)
+    with SegmentReader(run) as segments:
+        return [replace(g, samples=[segments.loaded(s) for s in g.samples]) for g in groups]

@@ -1,0 +1,72 @@
+"""Tokens are read by the ranks that train them, and what comes of it is what packing samples in memory gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rlsys.errors import RunError
+from rlsys.trainer.trainer import Trainer
+from tests.helpers import share_cases
+from tests.helpers import trainer_cases as cases
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    cases.write_model(tmp_path / "model")
+    for name, taken in zip(("light", "whole"), share_cases.write_step(tmp_path / "run"), strict=True):
+        (tmp_path / f"{name}.msgpack").write_bytes(msgspec.msgpack.encode(taken))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        pytest.param(4, ("tp=2,dp=2", "pp=2,dp=2,replay"), id="four ranks"),
+        pytest.param(8, ("tp=2,pp=2,dp=2", "cp=2,dp=4"), id="eight ranks"),
+    ],
+)
+def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], workplace: Path) -> None:
+    """At most 1.1 times the bytes of the samples in its micro-batches; all of dp together have every row once."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    command = [*torchrun, "-m", "tests.helpers.share_cases", str(workplace), *layouts]
+    subprocess.run(command, check=True, cwd=ROOT, env=env)
+    lines = (workplace / "seen.jsonl").read_text().splitlines()
+    found: dict[str, list[dict[str, Any]]] = dict(json.loads(line) for line in lines)
+    assert tuple(found) == layouts
+    for layout, seen in found.items():
+        assert len(seen) == ranks
+        shares = {one["dp"]: one for one in seen}
+        for one in seen:
+            where = f"{layout}, rank {one['rank']}"
+            print(f"{where}: {one['read']} bytes read, {one['own']} its own, {one['all']} of all")
+            assert one["same"] and one["same_scores"], where
+            assert 0 < one["own"] <= one["read"] <= 1.1 * one["own"], where
+            assert one["rows"] == shares[one["dp"]]["rows"], where
+        rows = [row for one in shares.values() for row in one["rows"]]
+        assert len(rows) == len(set(rows)) and sum(one["own"] for one in shares.values()) == seen[0]["all"]
+        assert sum(one["read_for_scores"] for one in shares.values()) <= 1.1 * seen[0]["all_for_scores"]
+
+
+def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:
+    shutil.rmtree(workplace / "run" / "segments")
+    light = msgspec.msgpack.decode((workplace / "light.msgpack").read_bytes(), type=share_cases.Taken)
+    trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
+    with pytest.raises(
+        RunError, match=r"^trainer rank 0: .*/segments/000000-000001.seg: no such file; each machine"
+    ):
+        share_cases.pack_rows(light, [0], trainer)
+    trainer.close()
