@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 
 import megatron_patches
@@ -99,7 +100,8 @@ def new_process_group_2_14(opts: SimpleNamespace) -> Any:
 
 def test_gloo_groups_share_a_device_with_torch_2_14_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment for GPUs has it, and a process there that is not to see a GPU runs on gloo (rlsys rehearse)."""
-    monkeypatch.setattr(c10d, "ProcessGroupGloo", c10d.ProcessGroupGloo)  # put back at the end
+    # torch's own, which another test of this session may have patched already; put back at the end
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", ProcessGroupGloo)
     monkeypatch.setattr(c10d, "_new_process_group_helper", create_group)
     monkeypatch.setattr(c10d, "_create_gloo_process_group", new_process_group_2_14, raising=False)
     gloo_device.PATCH.edit(sys.modules[__name__])
