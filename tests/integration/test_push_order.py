@@ -13,7 +13,7 @@ from rlsys.owner import claim
 from rlsys.train import Loop
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
-from rlsys.types import PushTicket
+from rlsys.types import EvalResult, PushTicket
 from tests.helpers import trainer_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
@@ -29,7 +29,7 @@ class Rollout:
     def restore(self, step: int) -> None: ...
     def take(self, step: int) -> None: ...
     def evaluate(self) -> Any:
-        return type("Result", (), {"accuracy": 0.0, "mean_length": 0.0, "prompts": 0, "truncated": 0.0})
+        return EvalResult(accuracy=0.0, prompts=0, mean_length=0.0, truncated=0)
 
     def leaving(self) -> float:
         return 0.0
