@@ -18,8 +18,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import psutil
 from aiohttp import web
+
+from rlsys.config import Config, identity
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.types import Canary, Prompt
 
 PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 """Tokens of a prompt; of one event of a stream, as SGLang's stream_interval has it."""
@@ -149,98 +161,101 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def roll(args: argparse.Namespace) -> dict[str, float]:
-    import msgspec
+class Numbers:
+    """Prompts that differ in their tokens."""
 
-    from rlsys.config import Config, identity
-    from rlsys.data.source import Prompt
-    from rlsys.engine.client import EngineClient, make_session
-    from rlsys.rollout.buffer import RolloutBuffer
-    from rlsys.rollout.manager import RolloutManager
-    from rlsys.rollout.planning import Planning
-    from rlsys.rollout.scoring import Scorer
-    from rlsys.router.attest import Bounds
-    from rlsys.router.router import Router
-    from rlsys.types import Canary
+    def train(self, index: int) -> Prompt:
+        return Prompt(index, "", [2 + (index + i) % 1000 for i in range(PROMPT)], {})
 
-    async def reward(_: Prompt, text: str) -> float:
-        return len(text) % 64 / 64
+    def heldout(self, n: int) -> list[Prompt]:
+        return [self.train(10**6 + i) for i in range(n)]
 
-    class Numbers:
-        def train(self, index: int) -> Prompt:
-            return Prompt(index, "", [2 + (index + i) % 1000 for i in range(PROMPT)], {})
 
-        def heldout(self, n: int) -> list[Prompt]:
-            return [self.train(10**6 + i) for i in range(n)]
+async def reward(_: Prompt, text: str) -> float:
+    return len(text) % 64 / 64
 
-    config = Config.model_validate(
-        {
-            "run": {"dir": args.folder}, "model": {"path": args.folder},
-            "rollout": {
-                "groups_per_step": args.samples // 16, "group_size": 8, "max_response_tokens": 16 * args.mean,
-                "over_provision": 2, "max_staleness": 4,
-            },
-            "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.experts > 0},
-            "launch": {"placement": "colocated"},
+
+class Rollout:
+    """What rlsys.rollout.service puts together, without its HTTP, and the trainer's side of a push."""
+
+    def __init__(self, args: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        sizes = {
+            "groups_per_step": args.samples // 16,
+            "group_size": 8,
+            "over_provision": 2,
+            "max_staleness": 4,
         }
-    )  # fmt: skip
-    source: Any = Numbers()
-    async with make_session() as session:
-        urls = [f"http://127.0.0.1:{args.port + i}" for i in range(args.engines)]
-        router = Router(
-            [EngineClient(url, session) for url in urls], vocab_size=VOCAB, context_length=20 * args.mean,
-            stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3), routes=args.experts > 0,
+        self.config = Config.model_validate(
+            {
+                "run": {"dir": args.folder}, "model": {"path": args.folder},
+                "rollout": {**sizes, "max_response_tokens": 16 * args.mean},
+                "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.experts > 0},
+                "launch": {"placement": "colocated"},
+            }
         )  # fmt: skip
-        planning = Planning(config, source, None)
-        path = args.folder / "rollouts.sqlite"
-        buffer = RolloutBuffer(path, identity(config), planning.largest)
+        source: Any = Numbers()
+        engines = [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in range(args.engines)]
+        self.router = Router(
+            engines, vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
+            routes=args.experts > 0,
+        )  # fmt: skip
+        planning = Planning(self.config, source, None)
+        self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
+        self.buffer = RolloutBuffer(*self._file)
         scorer = Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 60)
-        manager = RolloutManager(config, buffer, router, source, scorer, planning)
-        watch = asyncio.create_task(router.watch())
-        lag = Lag()
-        lagging = asyncio.create_task(lag.watch())
+        self.manager = RolloutManager(self.config, self.buffer, self.router, source, scorer, planning)
 
-        async def push() -> None:
-            ticket = await manager.begin_push()
-            canaries = [Canary(ids, [LOGP] * (len(ids) - 1)) for ids in ticket.canaries]
-            await manager.end_push(ticket, canaries, [])
-
-        await manager.restore(0)
-        await push()
-        lag.late.clear()
-        began, before = time.monotonic(), cpu()
-        interrupts: list[float] = []
-        taken_bytes = taken_samples = 0
-        for step in range(1, args.steps + 1):
-            taken = await manager.take(step)
-            assert taken is not None
-            taken_samples += sum(len(g.samples) for g in taken.groups)
-            start = time.monotonic()
-            await push()
-            interrupts.append(time.monotonic() - start)
-        used, seconds = cpu() - before, time.monotonic() - began
-        received = router.stats()["received_tokens"]
-        start, before = time.monotonic(), cpu()
-        taken = await manager.take(args.steps)  # once more: nothing but reading it back
-        take_seconds, body = time.monotonic() - start, msgspec.msgpack.encode(taken)
-        taken_bytes = len(body)
-        for task in (watch, lagging):
-            task.cancel()
-        await manager.close()
-        in_flight = config.slots
-        buffer.close()
+    async def push(self) -> float:
+        """Seconds from the interrupt to attested weights; no tensor moves."""
         start = time.monotonic()
-        RolloutBuffer(path, identity(config), planning.largest).close()
-        late = sorted(lag.late)
-        return {
-            "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
-            "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
-            "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
-            "take_bytes_per_sample": taken_bytes * args.steps / taken_samples, "push_seconds_max": max(interrupts),
-            "rss_mb": psutil.Process().memory_info().rss / 2**20, "slots": in_flight,
-            "reopen_seconds": time.monotonic() - start,
-            "disk_bytes_per_token": sum(f.stat().st_size for f in args.folder.rglob("*") if f.is_file()) / received,
-        }  # fmt: skip
+        ticket = await self.manager.begin_push()
+        canaries = [Canary(ids, [LOGP] * (len(ids) - 1)) for ids in ticket.canaries]
+        await self.manager.end_push(ticket, canaries, [])
+        return time.monotonic() - start
+
+    async def close(self) -> float:
+        """Seconds to open the ledger again."""
+        await self.manager.close()
+        self.buffer.close()
+        start = time.monotonic()
+        RolloutBuffer(*self._file).close()
+        return time.monotonic() - start
+
+
+async def roll(args: argparse.Namespace) -> dict[str, float]:
+    async with make_session() as session:
+        rollout, lag = Rollout(args, session), Lag()
+        beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
+        await rollout.manager.restore(0)
+        await rollout.push()
+
+        lag.late.clear()
+        began, before, pushes = time.monotonic(), cpu(), []
+        for step in range(1, args.steps + 1):
+            await rollout.manager.take(step)
+            pushes.append(await rollout.push())
+        used, seconds = cpu() - before, time.monotonic() - began
+        received = rollout.router.stats()["received_tokens"]
+
+        start = time.monotonic()
+        taken = await rollout.manager.take(args.steps)  # once more: nothing but reading it back
+        take_seconds = time.monotonic() - start
+        assert taken is not None
+        samples = sum(len(g.samples) for g in taken.groups)
+        for task in beside:
+            task.cancel()
+        reopen_seconds = await rollout.close()
+    late = sorted(lag.late)
+    files = [f for f in args.folder.rglob("*") if f.is_file()]
+    return {
+        "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
+        "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
+        "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
+        "take_bytes_per_sample": len(msgspec.msgpack.encode(taken)) / samples, "push_seconds_max": max(pushes),
+        "rss_mb": psutil.Process().memory_info().rss / 2**20, "slots": rollout.config.slots,
+        "reopen_seconds": reopen_seconds,
+        "disk_bytes_per_token": sum(f.stat().st_size for f in files) / received,
+    }  # fmt: skip
 
 
 def main() -> None:
