@@ -48,6 +48,11 @@ def outside_the_vocabulary(chunk: dict[str, Any]) -> bytes:
     return json.dumps(chunk | {"output_ids": [128 for _ in chunk["output_ids"]]}).encode()
 
 
+def more_than_asked(chunk: dict[str, Any]) -> bytes:
+    chunk["meta_info"]["output_token_logprobs"] *= 100
+    return json.dumps(chunk | {"output_ids": chunk["output_ids"] * 100}).encode()
+
+
 class Babbler(ScriptedEngine):
     """Garbles the second chunk of its first response, once."""
 
@@ -76,6 +81,7 @@ class Babbler(ScriptedEngine):
         cut_short,
         no_version,
         outside_the_vocabulary,
+        more_than_asked,
     ],
 )
 async def test_a_garbled_chunk_costs_a_back_off_and_no_token(garbled: Callable[..., bytes]) -> None:
