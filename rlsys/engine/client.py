@@ -159,7 +159,8 @@ class EngineClient:
                         chunk = msgspec.json.decode(memoryview(event)[6:])
                         segment = read_chunk(chunk, received, self._version_of)
                         received += len(segment.ids)
-                        if received > max_new_tokens:  # one that never ends would hold up an interrupt for ever
+                        # One that never ends would hold up an interrupt for ever.
+                        if received > max_new_tokens:
                             raise ValueError(f"{received} tokens where {max_new_tokens} were asked for")
                         if routes_from is not None and segment.prompt_tokens:
                             segment.routes = read_routes(chunk["meta_info"], len(ids), received, routes_from)
