@@ -87,7 +87,7 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
         "response_len_p99": quantile(lengths, 0.99),
         "response_len_max": lengths[-1],
         "tokens": tokens,
-        "sampled_entropy": -math.fsum(m for s in samples for m in s.mu) / sampled if sampled else 0.0,
+        "sampled_entropy": -math.fsum(s.mu_sum for s in samples) / sampled if sampled else 0.0,
         "off_policy_share": off_policy / tokens if tokens else 0.0,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),

@@ -88,6 +88,8 @@ async def test_synchronous_steps_are_exactly_their_groups(tmp_path: Path) -> Non
             assert taken.weight_version == step
             assert taken.metrics["issued"] == 2 * step
             assert taken.metrics["off_policy_share"] == taken.metrics["staleness_max"] == 0
+            mu = [m for g in taken.groups for s in g.samples for m in s.mu]
+            assert taken.metrics["sampled_entropy"] == pytest.approx(-sum(mu) / len(mu)) and any(mu)
             assert r.router.in_flight == []
             await r.push()
         assert r.router.most_in_flight == 4

@@ -13,7 +13,8 @@ def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, r
         start = len(made.response_ids)
         made.spans.append(VersionSpan(version, start, start + tokens))
         made.response_ids += [7] * tokens
-        made.mu += [-0.25 if version == 5 else -1.0] * tokens
+        made.mu += (mu := [-0.25 if version == 5 else -1.0] * tokens)
+        made.mu_sum += sum(mu)
     return made
 
 
