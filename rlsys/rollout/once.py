@@ -22,17 +22,20 @@ class Once:
         self._work: asyncio.Future[Result] | None = None
         self._waiting = 0
         """Connections that wait for the work."""
+        self._beginning = asyncio.Lock()
+        """Held until the work before has ended: a second connection with the same name then finds the new one."""
         self._patience: asyncio.TimerHandle | None = None
 
     async def result(self, name: str, run: Callable[[], Awaitable[Result]]) -> Result:
         """What `run` returns or raises, run for the first to bring this name. Without a name: run each time."""
         if not name:
             return await run()
-        work = self._work
-        if work is None or name != self._name or work.cancelled():
-            await self.close()
-            work = asyncio.ensure_future(run())
-            self._name, self._work = name, work
+        async with self._beginning:
+            work = self._work
+            if work is None or name != self._name or work.cancelled():
+                await self.close()
+                work = asyncio.ensure_future(run())
+                self._name, self._work = name, work
         if self._patience is not None:
             self._patience.cancel()
         self._waiting += 1

@@ -177,9 +177,11 @@ def _command(
     """A handler: body of `kind` -> result, or what was raised on purpose. Bugs are aiohttp's: log and a bare 500."""
 
     async def handle(request: web.Request) -> web.Response:
+        access.check_key(request)
         try:
-            access.check_trainer(request)
-            message = msgspec.msgpack.decode(await request.read(), type=kind)
+            body = await request.read()
+            access.check_trainer(request)  # now: another may have restored while the body came
+            message = msgspec.msgpack.decode(body, type=kind)
         except msgspec.DecodeError as e:
             return web.Response(status=400, text=f"not a request of {request.path}: {e}")
         except RunError as e:

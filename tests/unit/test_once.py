@@ -17,7 +17,7 @@ from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.once import Once
 from rlsys.rollout.protocol import RECONNECT_SECONDS, REQUEST_HEADER, StepRequest, encode
 from tests.helpers.proxy import Proxy, port_of
-from tests.helpers.rollout_rig import ids, make_config, rig
+from tests.helpers.rollout_rig import ids, make_config, rig, settle
 from tests.helpers.service_rig import OWNER, served, ticking
 
 
@@ -128,6 +128,30 @@ async def test_another_command_ends_the_one_of_a_trainer_that_was_replaced() -> 
     assert ended
 
 
+async def test_two_connections_with_one_name_wait_for_one_work() -> None:
+    """Both come while the command before is still being ended, which takes a moment."""
+    once, ended, carried_out = Once(), asyncio.Event(), []
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await ended.wait()
+
+    async def push() -> dict[str, float]:
+        carried_out.append(1)
+        return {}
+
+    before = asyncio.ensure_future(once.result("take", ends_slowly))
+    await settle()
+    both = [asyncio.ensure_future(once.result("push", push)) for _ in range(2)]
+    await settle()
+    ended.set()
+    assert await asyncio.gather(*both) == [{}, {}]
+    assert len(carried_out) == 1
+    assert before.cancelled()
+
+
 @pytest.mark.virtual_clock
 async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
     once, ended = Once(), list[str]()
@@ -170,6 +194,26 @@ async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path
         await ticking(r, RolloutClient(client._url, OWNER.key, start=2).restore, 0)
         assert not r.manager._command.locked()
         assert r.buffer.last_taken_step == 0
+
+
+async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp_path: Path) -> None:
+    """It was paused between the head of its command and the body; before: its push interrupted the new one's."""
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        await ticking(r, client.restore, 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client._url))
+        body = encode(None)
+        headers = (
+            f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\n{REQUEST_HEADER}: old\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close"
+        )
+        writer.write(f"POST /begin_push HTTP/1.1\r\n{headers}\r\n\r\n".encode())
+        await writer.drain()
+        await ticking(r, RolloutClient(client._url, OWNER.key, start=2).restore, 0)
+        writer.write(body)
+        answer = await reader.read()
+        writer.close()
+        assert b"start 2 has taken its place" in answer
+        assert r.buffer.weight_version == 0
 
 
 def test_who_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
