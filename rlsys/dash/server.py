@@ -42,6 +42,8 @@ TOKENS = 2000
 """Of one look at a sample."""
 SHOWN = 600
 """Characters of a prompt or a response in a list."""
+DIGITS = 18
+"""Of a number in a query: no count of ours has more, and SQLite's integers have one more."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -65,6 +67,7 @@ class Dashboard:
         self._cookie = f"rlsys-dash-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
         """Cookies know no ports: two dashboards of one machine must not take each other's."""
         self._reading = asyncio.Lock()
+        """Of `_curves`: a thread that takes lines in holds it, and whoever looks at them."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -109,36 +112,36 @@ class Dashboard:
         return web.FileResponse(STATIC / "index.html")
 
     async def _runs(self, request: web.Request) -> web.Response:
-        await self._follow()
-        told = [
-            {
-                "name": name,
-                "folder": str(folder),
-                "steps": curves.last_step,
-                "of": texts.config.trainer.steps,
-                "ended": curves.ended,
-                "last": curves.last_time,
-                "metrics": curves.names,
-                "warnings": curves.warnings[-WARNINGS:],
-                "model": texts.config.model.path.name,
-            }
-            for name, folder, curves, texts in zip(
-                self._names, self._folders, self._curves, self._texts, strict=True
-            )
-        ]
-        return web.json_response(told)
-
-    async def _follow(self) -> None:
         async with self._reading:
             for curves in self._curves:
                 await asyncio.to_thread(curves.follow)
+            told = [
+                {
+                    "name": name,
+                    "folder": str(folder),
+                    "steps": curves.last_step,
+                    "of": texts.config.trainer.steps,
+                    "ended": curves.ended,
+                    "last": curves.last_time,
+                    "metrics": curves.names,
+                    "warnings": curves.warnings[-WARNINGS:],
+                    "model": texts.config.model.path.name,
+                }
+                for name, folder, curves, texts in zip(
+                    self._names, self._folders, self._curves, self._texts, strict=True
+                )
+            ]
+        return web.json_response(told)
 
     async def _some_curves(self, request: web.Request) -> web.Response:
         names = [name for name in request.query.get("names", "").split(",") if name]
-        return web.json_response([{n: c.curve(n, POINTS) for n in names} for c in self._curves])
+        async with self._reading:
+            return web.json_response([{n: c.curve(n, POINTS) for n in names} for c in self._curves])
 
     async def _timeline(self, request: web.Request) -> web.Response:
-        return web.json_response(self._curves[self._run(request)].timeline(STEPS))
+        run = self._run(request)
+        async with self._reading:
+            return web.json_response(self._curves[run].timeline(STEPS))
 
     async def _status(self, request: web.Request) -> web.Response:
         reader = self._texts[self._run(request)].reader
@@ -209,8 +212,8 @@ def _number(told: Any, name: str) -> int | None:
     text = told.get(name, "")
     if not text:
         return None
-    if not text.isascii() or not text.isdigit():
-        raise UserError(f"{name} {text}: expected a whole number, 0 or more")
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS:
+        raise UserError(f"{name} {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
     return int(text)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -60,15 +61,20 @@ class RewardWorkers:
 
     async def _start(self) -> Worker:
         self.started += 1
-        worker = Worker(
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "rlsys.rewards.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=self._environment(),
-                start_new_session=True,
-            )
-        )  # fmt: skip
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "rlsys.rewards.worker",
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env=self._environment(),
+                    start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
+        worker = Worker(process, *await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(START_SECONDS):
                 await worker.ask(self._config)
@@ -93,10 +99,21 @@ class RewardWorkers:
 
 
 class Worker:
-    """One process; one question at a time."""
+    """One process; one question at a time.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    The socket is not one of asyncio's pipes of a process: its `wait` would wait for their end too, and whatever the
+    reward function started may hold them open after the process has gone.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        answers: asyncio.StreamReader,
+        questions: asyncio.StreamWriter,
+    ) -> None:
         self._process = process
+        self._answers = answers
+        self._questions = questions
         self.busy = False
 
     async def __call__(self, prompt: Prompt, response_text: str) -> Any:
@@ -104,14 +121,12 @@ class Worker:
         return await self.ask(pickle.dumps((prompt, response_text)))
 
     async def ask(self, message: bytes) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self.busy = True  # and stays it when this is cancelled, or the process dies
         try:
-            self._process.stdin.write(LENGTH.pack(len(message)) + message)
-            await self._process.stdin.drain()
-            (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
-            answer = json.loads(await self._process.stdout.readexactly(length))
+            self._questions.write(LENGTH.pack(len(message)) + message)
+            await self._questions.drain()
+            (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
+            answer = json.loads(await self._answers.readexactly(length))
         except (ConnectionError, asyncio.IncompleteReadError):
             raise RewardError(f"ProcessEnded: with code {await self._process.wait()}") from None
         self.busy = False
@@ -127,6 +142,7 @@ class Worker:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
             self._process.kill()
+        self._questions.transport.abort()
         await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # a child that was born meanwhile
             os.killpg(self._process.pid, signal.SIGKILL)

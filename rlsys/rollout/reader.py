@@ -117,13 +117,17 @@ class RunReader:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
-        """The file of a run that has ended, or, on a local disk, of one that lives. Raises UserError."""
+        """The file of a run that has ended, or, on a local disk, of one that lives; as of one commit.
+
+        Raises UserError.
+        """
         path = self._run_dir / FILE_NAME
         with contextlib.ExitStack() as stack:
             if _interrupted(path):
                 path = _copy(path, Path(stack.enter_context(tempfile.TemporaryDirectory())))
             db = stack.enter_context(contextlib.closing(open_readonly(path)))
             try:
+                db.execute("BEGIN")  # what a live writer commits between two queries is in neither
                 yield db
             except (sqlite3.Error, KeyError, ValueError, TypeError) as e:  # a page, a counter, a row not ours
                 raise UserError(

@@ -158,11 +158,13 @@ def check_query(query: SampleQuery) -> None:
         raise UserError(f"order {query.order}: expected one of {', '.join(ORDERS)}")
     for name in ("sample", "group", "step", "skip"):
         value = getattr(query, name)
-        if value is not None and value < 0:
-            raise UserError(f"{name} {value}: expected 0 or more")
+        if value is not None and not 0 <= value <= LARGEST:
+            raise UserError(f"{name} {value}: expected 0 or more, at most {LARGEST}")
     if not 1 <= query.limit <= MOST:
         raise UserError(f"limit {query.limit}: expected 1 to {MOST}")
 
 
 MOST = 256
 """Samples of one page."""
+LARGEST = 2**63 - 1
+"""Integer of SQLite."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rlsys.dash.server import Dashboard
 from rlsys.errors import UserError
 from rlsys.obs import coordinator
 from rlsys.owner import claim
+from rlsys.rollout.reader import RunReader
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.seen_run import MODEL, THIRDS, write_run
@@ -103,6 +106,8 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
         ("samples?run=7", "run 7: there are 2"),
         ("samples?step=9", "step 9: the run has taken the steps 1 to 2"),
         ("samples?step=x", "step x: expected a whole number"),
+        pytest.param("samples?step=1" + 18 * "0" + "1", "expected a whole number", id="20 digits"),
+        pytest.param("samples?step=" + 5000 * "9", "expected a whole number", id="5,000 digits"),
         ("samples?order=odd", "order odd: expected one of newest"),
         ("samples?grep=(", "not a regular expression"),
         ("sample?sample=99", "sample 99: the run has no such sample"),
@@ -111,6 +116,34 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
 async def test_what_cannot_be_is_one_line(reader: TestClient, path: str, words: str) -> None:
     answer = await reader.get(f"/api/{path}")
     assert answer.status == 400 and words in (await answer.json())["error"]
+
+
+async def test_curves_are_not_read_while_lines_are_taken_in(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second look may come in the middle of the first: an array that is copied then cannot grow."""
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def follow(self: RunCurves) -> None:
+        begun.set()
+        go_on.wait(30)
+        done.append("followed")
+
+    monkeypatch.setattr(RunCurves, "follow", follow)
+    monkeypatch.setattr(RunCurves, "curve", lambda *_: done.append("curve"))
+    monkeypatch.setattr(RunCurves, "timeline", lambda *_: done.append("timeline"))
+    async with TestClient(TestServer(Dashboard(runs[:1], TOKEN).app(), host="127.0.0.1")) as client:
+        await client.get("/", params={"token": TOKEN})
+        looks = [asyncio.create_task(ask(client, "runs"))]
+        assert await asyncio.to_thread(begun.wait, 30)
+        looks += [asyncio.create_task(ask(client, "curves", names="reward"))]
+        looks += [asyncio.create_task(ask(client, "timeline", run=0))]
+        for _ in range(20):  # the server has heard both by then
+            await client.get("/static/icon.svg")
+        go_on.set()
+        await asyncio.gather(*looks)
+    assert done[0] == "followed" and len(done) == 3
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local disk", "shared folder"])
@@ -269,6 +302,42 @@ async def test_gap_and_advantage_by_token(page: Page) -> None:
         )
         assert await page.evaluate(coloured), view
     assert "logp - mu" in await page.evaluate("document.querySelector('.tokens span').title")
+
+
+@needs_chromium
+async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is waited for, no other look takes the place of the one that waits."""
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if '"end"' not in line))
+    answer = threading.Event()
+    looks: list[RunCurves] = []
+
+    def status(_: RunReader) -> dict[str, Any]:
+        answer.wait(60)
+        return {}
+
+    def follow(self: RunCurves) -> None:
+        looks.append(self)
+        real(self)
+
+    real = RunCurves.follow
+    monkeypatch.setattr(RunCurves, "follow", follow)
+    monkeypatch.setattr(RunReader, "status", status)
+    app = Dashboard([run], TOKEN).app()
+    async with TestClient(TestServer(app, host="127.0.0.1")) as client, browser(tmp_path / "browser") as page:
+        quick = (
+            "const later = setInterval; "
+            "setInterval = (f, ms) => later(() => { window.looks = (window.looks ?? 0) + 1; f(); }, ms / 40);"
+        )
+        await page.call("Page.addScriptToEvaluateOnNewDocument", source=quick)
+        await page.call("Page.navigate", url=str(client.make_url("/").with_query(token=TOKEN)))
+        await page.until("window.looks > 20")
+        assert len(looks) == 1
+        answer.set()
+        await page.until("document.querySelectorAll('.chart polyline').length > 0")
 
 
 @needs_chromium

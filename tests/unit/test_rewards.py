@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlsys.config import Config
@@ -278,6 +279,46 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
     assert scorer.hung == 2
     assert rewards._workers.started == 4  # one for all that answered, one after each end
     await rewards.close()
+
+
+def forks(config: Config) -> object:
+    """Leaves a process in a session of its own that holds the worker's pipes, and hangs."""
+
+    def score(prompt: Prompt, text: str) -> float:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            Path(prompt.entry["born"]).touch()
+        while True:
+            signal.pause()
+
+    return score
+
+
+async def test_a_process_that_gets_away_with_the_pipes_holds_no_score_up(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio's wait() waits for the end of the pipes too. One that is born while the others are killed is found
+    by nobody: here, as psutil sees none."""
+    found: list[psutil.Process] = []
+
+    def none(worker: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        found.extend(children(worker, recursive=recursive))
+        return []
+
+    children = psutil.Process.children
+    monkeypatch.setattr(psutil.Process, "children", none)
+    rewards = Rewards(config_of(model, "forks"))
+    scorer = Scorer(rewards.open, lambda ids: "", timeout=1.5)
+    born = tmp_path / "born"
+    try:
+        async with asyncio.timeout(60):
+            verdict = await scorer.score(Prompt(0, "", [], {"born": str(born)}), [])
+        assert verdict.reason == "reward took longer than rollout.reward_timeout = 1.5 s"
+        assert born.exists() and [p.is_running() for p in found] == [True]
+    finally:
+        for process in found:
+            process.kill()
 
 
 async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError, UserError
 from rlsys.owner import Deposed, claim
 from rlsys.records import FOLDER, Kind, decode, encode
-from rlsys.rollout import segments
+from rlsys.rollout import samples, segments
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
@@ -110,6 +110,29 @@ def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path
     assert [s.response_ids for s in RunReader(tmp_path).groups("1")[0].samples] == [[10, 11, 12]] * 2
     buffer.flush()
     assert [len(s.response_ids) for s in RunReader(tmp_path).groups("1")[0].samples] == [6, 6]
+    buffer.close()
+
+
+def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a sample had more tokens in its pieces than in its row, and the reader called the ledger wrong."""
+    buffer = opened(tmp_path)
+    group, version = issue(buffer), buffer.new_version(0)
+    grow(group, version, 10)
+    buffer.save(group.samples)
+    buffer.flush()
+    plain = samples._interrupts
+
+    def meanwhile(db: sqlite3.Connection, ids: list[int]) -> dict[int, list[tuple[int, int]]]:
+        grow(group, version, 20)
+        buffer.save(group.samples)
+        buffer.flush()
+        return plain(db, ids)
+
+    monkeypatch.setattr(samples, "_interrupts", meanwhile)
+    seen = RunReader(tmp_path).samples(samples.SampleQuery(group=0))
+    assert [s.sample.response_ids for s in seen] == [[10, 11, 12]] * 2
     buffer.close()
 
 

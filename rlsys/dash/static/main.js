@@ -10,6 +10,7 @@ const trouble = document.getElementById("trouble");
 const off = new Set();
 let runs = [];
 let drawing = 0;
+let drawn = 0;
 
 function drawRuns() {
   document.getElementById("runs").replaceChildren(...runs.map((run, index) => {
@@ -43,12 +44,14 @@ async function show() {
     trouble.textContent = error.message;
     trouble.hidden = false;
   }
+  drawn = mine;
   document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
 }
 
 window.addEventListener("hashchange", () => { window.scrollTo(0, 0); show(); });
 setInterval(() => {
   const onOverview = !location.hash.replace(/^#\/?/, "");
-  if (onOverview && !document.hidden && runs.some((run) => !run.ended)) show();
+  // A look that still waits for a slow coordinator would be thrown away for a new one, and that one again.
+  if (onOverview && !document.hidden && drawn === drawing && runs.some((run) => !run.ended)) show();
 }, AGAIN_MS);
 show();
