@@ -173,6 +173,16 @@ def pip(label: str, *args: str) -> None:
         raise SetupError(f"{label}: {cause(said)} (log: {LOG})")
 
 
+def keep_rewritten() -> None:
+    """megatron-core's modules as they are rewritten for a CPU: their bytecode, as pip writes that of the others."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with LOG.open("ab") as log:
+        command = [str(PYTHON), "-m", "megatron_patches"]
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SetupError(f"megatron-core cannot be imported (log: {LOG})")
+
+
 def cause(output: str) -> str:
     """A sentence for what pip said: a known cause, else its last error line."""
     for sign, meaning in CAUSES:
@@ -202,6 +212,7 @@ def set_up(dev: bool) -> None:
     pip(f"packages of {target}", "-e", target, *(("-c", str(kept_to)) if kept_to else ()))
     if kind == "cpu" and not have:
         pip("sglang", "--no-deps", *SGLANG)
+        keep_rewritten()
     STAMP.write_text(json.dumps({"fingerprint": mark, "extras": sorted({*have, *extras})}))
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 

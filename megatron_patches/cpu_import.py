@@ -3,7 +3,7 @@
 Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that nothing but seeding
 runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
 How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch
-name changes. Why numbers stay equal: only where a tensor lives changes, and streams and events do nothing, which
+name changes. torch.compile becomes no decorator at all: to import its compiler takes seconds, to use it minutes. Why numbers stay equal: only where a tensor lives changes, and streams and events do nothing, which
 is right where everything happens in order.
 Delete when: megatron-core takes its device from one place that can be set to "cpu".
 """
@@ -15,6 +15,8 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import marshal
+import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +88,11 @@ def _make_cuda_on_cpu() -> _CudaOnCpu:
     return shim
 
 
+def _not_compiled(function: Any = None, **options: Any) -> Any:
+    """Stands for torch.compile inside megatron, as a decorator with options and without."""
+    return _not_compiled if function is None else function
+
+
 class _MissingTriton:
     """Stands for triton where a module imports it at its top; decorators pass through."""
 
@@ -139,6 +146,9 @@ class Rewrite(ast.NodeTransformer):
         if node.attr == "cuda" and isinstance(value, ast.Name) and value.id == "torch":
             self._count("torch.cuda")
             return ast.copy_location(ast.Name("__cuda_on_cpu__", ast.Load()), node)
+        if node.attr == "compile" and isinstance(value, ast.Name) and value.id == "torch":
+            self._count("torch.compile")
+            return ast.copy_location(ast.Name("__not_compiled__", ast.Load()), node)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -179,27 +189,53 @@ def _is(node: ast.AST, value: object) -> bool:
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a rewritten module. Its bytecode is never cached: it must not be found by a run with CUDA."""
+    """Compiles a rewritten module.
+
+    Its bytecode is kept beside Python's own under another name, which no run with CUDA looks for.
+    """
 
     rewritten: ClassVar[dict[str, dict[str, int]]] = {}
 
     def get_code(self, fullname: str) -> types.CodeType:
-        tree = ast.parse(self.get_data(self.get_filename(fullname)), self.path)
-        rewrite = Rewrite()
-        tree = ast.fix_missing_locations(rewrite.visit(tree))
-        if rewrite.found:
-            self.rewritten[fullname] = rewrite.found
-        code: types.CodeType = compile(tree, self.path, "exec", dont_inherit=True)
+        source = self.get_data(self.get_filename(fullname))
+        cache = importlib.util.cache_from_source(self.path, optimization="oncpu")
+        stamp = importlib.util.source_hash(source + _OWN_SOURCE)
+        found, code = _kept(cache, stamp) or (None, None)
+        if code is None:
+            rewrite = Rewrite()
+            tree = ast.fix_missing_locations(rewrite.visit(ast.parse(source, self.path)))
+            found, code = rewrite.found, compile(tree, self.path, "exec", dont_inherit=True)
+            if (
+                not sys.dont_write_bytecode
+            ):  # a folder that cannot be written to is passed over, as by Python itself
+                self.set_data(cache, stamp + marshal.dumps((found, code)))
+        if found:
+            self.rewritten[fullname] = found
         return code
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__dict__.update(__cuda_on_cpu__=CUDA_ON_CPU, __missing_triton__=_MissingTriton())
+        module.__dict__.update(
+            __cuda_on_cpu__=CUDA_ON_CPU,
+            __missing_triton__=_MissingTriton(),
+            __not_compiled__=_not_compiled,
+        )
         super().exec_module(module)
 
 
+def _kept(cache: str, stamp: bytes) -> tuple[dict[str, int], types.CodeType] | None:
+    """What was found and the bytecode, if it is of this source and of this file's rewriting."""
+    with contextlib.suppress(FileNotFoundError):
+        kept = Path(cache).read_bytes()
+        if kept.startswith(stamp):
+            found, code = marshal.loads(memoryview(kept)[len(stamp) :])
+            return found, code
+    return None
+
+
+_OWN_SOURCE = Path(__file__).read_bytes()
 CUDA_ON_CPU = _make_cuda_on_cpu()
 
 
 def needs_rewrite(path: str) -> bool:
     source = Path(path).read_bytes()
-    return b"cuda" in source or b"triton" in source
+    return any(word in source for word in (b"cuda", b"triton", b"torch.compile"))

@@ -1,11 +1,13 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling and returned routes too.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling, returned routes and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from typing import Any
 
 import torch
@@ -42,6 +44,20 @@ def without_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[s
     return arguments | {name: "***" for name in ("api_key", "admin_api_key") if arguments.get(name)}
 
 
+def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
+    """The server's other processes begin as copies of the first: they need not import everything again (12 s each).
+
+    Only where there is no CUDA, whose state no fork can copy: SGLang starts them anew.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _be_a_child() -> None:
+    """What a copy has of the first process and must not keep: its handler of a child's failure, its file of stacks."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    show_stack_on_signal(f"process{os.getpid()}")
+
+
 def register() -> None:
     """Without CUDA, replace what only a CUDA runtime or a Triton kernel can do."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -52,6 +68,8 @@ def register() -> None:
     )
     if torch.cuda.is_available():
         return
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+    os.register_at_fork(after_in_child=_be_a_child)
     from sglang.srt.arg_groups import choices
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ def rewritten(source: str) -> tuple[str, dict[str, int]]:
         ("x.cuda()", "x.cpu()", "x.cuda()"),
         ("x.to('cuda')", "x.to('cpu')", "x.to('cuda')"),
         ("t == 'torch.cuda.FloatTensor'", "t == 'torch.FloatTensor'", "'torch.cuda.*Tensor'"),
+        ("fuser = torch.compile", "fuser = __not_compiled__", "torch.compile"),
         ("empty(2, pin_memory=True)", "empty(2, pin_memory=False)", "pin_memory=True"),
     ],
 )
@@ -44,6 +46,25 @@ def test_cuda_literals_are_rewritten(source: str, expected: str, kind: str) -> N
 )
 def test_other_code_stays(source: str) -> None:
     assert rewritten(source) == (source, {})
+
+
+def test_a_rewritten_module_is_kept_until_its_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    source, rewrites = tmp_path / "fused.py", []
+    plain = cpu_import.Rewrite.visit
+    monkeypatch.setattr(
+        cpu_import.Rewrite,
+        "visit",
+        lambda self, node: (isinstance(node, ast.Module) and rewrites.append(1)) or plain(self, node),
+    )
+    for text, known in (("cuda = 1", 1), ("cuda = 1", 1), ("cuda = 2", 2)):
+        source.write_text(f"import torch\n{text}\n@torch.compile(dynamic=True)\ndef f(): return torch.cuda\n")
+        module = ModuleType("fused")
+        cpu_import.CpuLoader("fused", str(source)).exec_module(module)
+        assert module.f() is cpu_import.CUDA_ON_CPU and len(rewrites) == known
+        assert cpu_import.CpuLoader.rewritten.pop("fused") == {"torch.cuda": 1, "torch.compile": 1}
 
 
 def test_nothing_for_a_cpu_is_active_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
