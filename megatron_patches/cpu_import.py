@@ -3,8 +3,9 @@
 Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that nothing but seeding
 runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
 How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch
-name changes. torch.compile becomes no decorator at all: to import its compiler takes seconds, to use it minutes. Why numbers stay equal: only where a tensor lives changes, and streams and events do nothing, which
-is right where everything happens in order.
+name changes. torch.compile becomes no decorator at all: to import its compiler takes seconds, to use it minutes.
+Why numbers stay equal: only where a tensor lives changes, nothing is compiled on a CPU anyway
+(TORCH_COMPILE_DISABLE), and streams and events do nothing, which is right where everything happens in order.
 Delete when: megatron-core takes its device from one place that can be set to "cpu".
 """
 

@@ -1,4 +1,4 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling, returned routes and forks.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling, routes and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -53,7 +53,7 @@ def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
 
 
 def _be_a_child() -> None:
-    """What a copy has of the first process and must not keep: its handler of a child's failure, its file of stacks."""
+    """What a copy must not keep of the first process: its handler of a child's failure, its file of stacks."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     show_stack_on_signal(f"process{os.getpid()}")
 

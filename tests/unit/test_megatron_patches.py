@@ -52,13 +52,14 @@ def test_a_rewritten_module_is_kept_until_its_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    source, rewrites = tmp_path / "fused.py", []
+    source, rewrites = tmp_path / "fused.py", list[ast.AST]()
     plain = cpu_import.Rewrite.visit
-    monkeypatch.setattr(
-        cpu_import.Rewrite,
-        "visit",
-        lambda self, node: (isinstance(node, ast.Module) and rewrites.append(1)) or plain(self, node),
-    )
+
+    def visit(self: cpu_import.Rewrite, node: ast.AST) -> Any:
+        rewrites.extend([node] if isinstance(node, ast.Module) else [])
+        return plain(self, node)
+
+    monkeypatch.setattr(cpu_import.Rewrite, "visit", visit)
     for text, known in (("cuda = 1", 1), ("cuda = 1", 1), ("cuda = 2", 2)):
         source.write_text(f"import torch\n{text}\n@torch.compile(dynamic=True)\ndef f(): return torch.cuda\n")
         module = ModuleType("fused")
