@@ -19,7 +19,7 @@ LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-a
 .PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants durations locks
 
 help:
-	@echo "make quickstart   set up and train the small MoE model with every part real (about 10 minutes)"
+	@echo "make quickstart   set up and train the small MoE model with every part real (about 5 minutes)"
 	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
 	@echo "make test         the same and a slice of the rest on the real stack: up to 15 minutes on two cores"
 	@echo "make test-all     every test there is: hours"
