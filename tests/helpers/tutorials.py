@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("[0-9]*.md"))
+FIRST_RUN = ROOT / "docs" / "tutorials" / "01-first-run.md"
 NEEDS_STACK = re.compile(r"^rlsys (train|try|eval|sft|convert) ", re.MULTILINE)
 """Commands that start engines or load Megatron."""
 
@@ -20,8 +21,13 @@ def script_of(page: Path) -> str:
     )
 
 
+def reads_first_run(page: Path) -> bool:
+    """It goes on in the folder that the first page leaves."""
+    return page != FIRST_RUN and "runs/quickstart" in script_of(page)
+
+
 def needs_stack(page: Path) -> bool:
-    return NEEDS_STACK.search(script_of(page)) is not None
+    return reads_first_run(page) or NEEDS_STACK.search(script_of(page)) is not None
 
 
 def run_page(page: Path, folder: Path) -> str:
