@@ -266,7 +266,8 @@ class Supervisor:
             self._tell_opening(body.decode(errors="replace"))
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             if not self._restarts[role.unit]:
-                words = f"did not answer within engine.start_timeout = {role.start_timeout:g} s"
+                limit = f"engine.start_timeout = {role.start_timeout:g} s"
+                words = f"did not answer within {limit}; a slow or busy host may need more"
                 self._go_on_without(role, process.failure(words))
             elif not process.late:
                 self._say(

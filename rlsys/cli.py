@@ -34,7 +34,7 @@ from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, load_config
-from rlsys.config.foreign import ours_of_options
+from rlsys.config.foreign import told_of_options
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
@@ -262,7 +262,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         head, unknown, words = message.partition("unrecognized arguments: ")
-        if unknown and not head and (told := ours_of_options(words.split())) is not None:
+        if unknown and not head and (told := told_of_options(words.split())) is not None:
             message = told
         print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
         sys.exit(UserError.exit_code)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from rlsys.config import Config, load_config
 from rlsys.errors import UserError
+from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 _SIZES = {
@@ -121,6 +122,8 @@ class Subject:
 def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]) -> Subject:
     """Raises UserError when there is no such config, run or model."""
     run = target if target.is_dir() else None
+    if run is not None and not (run / METRICS_FILE).is_file():
+        raise UserError(_no_run(run))
     config = load_config(target / "config.yaml" if run else target, overrides)
     if checkpoint is not None:
         model = checkpoint
@@ -135,6 +138,17 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
     root = (run or config.run.dir) / "evaluations"
     number = next(n for n in itertools.count(1) if not (root / f"{model.name}-{n}").exists())
     return Subject(config, model, root / f"{model.name}-{number}")
+
+
+def _no_run(folder: Path) -> str:
+    """What to say of a folder that is no run: which command it may be for."""
+    if (folder / "manifest.json").is_file() and (folder.parent.parent / "config.yaml").is_file():
+        return f"{folder}: a checkpoint; rlsys eval {folder.parent.parent} --checkpoint {folder}"
+    if (folder / "config.json").is_file():
+        return f"{folder}: a model, which has no prompts of its own; rlsys eval CONFIG --checkpoint {folder}"
+    if (folder / "config.yaml").is_file():
+        return f"{folder}: not a run, or one that has not begun; did you mean {folder / 'config.yaml'}?"
+    return f"{folder}: not a run, or one that has not begun: no {METRICS_FILE} in it"
 
 
 @contextmanager

@@ -133,6 +133,11 @@ def advice(found: list[dict[str, Any]]) -> Iterator[str]:
             "All samples of each prompt have the same reward, and only differences teach. If that stays so with more "
             "prompts, the task is too hard, too easy, or the reward does not read what the model writes."
         )
+    if any(mixed) and not any(s["right"] for s in samples):
+        yield (
+            f"No sample counts as right in an evaluation: that takes a reward of 1 or more, of named parts the first "
+            f"(docs/own-task.md); the highest reward here is {max(scored):.3g}."
+        )
     if cut := sum(s["status"] == "truncated" for s in samples):
         yield f"{cut} of {len(samples)} samples were cut off at rollout.max_response_tokens."
 

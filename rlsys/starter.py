@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 from pathlib import Path
@@ -43,23 +44,25 @@ def reward(config: Config):
     return score
 '''
 _TEST = """\
-import json
 from pathlib import Path
+
+import pytest
 
 from rlsys.config import load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.plugins import resolve
 
 HERE = Path(__file__).parent
+START = HERE / {start}  # where rlsys starts: the paths in the config are seen from there
 
 
-def test_the_right_answer_is_rewarded() -> None:
-    data = json.dumps(str(HERE / "data.jsonl"))
-    config = load_config(HERE / "config.yaml", [f"data.params.path={data}"])
+def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(START)
+    config = load_config(HERE / "config.yaml")
     tokenizer = Tokenizer(config.model.path)
     prompt = build_source(config, tokenizer).train(0)
-    score = resolve("data.reward", f"{HERE / 'reward.py'}:reward", {})(config)
-    right = f"<think></think><answer>{prompt.entry['answer']}</answer>{tokenizer.eos_token}"
+    score = resolve("data.reward", f"{{HERE / 'reward.py'}}:reward", {{}})(config)
+    right = f"<think></think><answer>{{prompt.entry['answer']}}</answer>{{tokenizer.eos_token}}"
     assert score(prompt, right) == 1
     assert score(prompt, right.replace("<answer>", "<answer>1")) == 0
 """
@@ -83,7 +86,7 @@ def write_starter(folder: Path) -> list[Path]:
         ),
         "data.jsonl": _sums(),
         "reward.py": _REWARD,
-        "test_reward.py": _TEST,
+        "test_reward.py": _TEST.format(start=_quoted(os.path.relpath(Path.cwd(), folder))),
     }
     with disk_errors(folder, UserError):
         try:

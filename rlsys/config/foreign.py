@@ -168,8 +168,12 @@ def _told(path: str) -> str | None:
     return None
 
 
-def ours_of_options(words: list[str]) -> str | None:
-    """What to say of words that the command line does not know; None where none of them is slime's."""
-    options = (word.partition("=")[0] for word in words)
-    option = next((option for option in options if option in SLIME), None)
-    return None if option is None else f"{option}: an option of slime; here it is {SLIME[option]}"
+def told_of_options(words: list[str]) -> str | None:
+    """What to say of words that the command line does not know; None where none is slime's, nor a field of ours."""
+    for word, following in zip(words, [*words[1:], "VALUE"], strict=True):
+        option, _, value = word.partition("=")
+        if option in SLIME:
+            return f"{option}: an option of slime; here it is {SLIME[option]}"
+        if option.startswith("--") and "." in option:
+            return f"{option}: fields have no dashes: {option[2:]}={value or following}"
+    return None

@@ -75,7 +75,7 @@ class Config(Section):
         compiling = (300.0 if self.launch.gpus_per_node else 0.0) + (
             1800.0 if self.model.fp8 != "none" else 0.0
         )
-        return 240.0 + reading + compiling
+        return float(round(240.0 + reading + compiling))
 
     @property
     def work_seconds(self) -> float:

@@ -35,10 +35,15 @@ def find_config(path: Path) -> Path:
     if str(name) in known:
         return folder() / f"{name}.yaml"
     if _exists(path):
+        inside = path / "config.yaml"
+        if _exists(inside):
+            raise UserError(f"{path}: a folder; did you mean {inside}?")
         raise UserError(
             f"{path}: a folder; expected a YAML file, or one of the shipped configs: {', '.join(known[:3])}, ..."
         )
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    here = [str(p) for pattern in ("*.yaml", "*/*.yaml") for p in Path().glob(pattern)]
+    near = difflib.get_close_matches(str(path), here, n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"{path}: no such file, and no shipped config of this name{hint}")
 

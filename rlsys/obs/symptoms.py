@@ -29,6 +29,8 @@ LOAD_GROWTH, IDLE_GROWTH = 2.0, 0.25
 """Times the first steps' load of the busiest expert; share of a layer's experts that got tokens and get none now."""
 DEVIATIONS = 2.0
 """Standard deviations by which a held-out accuracy must lie below the best one."""
+PAID = 0.5
+"""Mean reward from which an accuracy of 0 is odd."""
 QUIET = 2 * WINDOW
 """Steps without a symptom after which it is told again."""
 
@@ -115,6 +117,22 @@ def held_out_falls(history: History) -> Symptom | None:
         "The model learns what the reward pays and not the task, or it learns the training prompts by heart",
         "Read the best rewarded samples; mend data.reward, add a KL term (configs/algorithms/kl.yaml), use more "
         f"prompts, or stop at the checkpoint of step {best['step']}",
+    )
+
+
+def never_right(history: History) -> Symptom | None:
+    """Well paid, and still no evaluation has counted a single response as right."""
+    rewards = history.last("reward")
+    if len(history.evals) < 2 or not rewards or (mean := fmean(rewards)) < PAID:
+        return None
+    if any(float(e["accuracy"]) > 0 for e in history.evals):
+        return None
+    return Symptom(
+        "never_right",
+        f"the mean reward is {mean:.3g}, but held-out accuracy is 0 in all {len(history.evals)} evaluations",
+        "An evaluation counts a response as right whose reward is 1 or more; of named parts, the first one. This "
+        "reward stays below 1, as with a penalty on a right answer, or it pays much for what is not yet right",
+        "Let data.reward give named parts, the first of them 1 for a right answer (docs/own-task.md)",
     )
 
 
@@ -206,7 +224,15 @@ def router_collapse(history: History) -> Symptom | None:
     )
 
 
-RULES = (no_signal, held_out_falls, at_the_cap, entropy_collapse, mismatch_grows, router_collapse)
+RULES = (
+    no_signal,
+    held_out_falls,
+    never_right,
+    at_the_cap,
+    entropy_collapse,
+    mismatch_grows,
+    router_collapse,
+)
 
 
 class Watch:

@@ -32,7 +32,9 @@ PROMPTS, SAMPLES = 3, 4
 
 
 async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
-    """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none."""
+    """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none, and
+    whether an evaluation would count it as right.
+    """
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
     prompts = [source.train(i) for i in range(PROMPTS)]
@@ -41,7 +43,7 @@ async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[st
     told = [
         {
             "text": tokenizer.decode(s.response_ids), "tokens": s.sampled_tokens, "status": s.status.value,
-            "reward": v.named or v.reward, "reason": v.reason,
+            "reward": v.named or v.reward, "reason": v.reason, "right": v.right,
         }
         for (s, _), v in zip(asked, verdicts, strict=True)
     ]  # fmt: skip

@@ -145,6 +145,7 @@ def test_what_eval_measures(tmp_path: Path) -> None:
     for step in (1, 2):
         (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (run / "config.yaml").write_text(f"model: {{path: {model}}}\nrun: {{dir: {run}}}\n")
+    (run / "metrics.jsonl").touch()
     subject = find_subject(run / "config.yaml", None, ["eval.prompts=3"])
     assert (subject.model, subject.folder) == (model, run / "evaluations" / "model-1")
     with subject.served() as config:

@@ -221,6 +221,13 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         (["train", "quickstrat"], "no such file, and no shipped config of this name; did you mean quickstart?"),
         (["train", "."], ".: a folder; expected a YAML file, or one of the shipped configs"),
         (["train", "quickstart", "--n-samples-per-prompt", "8"], "an option of slime; here it is rollout.group_size"),
+        (["train", "quickstart", "--trainer.steps", "5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
+        (["train", "quickstart", "--trainer.steps=5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
+        (["train", "mien/config.yaml"], "did you mean mine/config.yaml?"),
+        (["try", "mine"], "mine: a folder; did you mean mine/config.yaml?"),
+        (["eval", "mine"], "mine: not a run, or one that has not begun; did you mean mine/config.yaml?"),
+        (["eval", "runs/x/checkpoints/step-000001"], "a checkpoint; rlsys eval runs/x --checkpoint runs/x/ch"),
+        (["eval", "model"], "model: a model, which has no prompts of its own; rlsys eval CONFIG --checkpoint model"),
         (["train", "tabs.yaml"], "tabs.yaml:2:1: not valid YAML"),
         (["train", "quickstart", "trainer.steps"], "override 'trainer.steps': expected section.field=value"),
     ],
@@ -229,6 +236,12 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
     (folder / "tabs.yaml").write_text("trainer:\n\tsteps: 3\n")
+    begun = folder / "runs" / "x"
+    for file in ("mine/config.yaml", "runs/x/config.yaml", "model/config.json"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    (begun / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+    (begun / "checkpoints" / "step-000001" / "manifest.json").touch()
     try:
         code = main(words)
     except SystemExit as e:  # argparse's own

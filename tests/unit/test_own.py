@@ -29,6 +29,7 @@ def entry(*rewards: Any, status: str = "finished", text: str = "4") -> dict[str,
             "status": status,
             "reward": r,
             "reason": None if r is not None else "it raised",
+            "right": r is not None and (next(iter(r.values())) if isinstance(r, dict) else r) >= 1,
         }
         for r in rewards
     ]
@@ -90,15 +91,22 @@ def test_a_disk_that_is_full_is_told_of_what_new_writes(
         write_starter(tmp_path / "mine")
 
 
-def test_the_test_that_new_writes_passes_anywhere(tmp_path: Path) -> None:
-    """Its folder has a name that YAML would take apart."""
-    folder = tmp_path / "a, b} #1"
-    write_starter(folder)
+@pytest.mark.parametrize("name", ["a, b} #1", "deep/er"])
+def test_the_test_that_new_writes_passes_anywhere_and_tries_the_data_that_the_config_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name
+    write_starter(Path(name))
+    (folder / "data.jsonl").rename(folder / "rows.jsonl")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("data.jsonl", "rows.jsonl"))
     spec = importlib.util.spec_from_file_location("written", folder / "test_reward.py")
     assert spec is not None and spec.loader is not None
     written = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(written)
-    written.test_the_right_answer_is_rewarded()
+    monkeypatch.chdir("/")
+    written.test_the_right_answer_is_rewarded(monkeypatch)
 
 
 def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> None:
@@ -129,8 +137,17 @@ def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> No
         ([entry(None)], ["No sample has a reward"]),
         (
             [entry({"a": 0.5, "b": 0.5}, 0.0, status="truncated")],
-            ["mean reward 0.500", "2 of 2 samples were cut"],
+            ["mean reward 0.500", "No sample counts as right", "2 of 2 samples were cut"],
         ),
+        (
+            [entry(0.98, -0.01)],
+            [
+                "mean reward 0.485",
+                "No sample counts as right in an evaluation: that takes a reward of 1 or more, of named parts the "
+                "first (docs/own-task.md); the highest reward here is 0.98.",
+            ],
+        ),
+        ([entry({"right": 1.0, "brief": -0.02}, {"right": 0.0, "brief": -0.01})], ["mean reward 0.485"]),
     ],
 )
 def test_what_a_run_would_stumble_over_is_said(found: list[dict[str, Any]], told: list[str]) -> None:

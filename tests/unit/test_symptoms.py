@@ -112,6 +112,15 @@ def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35), reward=0.1)) == [], "both fall: another illness"
 
 
+def test_a_reward_that_no_evaluation_counts_as_right() -> None:
+    assert names(history(evals=(0.0, 0.0), reward=0.9)) == ["never_right"]
+    (found,) = find_symptoms(history(evals=(0.0, 0.0), reward=0.9))
+    assert "mean reward is 0.9, but held-out accuracy is 0 in all 2 evaluations" in found.seen
+    assert names(history(evals=(0.0, 0.0), reward=0.4)) == [], "it may be hard"
+    assert names(history(evals=(0.0, 0.01), reward=0.9)) == []
+    assert names(history(evals=(0.0,), reward=0.9)) == [], "before the first step nothing was learned"
+
+
 def test_a_solved_task_may_have_no_entropy() -> None:
     late = {"sampled_entropy": 0.001, "reward": 0.3}
     assert names(history(evals=(0.1, 0.95), **late)) == []
