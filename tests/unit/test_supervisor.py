@@ -67,7 +67,9 @@ def test_an_engine_that_does_not_start_shows_its_last_lines(stage: Stage) -> Non
 
 
 def test_an_engine_that_never_answers_is_given_up(stage: Stage) -> None:
-    with pytest.raises(RoleFailed, match=r"did not answer within engine\.start_timeout = 0\.1 s; a slow or busy host"):
+    with pytest.raises(
+        RoleFailed, match=r"did not answer within engine\.start_timeout = 0\.1 s; a slow or busy"
+    ):
         stage.run(
             stage.role("engine", "signal.pause()", serves=True, start_timeout=0.1),
             stage.role("trainer", "signal.pause()"),
