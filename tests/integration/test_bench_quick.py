@@ -1,4 +1,4 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, scale, rehearsals, the walk through a step.
+"""Benches run and say what they promise: trainer, weight pushes, router, scale, rehearsals, a step's walk, the race.
 
 Figures mean nothing here.
 """
@@ -76,3 +76,9 @@ def test_step_path() -> None:
     assert found["functions"] > found["files"] > 5, (
         "a step goes through packing, scoring, losses and an update"
     )
+
+
+@pytest.mark.slow
+def test_race() -> None:
+    """Against TRL, a step each."""
+    assert summary("race").keys() == {"quick_sooner_without_start", "quick_sooner_from_start"}

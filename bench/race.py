@@ -1,0 +1,208 @@
+"""Seconds to the same held-out accuracy, from a process's start and without it: rlsys and TRL's GRPOTrainer.
+
+    make setup-test && python bench/race.py --json [--seeds 5] [--tasks quickstart tail] [--quick]
+
+Both train the same model on the same prompts with the same reward, batch, learning rate, temperature and longest
+response, one after the other on the same machine; who begins alternates. Each evaluates greedily after every step and
+ends at the target. What evaluations take is in no figure. All else is each one's own: TRL's loss and its generation
+with transformers on all cores, our loss, APRIL and an engine beside the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # not this folder, whose launch.py would hide the package launch
+
+from bench.measure import machine, say, spread  # noqa: E402
+from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP  # noqa: E402
+from launch.environment import CPU_HOST  # noqa: E402
+
+LOOK_SECONDS = 0.2
+END_SECONDS = 60.0
+CONFIG = "configs/quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Task:
+    target: float
+    overrides: tuple[str, ...]
+    patience: float
+    """Seconds for one runner."""
+
+
+TASKS = {
+    "quickstart": Task(0.9, ("trainer.steps=40",), 1200),
+    # Four times the batch, half of it long, and a learning rate that takes many steps.
+    "tail": Task(
+        0.95,
+        (
+            "trainer.steps=200", "trainer.lr=2.0e-5", "rollout.groups_per_step=64", "rollout.max_response_tokens=384",
+            "data.params={short: [3, 8], long: [14, 20], long_share: 0.3}",
+        ),
+        5400,
+    ),
+}  # fmt: skip
+QUICK = Task(0.0, ("trainer.steps=1", "rollout.groups_per_step=2", "eval.prompts=8"), 600)
+
+
+class Failed(Exception):
+    """A runner that ended without the target, or not in time."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One runner's way to the target; seconds without evaluations."""
+
+    steps: int
+    accuracy: float
+    step_seconds: float
+    """From the first moment at which it could train to the end of the last step."""
+    start_seconds: float
+    """The process's start until then."""
+    wall_seconds: float
+    """The process's start to the evaluation that showed the target, with all evaluations."""
+
+
+def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Run | None:
+    """Of the lines `start`, `step` and `eval` of a runner; None before the target.
+
+    An evaluation lasts from the line before it to its own. One before the first step belongs to the start.
+    """
+    ready, evaluations = 0.0, 0.0
+    before = began
+    for line in lines:
+        if line["kind"] == "run" or line["kind"] == "start" or (line["kind"] == "eval" and line["step"] == 0):
+            ready = line["time"]
+        elif line["kind"] == "eval":
+            if line["accuracy"] >= target:
+                return Run(
+                    line["step"], line["accuracy"], before - ready - evaluations, ready - began, line["time"] - began
+                )  # fmt: skip
+            evaluations += line["time"] - before
+        before = line["time"]
+    return None
+
+
+def run(name: str, task: Task, seed: int, folder: Path) -> Run:
+    """Raises Failed."""
+    config = [CONFIG, *task.overrides, f"run.seed={seed}"]
+    if name == "rlsys":
+        command = ["-m", "rlsys.cli", "train", *config, f"run.dir={folder}/run", "eval.every=1"]
+        out, paths, threads = folder / "run" / "metrics.jsonl", [ROOT], 1
+    else:
+        out = folder / "trl.jsonl"
+        command = ["bench/race_trl.py", CONFIG, str(out), *config[1:], "--target", str(task.target)]
+        paths, threads = [ROOT, PARITY_FOLDER], os.cpu_count() or 1
+    env = {**os.environ, **CPU_HOST, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    began = time.time()
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        while time.time() < began + task.patience:
+            ended = process.poll() is not None
+            text = out.read_text() if out.exists() else ""
+            lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            if (done := read_run(lines, began, task.target)) is not None:
+                return done
+            if ended:
+                raise Failed(
+                    f"ended with {process.returncode} before {task.target}: {_last(folder / f'{name}.log')}"
+                )
+            time.sleep(LOOK_SECONDS)
+        raise Failed(f"not at {task.target} within {task.patience:.0f} s")
+    finally:
+        _end(process)
+
+
+def _last(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-3:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started: the next runner has the machine to itself."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, sent)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def race(name: str, task: Task, seeds: int) -> dict[str, Any]:
+    runs: dict[str, list[Run]] = {"rlsys": [], "trl": []}
+    failed: list[str] = []
+    for seed in range(seeds):
+        order = ("rlsys", "trl") if seed % 2 == 0 else ("trl", "rlsys")
+        pair: dict[str, Run] = {}
+        for runner in order:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    pair[runner] = run(runner, task, seed, Path(folder))
+                    say(f"{name} seed {seed} {runner}: {pair[runner]}")
+                except Failed as e:
+                    failed.append(f"{name} seed {seed} {runner}: {e}")
+                    say(failed[-1])
+        if len(pair) == 2:
+            for runner, one in pair.items():
+                runs[runner].append(one)
+    result: dict[str, Any] = {"target": task.target, "pairs": len(runs["trl"]), "failed": failed}
+    if not runs["trl"]:
+        return result
+    for runner, all_runs in runs.items():
+        result[runner] = {
+            field: spread([float(getattr(one, field)) for one in all_runs])
+            for field in Run.__dataclass_fields__
+        }
+    pairs = list(zip(runs["rlsys"], runs["trl"], strict=True))
+    result["sooner_without_start"] = spread([trl.step_seconds / own.step_seconds for own, trl in pairs])
+    result["sooner_from_start"] = spread(
+        [
+            (trl.start_seconds + trl.step_seconds) / (own.start_seconds + own.step_seconds)
+            for own, trl in pairs
+        ]
+    )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--quick", action="store_true", help="one seed, one step: that it runs, not how fast")
+    args = parser.parse_args()
+    if not PARITY_STAMP.exists():
+        sys.exit("TRL is not installed: make setup-test")
+    tasks = {"quick": QUICK} if args.quick else {name: TASKS[name] for name in args.tasks}
+    seeds = 1 if args.quick else args.seeds
+    raced = {name: race(name, task, seeds) for name, task in tasks.items()}
+    summary = {
+        f"{name}_{figure}": found[figure]["median"]
+        for name, found in raced.items()
+        for figure in ("sooner_without_start", "sooner_from_start")
+        if figure in found
+    }
+    results = {"machine": machine(), "tasks": raced, "summary": summary}
+    print(json.dumps(results) if args.json else json.dumps(results, indent=2))
+    return 1 if any(found["failed"] for found in raced.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The other runner of bench/race.py: TRL's GRPOTrainer on the prompts, the reward and the model of a config of ours.
+
+    PYTHONPATH=.venv/parity python bench/race_trl.py CONFIG OUT.jsonl --target 0.9 [KEY=VALUE ...]
+
+Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. The
+settings are TRL's own but for what the config says (batch, learning rate, temperature, longest response), gradient
+checkpointing, which a model of this size has no use for, and the schedule, which is constant as ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this folder, whose launch.py would hide the package
+
+from rlsys.engine.cpu_platform import declare_torchvision_ops  # noqa: E402
+
+if not torch.cuda.is_available():
+    declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
+
+from datasets import Dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from rlsys.config import Config, load_config  # noqa: E402
+from rlsys.data import Tokenizer, build_source  # noqa: E402
+from rlsys.data.source import PromptSource  # noqa: E402
+from rlsys.rewards import make_score  # noqa: E402
+from rlsys.rewards.marks import read_mark  # noqa: E402
+from rlsys.types import Prompt  # noqa: E402
+
+
+class Lines:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        print(json.dumps({"kind": kind, "time": time.time(), **fields}), file=self._file, flush=True)
+
+
+class Task:
+    """Prompts and reward as a run of ours has them."""
+
+    def __init__(self, config: Config) -> None:
+        self.tokenizer = Tokenizer(config.model.path)
+        self.source: PromptSource = build_source(config, self.tokenizer)
+        self._score = make_score(config)
+
+    def text(self, prompt: Prompt) -> str:
+        return self.tokenizer.decode(prompt.ids)
+
+    def reward(self, prompt: Prompt, response: list[int]) -> float:
+        return read_mark(self._score(prompt, self.tokenizer.decode(response))).reward
+
+
+class Evaluation(TrainerCallback):  # type: ignore[misc]
+    """After each step: greedy answers to the held-out prompts, as rlsys evaluates."""
+
+    def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:
+        self._task, self._lines, self._target = task, lines, target
+        self._longest = config.rollout.max_response_tokens
+        self._asked = task.source.heldout(config.eval.prompts)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
+        self._lines.write("start")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
+        self._lines.write("step", step=state.global_step)
+        accuracy = self._accuracy(rest["model"], rest["processing_class"])
+        self._lines.write("eval", step=state.global_step, accuracy=accuracy)
+        control.should_training_stop = accuracy >= self._target
+
+    @torch.no_grad()
+    def _accuracy(self, model: Any, tokenizer: Any) -> float:
+        texts = [self._task.text(p) for p in self._asked]
+        asked = tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        )
+        width = asked["input_ids"].shape[1]
+        model.eval()
+        answers = model.generate(**asked, max_new_tokens=self._longest, do_sample=False)[:, width:].tolist()
+        model.train()
+        stops = {tokenizer.eos_token_id}
+        right = [
+            self._task.reward(p, _until(ids, stops)) >= 1.0
+            for p, ids in zip(self._asked, answers, strict=True)
+        ]
+        return sum(right) / len(right)
+
+
+def _until(ids: list[int], stops: set[int]) -> list[int]:
+    """Up to its end token, that included."""
+    ends = [i for i, token in enumerate(ids) if token in stops]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--target", type=float, required=True)
+    args = parser.parse_intermixed_args()
+    config, lines = load_config(args.config, args.overrides), Lines(args.out)
+    torch.set_num_threads(os.cpu_count() or 1)
+    task = Task(config)
+    groups, size = config.rollout.groups_per_step, config.rollout.group_size
+    prompts = [task.source.train(i) for i in range(groups * config.trainer.steps)]
+    by_text = {task.text(p): p for p in prompts}
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    if tokenizer(task.text(prompts[0]))["input_ids"] != prompts[0].ids:
+        sys.exit("transformers' tokenizer reads the prompts otherwise than rlsys")
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [task.reward(by_text[text], ids) for text, ids in zip(prompts, completion_ids, strict=True)]
+
+    settings = GRPOConfig(
+        output_dir=str(args.out.parent / "trl"), use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        seed=config.run.seed, shuffle_dataset=False, max_steps=config.trainer.steps,
+        per_device_train_batch_size=groups * size, num_generations=size, logging_steps=1, disable_tqdm=True,
+        learning_rate=config.trainer.lr, lr_scheduler_type="constant", gradient_checkpointing=False,
+        temperature=config.rollout.temperature, max_completion_length=config.rollout.max_response_tokens,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32),
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": task.text(p)} for p in prompts]),
+        processing_class=tokenizer,
+        callbacks=[Evaluation(task, config, lines, args.target)],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What bench/race.py reads from a runner's lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.race import read_run
+
+
+def lines(*rows: tuple[str, float, int, float]) -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "time": time, "step": step, "accuracy": accuracy}
+        for kind, time, step, accuracy in rows
+    ]
+
+
+def test_evaluations_are_in_no_figure_but_the_wall() -> None:
+    seen = lines(
+        ("run", 10, 0, 0), ("eval", 30, 0, 0.1), ("step", 35, 1, 0), ("eval", 45, 1, 0.2), ("step", 52, 2, 0),
+        ("eval", 60, 2, 0.95),
+    )  # fmt: skip
+    assert read_run(seen[:-1], 5.0, 0.9) is None
+    found = read_run(seen, 5.0, 0.9)
+    assert found is not None
+    assert (found.steps, found.accuracy) == (2, 0.95)
+    assert (found.step_seconds, found.start_seconds, found.wall_seconds) == (5 + 7, 25, 55)
