@@ -248,6 +248,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     size = model_size(hf)
     b = budget(config, size)
     rate, pushed = RATES[config.weights.method], value_bytes(config) * size.total
+    on_host = (config.launch.gpus_per_node or config.parallel.world_size) * b.host
     return [
         ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
         (
@@ -270,15 +271,10 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         (
             "a checkpoint",
             f"about {_short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
-            "it is written" + (_offloaded(config, b) if b.host else ""),
+            "it is written" + (f", beside {_short(on_host / GB)} GB of the optimizer" if on_host else ""),
         ),
         ("expected staleness", expected_staleness(config)),
     ]
-
-
-def _offloaded(config: Config, b: Budget) -> str:
-    ranks = config.launch.gpus_per_node or config.parallel.world_size
-    return f", beside {_short(ranks * b.host / GB)} GB of the optimizer"
 
 
 def expected_staleness(config: Config) -> str:

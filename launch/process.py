@@ -95,10 +95,7 @@ class RoleProcess:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
         lines = [line[:LINE_WIDTH] for line in tail if line]
-        return lines[: _torchrun_report(lines)]
-
-
-def _torchrun_report(lines: list[str]) -> int:
-    """Where torchrun begins to tell of a rank's death, past its one useful line; else the end of the lines."""
-    signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
-    return next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))
+        # Where torchrun begins to tell of a rank's death, only its first line is of use.
+        signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
+        end = next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))
+        return lines[:end]

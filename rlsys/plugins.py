@@ -105,6 +105,16 @@ def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any)
     return function(*args, **params)
 
 
+def expect_function(field: str, maker: Callable[..., Any], made: Any, asked: str, expected: str) -> None:
+    """Raises UserError when `made`, what `maker` returned when it was `asked`, is no function."""
+    if callable(made):
+        return
+    if inspect.iscoroutine(made):
+        made.close()  # else Python warns that nobody has awaited it
+    told = f"{getattr(maker, '__name__', 'it')}({asked}) returned a {type(made).__name__}"
+    raise UserError(f"{field}: {told}; expected {expected}")
+
+
 @contextmanager
 def tried(field: str) -> Iterator[None]:
     """A plug-in is tried before anything starts: whatever it raises becomes one line that names `field` (UserError),

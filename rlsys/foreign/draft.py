@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Draft:
 
     settings: dict[str, Any]
     """Theirs, by name; a flag without a value is True."""
+    names: Mapping[str, str]
+    """Theirs -> our field, with what there is to say of it (rlsys/config/foreign.py)."""
     config: dict[str, Any] = field(default_factory=dict)
     mapped: list[Row] = field(default_factory=list)
     needless: list[Row] = field(default_factory=list)
@@ -63,10 +65,10 @@ class Draft:
             Row(n, str(self.settings[n]), f"{place} = {_short(value)}") for n in names if n in self.settings
         ]
 
-    def move(self, name: str, place: str, kind: type = str) -> None:
+    def move(self, name: str, kind: type = str) -> None:
         """The same value under our name."""
         if self.given(name):
-            self.put(place, kind(self.get(name)), name)
+            self.put(self.names[name], kind(self.get(name)), name)
 
     def refuse(self, name: str, why: str) -> None:
         self.used.add(name)

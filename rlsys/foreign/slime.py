@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.foreign import SLIME
 from rlsys.errors import UserError
 from rlsys.foreign.draft import Draft
 from rlsys.foreign.shell import Script
@@ -77,14 +78,14 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 def translate(settings: Mapping[str, Any], rewards: Collection[str]) -> Draft:
     """`rewards`: short names of ours. Raises UserError for a script without model or data."""
-    d = Draft(dict(settings))
+    d = Draft(dict(settings), SLIME)
     asynchronous = d.get("train") == "train_async"
     if not d.given("--hf-checkpoint") or not d.given("--prompt-data"):
         raise UserError("expected --hf-checkpoint and --prompt-data in it")
     saved = d.get("--save")
     d.put("run.dir", str(saved) if saved else "runs/imported", "--save")
     d.used.add("--load")
-    d.move("--hf-checkpoint", "model.path")
+    d.move("--hf-checkpoint")
     d.put("model.dtype", "bfloat16")
     _data(d, rewards)
     _rollout(d)
@@ -102,8 +103,8 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     path = d.get("--prompt-data")
     d.put("data.source", source_of(path))
     d.put("data.params.path", path, "--prompt-data")
-    d.move("--input-key", "data.keys.prompt")
-    d.move("--label-key", "data.keys.answer")
+    d.move("--input-key")
+    d.move("--label-key")
     kind, own = str(d.get("--rm-type", "")), d.get("--custom-rm-path")
     if own:
         module, _, function = str(own).rpartition(".")
@@ -149,7 +150,7 @@ def _held_out(d: Draft) -> None:
 
 
 def _rollout(d: Draft) -> None:
-    d.move("--rollout-temperature", "rollout.temperature", float)
+    d.move("--rollout-temperature", float)
     if float(d.get("--rollout-top-p", 1)) != 1 or int(d.get("--rollout-top-k", -1)) > 0:
         why = "a restricted distribution has other log-probs than the trainer computes"
         d.refuse("--rollout-top-p", why)
@@ -234,15 +235,15 @@ def _trainer(d: Draft) -> None:
     d.put("trainer.steps", int(d.get("--num-rollout", 500)), "--num-rollout")
     if not d.given("--num-rollout"):
         d.odd.append("trainer.steps = 500: the script has no --num-rollout")
-    d.move("--lr", "trainer.lr", float)
+    d.move("--lr", float)
     d.put("trainer.warmup_steps", int(d.get("--lr-warmup-iters", 0)), "--lr-warmup-iters")
     style = str(d.get("--lr-decay-style", "constant"))
     if style in ("constant", "linear", "cosine"):
         d.put("trainer.schedule", style, "--lr-decay-style")
     else:
         d.refuse("--lr-decay-style", "constant, linear and cosine are here")
-    d.move("--weight-decay", "trainer.weight_decay", float)
-    d.move("--clip-grad", "trainer.grad_clip", float)
+    d.move("--weight-decay", float)
+    d.move("--clip-grad", float)
     betas = [float(d.get("--adam-beta1", 0.9)), float(d.get("--adam-beta2", 0.98))]
     d.put("trainer.betas", betas, "--adam-beta1", "--adam-beta2")
     if d.given("--recompute-granularity"):

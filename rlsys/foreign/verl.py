@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from rlsys.config.foreign import VERL
 from rlsys.errors import UserError
 from rlsys.foreign.draft import Draft
 from rlsys.foreign.shell import Script
@@ -86,7 +87,7 @@ def _flat(data: Any, before: str = "") -> dict[str, Any]:
 
 def translate(settings: Mapping[str, Any], rewards: Collection[str]) -> Draft:
     """`rewards`: short names of ours. Raises UserError for a script without model or data."""
-    d = Draft(dict(settings))
+    d = Draft(dict(settings), VERL)
     if not d.given(f"{MODEL}.path") or not d.given("data.train_files"):
         raise UserError(f"expected {MODEL}.path and data.train_files in it")
     name = d.get("trainer.experiment_name", "imported")
@@ -96,7 +97,7 @@ def translate(settings: Mapping[str, Any], rewards: Collection[str]) -> Draft:
         str(local or f"runs/{name}"),
         "trainer.default_local_dir" if local else "trainer.experiment_name",
     )
-    d.move(f"{MODEL}.path", "model.path")
+    d.move(f"{MODEL}.path")
     d.put("model.dtype", "bfloat16")
     _data(d, rewards)
     _rollout(d)
@@ -114,7 +115,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     d.put("data.params.path", files, "data.train_files")
     if held:
         d.put("data.params.heldout_path", held, "data.val_files")
-    d.move("data.prompt_key", "data.keys.prompt")
+    d.move("data.prompt_key")
     own, function = (
         d.get("custom_reward_function.path"),
         d.get("custom_reward_function.name", "compute_score"),
@@ -151,7 +152,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
 
 
 def _rollout(d: Draft) -> None:
-    d.move(f"{ROLLOUT}.temperature", "rollout.temperature", float)
+    d.move(f"{ROLLOUT}.temperature", float)
     for name, off in (("top_p", 1.0), ("top_k", -1)):
         if d.get(f"{ROLLOUT}.{name}", off) not in (off, 0):
             d.refuse(
@@ -169,7 +170,7 @@ def _rollout(d: Draft) -> None:
             d.refuse(f"{ROLLOUT}.val_kwargs.top_p", "sets are sampled from the whole distribution")
         d.used.add(f"{ROLLOUT}.val_kwargs.{name}")
     d.used |= {f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"}
-    d.move(f"{ROLLOUT}.max_num_seqs", "engine.max_running_requests", int)
+    d.move(f"{ROLLOUT}.max_num_seqs", int)
     if d.get(f"{ROLLOUT}.multi_turn.enable"):
         d.refuse(
             f"{ROLLOUT}.multi_turn.enable", "turns with tools are a generator of yours: rollout.generator"
@@ -236,7 +237,7 @@ def _algorithm(d: Draft) -> None:
                                           "filter_groups.enable", "filter_groups.metric",
                                           "filter_groups.max_num_gen_batches")}  # fmt: skip
     if d.given(f"{ACTOR}.ppo_epochs"):
-        d.move(f"{ACTOR}.ppo_epochs", "algo.epochs", int)
+        d.move(f"{ACTOR}.ppo_epochs", int)
 
 
 def _trainer(d: Draft) -> None:
@@ -249,7 +250,7 @@ def _trainer(d: Draft) -> None:
         d.odd.append(f"trainer.steps = 500: set {epochs} (total_epochs) x rows / rollout.groups_per_step")
     steps = int(d.config["trainer"]["steps"])
     d.used.add("trainer.total_epochs")
-    d.move(f"{optim}.lr", "trainer.lr", float)
+    d.move(f"{optim}.lr", float)
     warmup = int(d.get(f"{optim}.lr_warmup_steps", -1))
     ratio = float(d.get(f"{optim}.lr_warmup_steps_ratio", 0))
     names = (f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio")
@@ -261,7 +262,7 @@ def _trainer(d: Draft) -> None:
         d.refuse(f"{optim}.lr_decay_style", "constant, linear and cosine are here")
     d.put("trainer.weight_decay", float(d.get(f"{optim}.weight_decay", 0.01)), f"{optim}.weight_decay")
     for name in (f"{ACTOR}.grad_clip", f"{optim}.clip_grad"):
-        d.move(name, "trainer.grad_clip", float)
+        d.move(name, float)
     if d.get(f"{MODEL}.enable_gradient_checkpointing", True):
         d.put("trainer.recompute", ["layer"], f"{MODEL}.enable_gradient_checkpointing")
     if d.get(f"{ACTOR}.megatron.optimizer_offload") or d.get(f"{ACTOR}.fsdp_config.optimizer_offload"):
@@ -270,7 +271,7 @@ def _trainer(d: Draft) -> None:
     for name, place in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
         every = int(d.get(f"trainer.{name}", -1))
         d.put(place, every if every > 0 else steps, f"trainer.{name}")
-    d.move("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints", int)
+    d.move("trainer.max_actor_ckpt_to_keep", int)
     for part in ("lora_rank", "lora_alpha", "target_modules", "lora.rank"):
         if d.get(f"{MODEL}.{part}"):
             d.refuse(f"{MODEL}.{part}", "LoRA is not here: all weights are trained")

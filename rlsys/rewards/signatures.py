@@ -16,7 +16,7 @@ from rlsys.config import Config
 from rlsys.config.sections import RewardSpec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
-from rlsys.plugins import call
+from rlsys.plugins import call, expect_function
 from rlsys.types import Prompt
 
 Score = Callable[[Prompt, str], Any]
@@ -38,13 +38,8 @@ def adapt(
         )
     if signature == "rlsys":
         made: Score = call(field_name, function, config, **spec.params)
-        if not callable(made):
-            if inspect.iscoroutine(made):
-                made.close()
-            raise UserError(
-                f"{field_name} = {spec.name!r}: {getattr(function, '__name__', 'it')}(config) returned a "
-                f"{type(made).__name__}; expected a function score(prompt, text)"
-            )
+        field = f"{field_name} = {spec.name!r}"
+        expect_function(field, function, made, "config", "a function score(prompt, text)")
         return made
     tokenizer = Tokenizer(config.model.path)
     own = _ARGUMENTS[signature](function, spec, config, tokenizer)

@@ -8,7 +8,8 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,6 +40,19 @@ class Broken(Exception):
     """A connection that could not be made, or broke before the whole answer had come."""
 
 
+class Request(NamedTuple):
+    """One of HTTP. `timeout`: seconds that a connection may say nothing; None: as long as it takes."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    timeout: float | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+STATUS = Request("GET", "/status", timeout=PROBE_TIMEOUT)
+
+
 class RolloutClient:
     """Every method raises UserError or RunError as the rollout process did, and RunError when it is gone.
 
@@ -61,7 +75,7 @@ class RolloutClient:
         deadline, missing, before = time.monotonic() + timeout, "it does not answer", ""
         while time.monotonic() < deadline:
             try:
-                code, body = self._http("GET", "/status", None, PROBE_TIMEOUT)
+                code, body = self._http(STATUS)
                 if code == OPENING_STATUS:
                     missing = body.decode(errors="replace")
                 elif (status := self._status(code, body))["engines_ready"]:
@@ -134,7 +148,7 @@ class RolloutClient:
 
     def status(self) -> dict[str, Any]:
         """Counts, versions and engines, as the live display shows them."""
-        return self._status(*self._reached("GET", "/status", None, PROBE_TIMEOUT))
+        return self._status(*self._reached(STATUS))
 
     def _status(self, code: int, body: bytes) -> dict[str, Any]:
         if code != 200:
@@ -143,50 +157,40 @@ class RolloutClient:
         return status
 
     def _command(self, name: str, request: object, result: type[T]) -> T:
-        called = {REQUEST_HEADER: uuid.uuid4().hex}
-        code, body = self._reached("POST", f"/{name}", encode(request), None, called)
+        named = {REQUEST_HEADER: uuid.uuid4().hex}
+        code, body = self._reached(Request("POST", f"/{name}", encode(request), headers=named))
         if code == 200:
             return msgspec.msgpack.decode(body, type=result)
         text = " ".join(body.decode(errors="replace").split())[:200]
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
 
-    def _reached(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout: float | None,
-        headers: Mapping[str, str] = {},
-    ) -> tuple[int, bytes]:
+    def _reached(self, request: Request) -> tuple[int, bytes]:
         """Status and body; over connections that break. Raises RunError after RECONNECT_SECONDS of nothing else."""
         give_up = None
         while True:
             begun = time.monotonic()
             try:
-                return self._http(method, path, body, timeout, headers)
+                return self._http(request)
             except Broken as e:
                 now = time.monotonic()
                 if give_up is None or now - begun > RECONNECT_SECONDS:  # it held for a while: another fault
                     give_up = now + RECONNECT_SECONDS
-                    log.warning("rollout process at %s: %s in %s; asking again", self._url, e, path[1:])
+                    log.warning(
+                        "rollout process at %s: %s in %s; asking again", self._url, e, request.path[1:]
+                    )
                 if now >= give_up:
                     raise RunError(
-                        f"rollout process at {self._url} is gone ({e} in {path[1:]}, for {RECONNECT_SECONDS:g} s)"
+                        f"rollout process at {self._url} is gone ({e} in {request.path[1:]}, for "
+                        f"{RECONNECT_SECONDS:g} s)"
                     ) from None
             time.sleep(POLL_SECONDS)
 
-    def _http(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout: float | None,
-        headers: Mapping[str, str] = {},
-    ) -> tuple[int, bytes]:
-        """Raises Broken."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+    def _http(self, request: Request) -> tuple[int, bytes]:
+        """Status and body. Raises Broken."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=request.timeout)
         try:
-            connection.request(method, path, body, {**self._headers, **headers})
+            headers = {**self._headers, **request.headers}
+            connection.request(request.method, request.path, request.body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as e:

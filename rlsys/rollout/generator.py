@@ -10,13 +10,11 @@ saved, in the middle of a turn or between two, and finds out from them what come
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
-from rlsys.plugins import call, resolve
+from rlsys.plugins import call, expect_function, resolve
 from rlsys.rollout.tools import calculator
 from rlsys.router.router import Router
 from rlsys.types import Prompt, Sample, Status
@@ -42,13 +40,8 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, speak: Speak) -
     made: Generator = call(
         "rollout.generator_params", factory, config, tokenizer, speak, **r.generator_params
     )
-    if not callable(made):
-        if inspect.iscoroutine(made):
-            made.close()
-        raise UserError(
-            f"rollout.generator = {r.generator!r}: expected a function of (config, tokenizer, speak) that returns an "
-            f"async function of (sample, prompt); it returned a {type(made).__name__}"
-        )
+    field, expected = f"rollout.generator = {r.generator!r}", "an async function of (sample, prompt)"
+    expect_function(field, factory, made, "config, tokenizer, speak", expected)
     return made
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rlsys.trackers.tracker import PROJECT, Row, TrackedRun
+from rlsys.trackers.tracker import PROJECT, Row, TrackedRun, last_steps
 
 
 class TrackioRun:
@@ -27,11 +27,7 @@ class TrackioRun:
         return found
 
     def written(self) -> dict[str, int]:
-        held: dict[str, int] = {}
-        for row in self.rows():
-            for kind in {name.partition("/")[0] for name in row if "/" in name}:
-                held[kind] = max(held.get(kind, 0), int(row["step"]))
-        return held
+        return last_steps((int(row["step"]), row) for row in self.rows())
 
     def write(
         self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]

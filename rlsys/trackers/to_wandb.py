@@ -13,7 +13,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 from rlsys.trackers.leveldb_log import records
-from rlsys.trackers.tracker import PROJECT, Row, TrackedRun
+from rlsys.trackers.tracker import PROJECT, Row, TrackedRun, last_steps
 
 
 class WandbRun:
@@ -27,11 +27,7 @@ class WandbRun:
 
     def written(self) -> dict[str, int]:
         """From the files of this run's sessions, which W&B keeps in every mode."""
-        held: dict[str, int] = {}
-        for step, values in history(self._files):
-            for kind in {name.partition("/")[0] for name in values}:
-                held[kind] = max(held.get(kind, 0), step)
-        return held
+        return last_steps(history(self._files))
 
     def write(
         self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,15 @@ class TrackedRun:
     @property
     def place(self) -> Path:
         return self.folder.resolve().parent / FOLDER
+
+
+def last_steps(rows: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
+    """Kind of line (step, eval) -> its last train step. `rows`: train step, names of values (KIND/METRIC)."""
+    held: dict[str, int] = {}
+    for step, names in rows:
+        for kind in {name.partition("/")[0] for name in names if "/" in name}:
+            held[kind] = max(held.get(kind, 0), step)
+    return held
 
 
 class Tracker(Protocol):

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
     "starter": {"errors"},
-    "foreign": {"errors"},
+    "foreign": {"errors", "config"},
     "algo": {"types", "errors", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},

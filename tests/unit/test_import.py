@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from rlsys import cli
 from rlsys.config import load_config
+from rlsys.config.foreign import SLIME, VERL
 from rlsys.errors import UserError
 from rlsys.foreign import slime, verl
 from rlsys.foreign.draft import parsed
@@ -142,6 +144,18 @@ def test_a_script_of_verl(
     assert "actor_rollout_ref.rollout.top_p = 0.9 a restricted distribution" in told
     assert "trainer.steps = 500: set 15 (total_epochs) x rows" in told
     assert cli.main(["explain", str(tmp_path / "mine.yaml")]) == 0
+
+
+@pytest.mark.parametrize(("reader", "names"), [(verl, VERL), (slime, SLIME)], ids=["verl", "slime"])
+def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names: dict[str, str]) -> None:
+    """`rlsys train` says of a name of theirs what it is called here; `rlsys import` must not say otherwise."""
+    text = (SCRIPTS / f"{reader.__name__.rpartition('.')[2]}_math.sh").read_text()
+    told = {row.theirs: row.ours for row in reader.translate(reader.settings_of(text, None, {}), ()).mapped}
+    same = [name for name in told if "=" not in names.get(name, "=")]  # others have a value of their own
+    assert len(same) > 10
+    for name in same:
+        field = re.match(r"[\w.]+", names[name])
+        assert field is not None and told[name].startswith(field[0]), name
 
 
 def test_yaml_of_verl_is_its_dotted_names(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         ),
         (
             [f"rollout.generator={__name__}:slimes_generate"],
-            r"^rollout.generator = .* expected a function of \(config, tokenizer, speak\) .* returned a coroutine",
+            r"^rollout.generator = .*: slimes_generate\(config, tokenizer, speak\) returned a coroutine; expected an",
         ),
         ([f"rollout.generator={__name__}:idle"], "^rollout.generator = .*: it left the first response parked"),
         (
