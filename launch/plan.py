@@ -14,6 +14,8 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.identity import config_path
 from rlsys.obs.role import STACKS_VARIABLE
+from rlsys.records import FOLDER as SEGMENTS
+from rlsys.route_records import ROUTES_VARIABLE
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 """(config, index of the engine, its port) -> command line and environment."""
@@ -84,9 +86,11 @@ class LaunchPlan:
     """Environment variables that all roles of a kind get."""
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """`base` with what all roles of its kind get, where this one may write its stacks, and its own."""
-        stacks = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
-        return {**base, **self.shared.get(role.kind, {}), **stacks, **role.env}
+        """`base` with what all roles of its kind get, where this one may write its stacks and routes, and its own."""
+        own = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
+        if role.kind == "engine":
+            own[ROUTES_VARIABLE] = str((self.run_dir / SEGMENTS / role.unit).absolute())
+        return {**base, **self.shared.get(role.kind, {}), **own, **role.env}
 
     def pool(self) -> list[Role]:
         """Of each engine that the router knows, the role that answers for it."""

@@ -7,6 +7,7 @@
 
         payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
         payload of SCORES: logp float32[tokens]
+        payload of ROUTES: see rlsys/route_records.py; engines write these, into files of their own
 
 `start` is the first token's place in the response. `sequence` and `parent` tell the sequences of one sample apart and
 which of them each continues; `policy` whose tokens they are: today one of each.
@@ -36,6 +37,7 @@ from rlsys.types import Piece, RouteSpan, Sample
 
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
+HEADER_BYTES = _HEADER.size
 _CHECKED_FROM = 8
 """The checksum is of all that comes after it."""
 _MAGIC = b"rlsg"
@@ -48,6 +50,7 @@ T = TypeVar("T", bound=np.generic)
 class Kind(IntEnum):
     TOKENS = 1
     SCORES = 2
+    ROUTES = 4
 
 
 class Record(NamedTuple):
@@ -75,11 +78,18 @@ class Record(NamedTuple):
 
 def encode(kind: Kind, sample_id: int, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
     """One record. `routes`: how many bytes of the payload, its last ones, are routes."""
+    return head(kind, sample_id, start, tokens, len(payload), payload, routes) + payload
+
+
+def head(
+    kind: Kind, sample_id: int, start: int, tokens: int, length: int, checked: bytes, routes: int = 0
+) -> bytes:
+    """What a record begins with. `length`: bytes of its payload, of which the checksum is of `checked` alone."""
     rest = _HEADER.pack(
-        _MAGIC, 0, kind, _VERSION, 0, sample_id, 0, _NO_PARENT, start, tokens, routes, len(payload)
+        _MAGIC, 0, kind, _VERSION, 0, sample_id, 0, _NO_PARENT, start, tokens, routes, length
     )[_CHECKED_FROM:]
-    checksum = zlib.crc32(payload, zlib.crc32(rest))
-    return _MAGIC + checksum.to_bytes(4, "little") + rest + payload
+    checksum = zlib.crc32(checked, zlib.crc32(rest))
+    return _MAGIC + checksum.to_bytes(4, "little") + rest
 
 
 def decode(data: bytes, where: str) -> Record:
@@ -92,6 +102,32 @@ def decode(data: bytes, where: str) -> Record:
     if version != _VERSION:
         raise RunError(f"{where}: record version {version}, this rlsys reads {_VERSION}")
     return Record(Kind(kind), sample, start, tokens, routes, memoryview(data)[_HEADER.size :])
+
+
+class Head(NamedTuple):
+    """Of a record whose payload is read in parts. `checksum`: of the rest and of `routes` bytes of payload."""
+
+    kind: Kind
+    checksum: int
+    start: int
+    tokens: int
+    routes: int
+    rest: bytes
+
+    def check(self, checked: bytes, where: str) -> None:
+        """Raises RunError when head and these bytes are not those that were written."""
+        if len(checked) != self.routes or zlib.crc32(checked, zlib.crc32(self.rest)) != self.checksum:
+            raise RunError(f"{where}: damaged: the record has another checksum")
+
+
+def decode_head(data: bytes, where: str) -> Head:
+    """Not checked yet. Raises RunError when no record begins there, or one of another version."""
+    if len(data) < HEADER_BYTES or data[:4] != _MAGIC:
+        raise RunError(f"{where}: damaged: no record begins there")
+    _, checksum, kind, version, _, _, _, _, start, tokens, routes, _ = _HEADER.unpack_from(data)
+    if version != _VERSION or kind not in tuple(Kind):
+        raise RunError(f"{where}: record version {version} of kind {kind}, this rlsys reads {_VERSION}")
+    return Head(Kind(kind), checksum, start, tokens, routes, data[_CHECKED_FROM:HEADER_BYTES])
 
 
 class Arrays(NamedTuple):
@@ -126,11 +162,17 @@ class SegmentReader:
 
     def read(self, piece: Piece) -> Record:
         """Raises RunError: the file is not there, or damaged."""
-        path = self._folder / piece.segment
+        return decode(
+            self.bytes_at(*piece), f"{self._reader}{self._folder / piece.segment} at {piece.offset}"
+        )
+
+    def bytes_at(self, segment: str, offset: int, length: int) -> bytes:
+        """Fewer where the file ends before. Raises RunError: it is not there, or cannot be read."""
+        path = self._folder / segment
         try:
-            if piece.segment not in self._open:
-                self._open[piece.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            data = os.pread(self._open[piece.segment], piece.length, piece.offset)
+            if segment not in self._open:
+                self._open[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._open[segment], length, offset)
         except FileNotFoundError:
             raise RunError(
                 f"{self._reader}{path}: no such file; each machine that trains must see run.dir"
@@ -138,7 +180,7 @@ class SegmentReader:
         except OSError as e:
             raise RunError(f"{self._reader}{path}: {e.strerror}") from None
         self.bytes_read += len(data)
-        return decode(data, f"{self._reader}{path} at {piece.offset}")
+        return data
 
     def arrays(self, sample: Sample) -> Arrays:
         """From all of its pieces. Raises RunError as `read`, and when they are not those of the sample."""
@@ -160,7 +202,8 @@ class SegmentReader:
         )  # fmt: skip
 
     def loaded(self, sample: Sample) -> Sample:
-        """The same with its tokens in hand. Raises RunError as `arrays`."""
+        """The same with its tokens in hand; routes that an engine wrote stay where they are. Raises RunError as
+        `arrays`."""
         if sample.in_hand:
             return sample
         ids, mu, behaviour, routes = self.arrays(sample)

@@ -54,6 +54,16 @@ class TokenSpan:
     end: int
 
 
+class RoutePlace(NamedTuple):
+    """Where an engine has written routes: a segment file of its own, and a record in it (rlsys/route_records.py)."""
+
+    segment: str
+    offset: int
+    length: int
+    checksum: int
+    """The record's, which tells it from any other."""
+
+
 @dataclass(slots=True)
 class RouteSpan:
     """The experts that the engine chose at sequence positions [start, end) of prompt + response.
@@ -61,12 +71,14 @@ class RouteSpan:
     Position p is the forward pass that read token p and predicted token p + 1, so a whole sequence of n tokens has
     n - 1 of them. `experts`: unsigned little-endian integers `[end - start, layers, topk]`, of one byte where no id
     of the span exceeds 255 and of two elsewhere: the width is len(experts) / ((end - start) * layers * topk).
-    `layers` counts all layers of the model; a dense one has zeros.
+    `layers` counts all layers of the model; a dense one has zeros. Where `place` says where they lie, `experts` is
+    empty.
     """
 
     start: int
     end: int
     experts: bytes
+    place: RoutePlace | None = None
 
 
 class Piece(NamedTuple):
@@ -239,6 +251,8 @@ class Sample:
                 f"sample {self.sample_id}: routes of positions [{routes.start}, {routes.end}), expected up to "
                 f"{last} and from {first} on"
             )
+        if routes.place is not None:
+            return
         if not routes.experts or len(routes.experts) % (routes.end - routes.start):
             raise ValueError(
                 f"sample {self.sample_id}: {len(routes.experts)} bytes of routes for {routes.end - routes.start} "

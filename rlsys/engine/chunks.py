@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
+from rlsys.route_records import read_pointer
 from rlsys.types import RouteSpan, Segment, VersionSpan
 
 VersionOf = Callable[[str], int]
@@ -81,9 +82,10 @@ def read_routes(meta: dict[str, Any], prompt: int, received: int, first: int) ->
     rows = end - first
     if encoded is None or rows <= 0:
         return None
-    experts = np.frombuffer(pybase64.b64decode(encoded), dtype="<i4").reshape(rows, -1)
+    data = pybase64.b64decode(encoded)
     versions = meta.get("weight_versions") or []
-    if len(versions) > 1:
-        seam = prompt + versions[-1]["start"] - 1
-        first, experts = seam, experts[seam - first :]
-    return RouteSpan(first, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())
+    seam = prompt + versions[-1]["start"] - 1 if len(versions) > 1 else first
+    if (place := read_pointer(data, first, rows)) is not None:
+        return RouteSpan(seam, end, b"", place)
+    experts = np.frombuffer(data, dtype="<i4").reshape(rows, -1)[seam - first :]
+    return RouteSpan(seam, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())

@@ -18,6 +18,7 @@ from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_from_disk
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY, Identity
+from rlsys.route_records import ASK
 from rlsys.types import Segment
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
@@ -146,6 +147,7 @@ class EngineClient:
         }
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+            sampling["custom_params"] = {ASK: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
         async with self._request("POST", "/generate", json=body) as answer:

@@ -1,4 +1,5 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs; on a CPU, seeded sampling, routes and forks.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files; on a CPU, seeded sampling, routes
+and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.engine import route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -66,6 +68,7 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER
     )
+    HookRegistry.register(route_hooks.TARGET, route_hooks.write_routes, HookType.AFTER)
     if torch.cuda.is_available():
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)

@@ -308,8 +308,9 @@ class RolloutBuffer:
                 "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
                 "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
             )
-            self._db.execute(f"DELETE FROM pieces WHERE {taken}", (self._pruned_to, train_step))
-            self._file.segments.forget_unused()
+            for table in ("pieces", "route_places"):
+                self._db.execute(f"DELETE FROM {table} WHERE {taken}", (self._pruned_to, train_step))
+            self._file.forget_unused()
             self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
@@ -404,6 +405,8 @@ class RolloutBuffer:
 
     def _write(self, sample: Sample) -> None:
         before = self._stored.get(sample.sample_id, Stored())
+        new = sample.routes[before.routes :]
+        sample.routes[before.routes :] = self._file.routes.claim(sample.sample_id, new)
         now = self._stored[sample.sample_id] = write_sample(self._db, self._file.segments, sample, before)
         self.added_tokens += now.sampled - before.sampled
 
@@ -425,4 +428,5 @@ class RolloutBuffer:
             self._stored.pop(sample.sample_id, None)
         if group.state in DEAD:
             ids = [(s.sample_id,) for s in group.samples]
-            self._db.executemany("DELETE FROM pieces WHERE sample_id = ?", ids)
+            for table in ("pieces", "route_places"):
+                self._db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)

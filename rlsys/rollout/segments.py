@@ -57,7 +57,8 @@ class SegmentWriter:
         known: dict[str, int] = dict(self._db.execute("SELECT name, length FROM segments").fetchall())
         with disk_errors(self._folder, UserError):
             self._folder.mkdir(exist_ok=True)
-            there = {entry.name: entry.stat().st_size for entry in os.scandir(self._folder)}
+            own = (entry for entry in os.scandir(self._folder) if not entry.is_dir())
+            there = {entry.name: entry.stat().st_size for entry in own}
             for name, length in known.items():
                 if there.get(name, -1) < length:
                     found = f"it has {there[name]}" if name in there else "it is not there"

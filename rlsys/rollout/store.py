@@ -9,6 +9,8 @@
              ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
              can want them
     segments the files: name, and how many bytes of each are committed
+    route_files, route_places   of the engines' own segments: name, bytes that samples claimed, where the last of them
+             ends; and which sample wants which of them (route_files.py)
     takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
              had been given before, in which portions
     pushes   the train step whose weights a weight version holds
@@ -46,7 +48,7 @@ from rlsys.types import GroupState, Piece, Sample, SampleGroup, Scored, Status, 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 11
+_SCHEMA_VERSION = 12
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -69,6 +71,12 @@ CREATE TABLE pieces (
 );
 CREATE INDEX pieces_by_sample ON pieces (sample_id);
 CREATE INDEX pieces_by_segment ON pieces (segment);
+CREATE TABLE route_files (
+    file INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, claimed INTEGER NOT NULL, length INTEGER NOT NULL
+);
+CREATE TABLE route_places (sample_id INTEGER NOT NULL, file INTEGER NOT NULL REFERENCES route_files);
+CREATE INDEX route_places_by_sample ON route_places (sample_id);
+CREATE INDEX route_places_by_file ON route_places (file);
 CREATE TABLE takes (
     train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL,
     parts TEXT NOT NULL

@@ -13,6 +13,7 @@ from typing import TypeVar
 from rlsys.errors import RlsysError, RunError
 from rlsys.owner import Deposed, Owner
 from rlsys.records import SegmentReader
+from rlsys.rollout.route_files import RouteFiles
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
 from rlsys.rollout.segments import SegmentWriter
 from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
@@ -48,7 +49,9 @@ class StoreWriter:
             self._lock.release()
             raise
         self._broken = ""
-        self.segments = SegmentWriter(path.parent, self.db, 0 if owner is None else owner.epoch)
+        epoch = 0 if owner is None else owner.epoch
+        self.segments = SegmentWriter(path.parent, self.db, epoch)
+        self.routes = RouteFiles(path.parent, self.db, epoch)
         try:
             self._take_over()
         except RlsysError:
@@ -64,6 +67,7 @@ class StoreWriter:
             if torn := self.segments.open():
                 self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
                 log.warning("%s: %d bytes that no commit names were left behind", self.path, torn)
+            self.routes.open()
         self.flush()
 
     @contextlib.contextmanager
@@ -100,6 +104,12 @@ class StoreWriter:
     def _close_to_writes(self, error: BaseException) -> None:
         self._broken = f"{self.path}: closed to writes after: {error}"
 
+    def forget_unused(self) -> None:
+        """Inside a `writing` block: files that no row points into go after the commit."""
+        self.segments.forget_unused()
+        if torn := self.routes.forget_unused():
+            self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
+
     def load(self, samples: Iterable[Sample]) -> list[Sample]:
         """The same with their tokens in hand, what is not flushed included."""
         self.segments.write_out()
@@ -134,12 +144,14 @@ class StoreWriter:
                 return
             try:
                 self.segments.sync()
+                self.routes.sync()
                 if self._owner is not None:
                     self._owner.check()
                 self.db.execute("COMMIT")
-                if self._owner is not None and self.segments.unused:
+                if self._owner is not None and (self.segments.unused or self.routes.unused):
                     self._owner.check()  # a later launch may count on them: its ledger may not have this commit
                 self.segments.remove()
+                self.routes.remove()
             except BaseException as e:
                 self._close_to_writes(e)
                 if self.db.in_transaction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -21,11 +21,13 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.segments import sum_by
 from rlsys.records import Arrays, SegmentReader
+from rlsys.route_records import LayerRoutes, read_routes
 from rlsys.types import RouteSpan, Sample
 
 T = TypeVar("T")
 Values = Sequence[float] | NDArray[Any]
 """One for each response token."""
+ReadRoutes = Callable[[Sequence[RouteSpan]], Sequence[RouteSpan | LayerRoutes]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class TrainSample:
     row: int = -1
     trained: Values | None = None
     behaviour: Values = ()
-    routes: Sequence[RouteSpan] = ()
+    routes: Sequence[RouteSpan | LayerRoutes] = ()
     transferred: bool = False
 
     def __post_init__(self) -> None:
@@ -58,8 +60,10 @@ class TrainSample:
             )
 
     @classmethod
-    def of(cls, sample: Sample, row: int = -1, arrays: Arrays | None = None) -> TrainSample:
-        """`arrays`: the sample's tokens, where they are not in hand."""
+    def of(
+        cls, sample: Sample, row: int = -1, arrays: Arrays | None = None, read: ReadRoutes = list
+    ) -> TrainSample:
+        """`arrays`: the sample's tokens, where they are not in hand. `read`: reads routes that are not."""
         held = sample if arrays is None else arrays
         behaviour = np.full(sample.tokens, np.nan, np.float32)
         behaviour[: len(held.behaviour)] = held.behaviour
@@ -69,7 +73,7 @@ class TrainSample:
             sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
-            behaviour, () if transferred else held.routes, transferred,
+            behaviour, () if transferred else read(held.routes), transferred,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -86,11 +90,19 @@ class Unread:
     sample: Sample
     row: int
     segments: SegmentReader
+    layers: Sequence[int] | None = None
+    """Of the model, those whose routes the rank replays; None: all."""
 
     def read(self) -> TrainSample:
         """Raises RunError: a segment is not there, or damaged."""
         arrays = None if self.sample.in_hand else self.segments.arrays(self.sample)
-        return TrainSample.of(self.sample, self.row, arrays)
+        return TrainSample.of(self.sample, self.row, arrays, self._routes)
+
+    def _routes(self, spans: Sequence[RouteSpan]) -> list[RouteSpan | LayerRoutes]:
+        if self.layers is not None and not self.layers:
+            return []
+        read = self.segments.bytes_at
+        return [s if s.place is None else read_routes(read, s, self.layers) for s in spans]
 
     def __len__(self) -> int:
         return len(self.sample.trained_prompt or self.sample.prompt_ids) + self.sample.tokens
@@ -105,7 +117,7 @@ class MicroBatch(Batch):
     """
 
     transferred: Tensor | None = None  # [T] bool
-    routes: list[RouteSpan] = field(default_factory=list)
+    routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -265,7 +277,7 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
         if any(s.transferred for s in samples)
         else None,
         routes=[
-            RouteSpan(start + span.start, start + span.end, span.experts)
+            replace(span, start=start + span.start, end=start + span.end)
             for s, start in zip(samples, starts, strict=False)
             for span in s.routes
         ],

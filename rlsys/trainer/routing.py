@@ -11,7 +11,7 @@ Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from rlsys.route_records import LayerRoutes
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
 from rlsys.types import RouteSpan
@@ -33,14 +34,29 @@ ABSENT = -1
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-def decode(spans: Iterable[RouteSpan], tokens: int, layers: int, topk: int) -> Tensor:
-    """Experts `[T, L, k]` int16 of packed positions, ABSENT where no span covers a token."""
-    out = np.full((tokens, layers, topk), ABSENT, dtype=np.int16)
+def decode(
+    spans: Iterable[RouteSpan | LayerRoutes],
+    tokens: int,
+    layers: int,
+    topk: int,
+    own: Sequence[int] | None = None,
+) -> Tensor:
+    """Experts `[T, L, k]` int16 of packed positions, ABSENT where no span covers a token.
+
+    `own`: the layers that are wanted, in this order; None: all of the model's `layers`.
+    """
+    wanted = range(layers) if own is None else own
+    out = np.full((tokens, len(wanted), topk), ABSENT, dtype=np.int16)
     for span in spans:
         n = span.end - span.start
-        width = len(span.experts) // (n * layers * topk)
-        experts = np.frombuffer(span.experts, dtype=f"<u{width}")
-        out[span.start : span.end] = experts.reshape(n, layers, topk)
+        if isinstance(span, LayerRoutes):
+            of_layer = {layer: i for i, layer in enumerate(span.layers)}
+            chosen = span.experts[[of_layer[layer] for layer in wanted]].transpose(1, 0, 2)
+        else:
+            width = len(span.experts) // (n * layers * topk)
+            experts = np.frombuffer(span.experts, dtype=f"<u{width}").reshape(n, layers, topk)
+            chosen = experts if own is None else experts[:, list(own)]
+        out[span.start : span.end] = chosen
     return torch.from_numpy(out)
 
 
@@ -124,6 +140,11 @@ class Routing:
             self._mode = self._asked
 
     @property
+    def layers(self) -> list[int]:
+        """Those of the model whose routes from the engine this rank replays."""
+        return sorted({replay.layer for replay in self._all}) if self._asked == "engine" else []
+
+    @property
     def _all(self) -> list[LayerReplay]:
         return [replay for chunk in self._replays for replay in chunk]
 
@@ -156,8 +177,9 @@ class Routing:
         if self._mode == "off" or not micro.routes:
             return None
         replays = self._replays[chunk]
-        experts = decode(micro.routes, len(micro.tokens), self._layers, replays[0].router.topk)
-        mine = experts[:, [r.layer for r in replays]].to(share.source.device)
+        own = [r.layer for r in replays]
+        experts = decode(micro.routes, len(micro.tokens), self._layers, replays[0].router.topk, own)
+        mine = experts.to(share.source.device)
         there = torch.where(share.source[:, None, None] < 0, ABSENT, mine[share.source])
         return _of_this_rank(there).long()
 

@@ -28,6 +28,7 @@ from rlsys.algo.batch import Samples
 from rlsys.algo.objective import Objective
 from rlsys.algo.plan import StepPlan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
+from rlsys.route_records import in_hand
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
@@ -62,7 +63,7 @@ def train_step(
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
     with trainer.segments as segments:
-        due = objective.put_off(plan, taken.groups, step, segments.loaded)
+        due = objective.put_off(plan, taken.groups, step, partial(in_hand, segments))
     if due:
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
@@ -181,9 +182,9 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 
 def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
-    samples = [s for group in taken.groups for s in group.samples]
+    samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
     with trainer.segments as segments:
-        batch = trainer.passes.pack([Unread(samples[r], r, segments) for r in rows])
+        batch = trainer.passes.pack([Unread(samples[r], r, segments, layers) for r in rows])
     for micro in batch:
         micro.version = taken.weight_version
     return batch
@@ -311,8 +312,11 @@ def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]
     """
     if not unscored:
         return []
+    layers = trainer.replayed_layers
     with trainer.segments as segments:
-        batch = trainer.passes.pack([Unread(u.sample, row, segments) for row, u in enumerate(unscored)])
+        batch = trainer.passes.pack(
+            [Unread(u.sample, row, segments, layers) for row, u in enumerate(unscored)]
+        )
     mine: dict[int, list[float]] = {}
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         ends = micro.cu_seqlens[1:].tolist()

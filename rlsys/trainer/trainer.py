@@ -99,6 +99,8 @@ class Trainer:
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self.segments = SegmentReader(config.run.dir, f"trainer rank {self.rank}")
         """Where the tokens of samples lie."""
+        self.replayed_layers = self._routing.layers
+        """Of the model, those whose routes this rank reads."""
         self._checkpoints = Checkpoints(
             config.run.dir / "checkpoints", config.trainer.keep_checkpoints, self.control, owner
         )

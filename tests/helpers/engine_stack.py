@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient, make_session
+from rlsys.records import SegmentReader
+from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
@@ -135,10 +138,11 @@ async def until(true: Callable[[], bool], task: asyncio.Future[Any]) -> None:
         await asyncio.sleep(0.002)
 
 
-def routes(s: Sample) -> bytes:
-    """Of all positions, one byte each: there are few experts."""
+def routes(s: Sample, run: Path) -> bytes:
+    """Of all positions, one byte each: there are few experts. `run`: where engines write them."""
     assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
-    return b"".join(r.experts for r in s.routes)
+    with SegmentReader(run) as segments:
+        return b"".join(r.experts for r in in_hand(segments, s).routes)
 
 
 def worst_gap(a: list[float], b: list[float]) -> float:

@@ -14,11 +14,16 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
 from aiohttp.client_reqrep import ConnectionKey
+
+from rlsys.engine.route_writer import RouteWriter
+from rlsys.route_records import ASK
 
 EOS = 2
 LATENCY = 0.001  # between a request's departure and its registration
@@ -102,6 +107,7 @@ class Request:
     running: bool = False
     preempted: bool = False
     routes_from: int | None = None
+    points: bool = False  # it may be answered with a pointer to its routes
     delivered: int = 0  # tokens that the client has read, where somebody counts them
     died: bool = False  # with its server
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -122,10 +128,13 @@ class ScriptedEngine:
         chunk: int = 4,
         max_running: int = 1000,
         label: str = "0",
+        segments: Path | None = None,
     ) -> None:
-        """`label`: what it calls the weights that it starts with."""
+        """`label`: what it calls the weights that it starts with. `segments`: of the run, where it writes routes."""
         self.url = url
         self._label = label
+        self._segments = segments
+        self.starts = 0
         self.chunk = chunk
         self.max_running = max_running
         self.ends_at = ends_at
@@ -145,6 +154,11 @@ class ScriptedEngine:
         self.released: set[str] = set()
         self.generated = 0
         self.paused: str | None = None
+        self.starts += 1
+        unit = urlsplit(self.url).hostname or ""
+        self.routes: RouteWriter | None = None
+        if self._segments is not None:
+            self.routes = RouteWriter(self._segments, 0, unit, self.starts, 0, size=4000)
 
     # What tests do to it
 
@@ -275,6 +289,7 @@ class ScriptedEngine:
         )
         if body.get("return_routed_experts"):
             request.routes_from = body["routed_experts_start_len"]
+            request.points = bool(sampling["custom_params"][ASK])
         generation = self.requests  # a restarted server has a new dict
         generation[request.rid] = request
         self.history.append(request)
@@ -357,8 +372,11 @@ class ScriptedEngine:
                 self.generated += len(request.made)
                 if request.routes_from is not None:
                     rows = range(request.routes_from, first + len(request.made) - 1)
-                    ids32 = b"".join(e.to_bytes(4, "little") for p in rows for e in experts(p))
-                    meta["routed_experts"] = base64.b64encode(ids32).decode()
+                    chosen = np.array([experts(p) for p in rows], "<i4").reshape(-1, 2, 2)
+                    said = chosen.tobytes()
+                    if self.routes is not None and request.points and len(rows):
+                        said = self.routes.append(chosen, request.routes_from)
+                    meta["routed_experts"] = base64.b64encode(said).decode()
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(probs, request.made, strict=False)]
         return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n".encode()
 

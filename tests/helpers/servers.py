@@ -49,10 +49,15 @@ def write_tiny_moe(folder: Path, seed: int) -> Path:
 
 
 @contextmanager
-def running_engine(config: Config, folder: Path) -> Iterator[str]:
-    """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end."""
+def running_engine(config: Config, folder: Path, run: Path | None = None) -> Iterator[str]:
+    """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end.
+
+    `run`: a folder of a run, where it writes routes; None: they are in its answers.
+    """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
+    if run is not None:
+        env |= {**claim(run).environment(1), ROUTES_VARIABLE: str(run / FOLDER / "engine-0")}
     argv += ["--weight-version", "0"]  # of no run, which would tell it in a file
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
     url = f"http://{config.engine.host}:{port}"

@@ -41,7 +41,13 @@ def engine_config(tiny_moe: Path) -> Config:
 
 
 @pytest.fixture(scope="session")
-def engine(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's folder into which the server writes routes."""
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def engine(engine_config: Config, engine_run: Path) -> Iterator[str]:
     """URL of the server. Tests leave it idle, with no update open, at whatever weights and version."""
-    with running_engine(engine_config, tmp_path_factory.mktemp("engine")) as url:
+    with running_engine(engine_config, engine_run, engine_run) as url:
         yield url

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
+from rlsys.records import SegmentReader
+from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.types import EngineAddress, PushTicket, Status
@@ -42,7 +46,9 @@ from tests.helpers.engine_stack import (
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
-async def test_interrupted_three_times_equals_unbroken(engine_config: Config, engine: str) -> None:
+async def test_interrupted_three_times_equals_unbroken(
+    engine_config: Config, engine: str, engine_run: Path
+) -> None:
     async with stack(engine_config, engine) as s:
         version, _ = await s.push(0)
         unbroken = await s.generate(sample(1, seed=11), tokens=80)
@@ -66,8 +72,11 @@ async def test_interrupted_three_times_equals_unbroken(engine_config: Config, en
         assert lengths == sorted(set(lengths)), "each segment added tokens"
         assert broken.response_ids == unbroken.response_ids
         assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
-        assert routes(broken) == routes(unbroken)
-        assert len(routes(broken)) == (len(PROMPT) + 80 - 1) * LAYERS * TOP_K
+        assert routes(broken, engine_run) == routes(unbroken, engine_run)
+        assert all(span.place is not None for span in broken.routes), "written by the engine, not answered"
+        answered = await stock_routes(s.client, PROMPT + unbroken.response_ids)
+        assert routes(unbroken, engine_run) == answered[: len(routes(unbroken, engine_run))]
+        assert len(routes(broken, engine_run)) == (len(PROMPT) + 80 - 1) * LAYERS * TOP_K
         assert (broken.status, broken.resumes, broken.versions()) == (Status.TRUNCATED, 3, [version] * 80)
         # Everything but the last token of each resumed prefix is still in the engine, by both accounts.
         assert broken.cached_tokens == sum(len(PROMPT) + n - 1 for n in lengths)
@@ -75,6 +84,15 @@ async def test_interrupted_three_times_equals_unbroken(engine_config: Config, en
         assert await cached_tokens(s.client) - cached_before == broken.cached_tokens
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0
+
+
+async def stock_routes(client: EngineClient, ids: list[int]) -> bytes:
+    """What SGLang itself answers to those who do not ask for a pointer."""
+    body = {
+        "input_ids": ids, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }  # fmt: skip
+    answer = await client._post("/generate", body)
+    return np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4").astype("u1").tobytes()
 
 
 async def cached_tokens(client: EngineClient) -> float:
@@ -167,7 +185,7 @@ async def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
 async def test_an_engine_keeps_its_requests_through_a_push(
-    how: Interruption, engine_config: Config, engine: str
+    how: Interruption, engine_config: Config, engine: str, engine_run: Path
 ) -> None:
     """The weights stay the same, so the response must: only their version and the keys' and values' age differ."""
     async with stack(engine_config, engine) as plain:
@@ -186,7 +204,10 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         assert worst_gap(kept.mu, unbroken.mu) <= 1e-5
         assert ([v.version for v in kept.spans], kept.resumes) == ([first, second], 0)
         seam = len(PROMPT) + kept.spans[1].start - 1
-        assert routes(unbroken)[seam * LAYERS * TOP_K :] == kept.routes[0].experts
+        assert kept.routes[0].start == seam
+        with SegmentReader(engine_run) as segments:
+            (after,) = in_hand(segments, kept).routes
+        assert routes(unbroken, engine_run)[seam * LAYERS * TOP_K :] == after.experts
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0
 

@@ -302,7 +302,7 @@ def tree_of(url: str) -> list[psutil.Process]:
 
 
 async def test_interrupted_five_times_and_moved_equals_unbroken(
-    engine_config: Config, engine: str, second_engine: str
+    engine_config: Config, engine: str, second_engine: str, engine_run: Path
 ) -> None:
     """At random places. Token for token, log-prob for log-prob, route for route."""
     drawn = sorted(random.Random(5).sample(range(3, 52), 5))
@@ -335,6 +335,6 @@ async def test_interrupted_five_times_and_moved_equals_unbroken(
         assert broken.response_ids == unbroken.response_ids and len(broken.response_ids) == 100
         assert EOS not in broken.response_ids and broken.resumes == 5
         assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
-        assert routes(broken) == routes(unbroken)
+        assert routes(broken, engine_run) == routes(unbroken, engine_run)
         await both.router.interrupt()
         assert both.router.stats()["lost"] == 0

@@ -93,7 +93,7 @@ def samples(made: tuple[list[Sample], list[Sample]]) -> list[TrainSample]:
 
 
 @pytest.fixture(scope="module")
-def exact_samples(engine_config: Config, engine: str) -> list[TrainSample]:
+def exact_samples(engine_config: Config, engine: str, engine_run: Path) -> list[TrainSample]:
     """The same of a float32 engine that holds the same weights."""
 
     async def body() -> list[Sample]:
@@ -102,7 +102,8 @@ def exact_samples(engine_config: Config, engine: str) -> list[TrainSample]:
             await s.push(ROUNDED)
             return await generated(engine, SAMPLES)
 
-    return [TrainSample.of(s, s.sample_id) for s in asyncio.run(body())]
+    with SegmentReader(engine_run) as segments:
+        return [TrainSample.of(in_hand(segments, s), s.sample_id) for s in asyncio.run(body())]
 
 
 @pytest.fixture

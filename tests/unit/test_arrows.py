@@ -20,6 +20,7 @@ BASE = {
     "config",
     "precision",
     "records",
+    "route_records",
     "obs",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -42,7 +43,17 @@ ALLOWED: dict[str, set[str]] = {
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.
-    "launch": {"errors", "config", "obs", "owner", "identity", "convert", "weights"},
+    "launch": {
+        "errors",
+        "config",
+        "obs",
+        "owner",
+        "identity",
+        "records",
+        "route_records",
+        "convert",
+        "weights",
+    },
 }
 FREE = {
     "train",
@@ -64,6 +75,7 @@ TORCH_FREE = (
     "config",
     "precision",
     "records",
+    "route_records",
     "obs",
     "plugins",
     "rewards",
@@ -84,6 +96,7 @@ TORCH_FREE = (
 TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
     "rlsys/engine/launch_args.py",
+    "rlsys/engine/route_writer.py",
     "rlsys/data/source.py",
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "flops", "folder", "table")),

@@ -18,10 +18,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
+from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
@@ -29,6 +31,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt, Sample, Status, Taken
@@ -39,6 +42,7 @@ from tests.helpers.scripted_engine import (
     Network,
     ScriptedEngine,
     canary_logprobs,
+    experts,
     logprob,
     run_virtual,
     token,
@@ -57,7 +61,11 @@ class World:
     def __init__(self, config: Config, seed: int) -> None:
         self.rng = random.Random(seed)
         self.config = config
-        self.engines = [ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40) for i in range(2)]
+        writes = config.run.dir / FOLDER, None  # the second one gives its routes in its answers
+        self.engines = [
+            ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i])
+            for i in range(2)
+        ]
         self.happened: Counter[str] = Counter()
         self.told: dict[int, list[tuple[int, list[int]]]] = {}  # step -> group ids and their tokens
         self.saved = 0  # steps of the last checkpoint
@@ -94,7 +102,7 @@ class World:
         network: Any = Network(*self.engines)
         router = Router(
             [EngineClient(e.url, network) for e in self.engines], vocab_size=128, context_length=200,
-            stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+            stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100, routes=True,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
@@ -179,6 +187,19 @@ class World:
         assert taken.metrics["lost"] == 0
         for sample in (s for group in groups for s in group.samples):
             check_sample(sample)
+            self.check_routes(sample)
+
+    def check_routes(self, s: Sample) -> None:
+        """They are the engine's at every position that has any; without them are only those that died with one."""
+        with SegmentReader(self.config.run.dir) as segments:
+            read = in_hand(segments, s)
+        for told, span in zip(s.routes, read.routes, strict=True):
+            self.happened["routes in hand" if told.place is None else "routes in files"] += 1
+            chosen = [e for p in range(span.start, span.end) for e in experts(p)]
+            assert np.frombuffer(span.experts, "<u2").tolist() == chosen
+        covered = sum(span.end - span.start for span in s.routes)
+        self.happened["positions"] += len(s.prompt_ids) + s.tokens - 1
+        self.happened["positions with routes"] += covered
 
 
 def check_sample(s: Sample) -> None:
@@ -231,3 +252,12 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     rewards = ("reward raised", "reward NaN", "reward hung")
     assert world.happened["engines brought back"] > 0
     assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened
+    assert world.happened["routes in hand"] > 100 and world.happened["routes in files"] > 100
+    assert world.happened["positions with routes"] > 0.8 * world.happened["positions"]
+    left = {f.relative_to(folder / FOLDER).as_posix() for f in (folder / FOLDER).glob("*/*.seg")}
+    with sqlite3.connect(folder / FILE_NAME) as db:
+        wanted = {
+            row[0]
+            for row in db.execute("SELECT DISTINCT name FROM route_files JOIN route_places USING (file)")
+        }
+    assert wanted <= left and len(left) < 40, "files go when nobody can want them"
