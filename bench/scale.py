@@ -4,8 +4,9 @@
 
 Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
 rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
-is the figure. `--routes`: each reply carries the experts of DeepSeek-V3's shape, 58 layers times 8, as SGLang sends
-them. `--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
+is the figure. `--routes`: each token has the experts of DeepSeek-V3's shape, 58 layers times 8. Engines write them
+into the run's folder for a rollout that asks for it; for another one they are in the answers, as SGLang sends them.
+`--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
 
 `rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it.
 """
@@ -71,7 +72,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.engines, args.samples, args.mean, args.steps, args.rounds = 4, 64, 128, 2, 1
-    experts = LAYERS * TOPK if args.routes else 0
     port = free_ports(args.engines)
     common = [
         "--engines",
@@ -80,8 +80,10 @@ def main() -> None:
         str(port),
         "--mean",
         str(args.mean),
-        "--experts",
-        str(experts),
+        "--layers",
+        str(LAYERS if args.routes else 0),
+        "--topk",
+        str(TOPK),
     ]
     trees = {**({"other": args.tree.resolve()} if args.tree else {}), "this": ROOT}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}

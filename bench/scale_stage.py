@@ -20,8 +20,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import psutil
 from aiohttp import web
+from numpy.typing import NDArray
 
 from rlsys.config import Config, identity
 from rlsys.engine.client import EngineClient, make_session
@@ -60,10 +62,17 @@ def event(tokens: int, reason: str | None, routes: int) -> bytes:
     return f"data: {json.dumps({'output_ids': [TOKEN] * tokens, 'meta_info': meta})}\n\n".encode()
 
 
+@cache
+def chosen(rows: int, layers: int, topk: int) -> NDArray[np.int32]:
+    return np.full((rows, layers, topk), 7, np.int32)
+
+
 class Engine:
-    def __init__(self, mean: int, experts: int) -> None:
-        """`experts`: of one token, over all layers."""
-        self._mean, self._experts = mean, experts
+    def __init__(self, name: str, mean: int, layers: int, topk: int) -> None:
+        """`layers`, `topk`: of each token's experts; 0: none."""
+        self._name, self._mean = name, mean
+        self._shape = layers, topk
+        self._writer: Any = None
         self._label = b"0"
         self._stop: dict[str, asyncio.Event] = {}
         self._made = 0
@@ -77,10 +86,20 @@ class Engine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weight_version", self._version)
         app.router.add_post("/weights_checker", self._sums)
+        app.router.add_post("/run", self._run)
         app.router.add_post("/{any}", self._fine)
         return app
 
     async def _fine(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _run(self, request: web.Request) -> web.Response:
+        """From now on it belongs to the run in this folder, and writes routes there for those who ask for it."""
+        from rlsys.engine.route_writer import RouteWriter  # an older checkout's rollout also runs this file
+
+        segments = Path((await request.json())["folder"]) / "segments"
+        segments.mkdir(exist_ok=True)
+        self._writer = RouteWriter(segments, 0, self._name, 1, 0)
         return web.json_response({"success": True})
 
     async def _sums(self, _: web.Request) -> web.Response:
@@ -121,18 +140,25 @@ class Engine:
             made += CHUNK
             await asyncio.sleep(0)
         rows = have + made + CHUNK - 1 - body.get("routed_experts_start_len", 0)
-        routes = 4 * self._experts * rows if body.get("return_routed_experts") else 0
         self._made += made + CHUNK
         del self._stop[body["rid"]]
-        last = event(CHUNK, "abort" if made + CHUNK < left else "stop", routes)
-        await stream.write(last.replace(b"LABEL", self._label))
+        asked = bool(body.get("return_routed_experts"))
+        points = asked and "rlsys_routes" in body["sampling_params"].get("custom_params", {})
+        layers, topk = self._shape
+        inline = 4 * layers * topk * rows if asked and not points else 0
+        last = event(CHUNK, "abort" if made + CHUNK < left else "stop", inline).replace(b"LABEL", self._label)
+        if points:
+            pointer = self._writer.append(chosen(rows, layers, topk), body["routed_experts_start_len"])
+            said = b'"routed_experts": "' + base64.b64encode(pointer) + b'", "weight_version"'
+            last = last.replace(b'"weight_version"', said)
+        await stream.write(last)
         await stream.write_eof()
         return stream
 
 
-async def serve_engines(count: int, port: int, mean: int, experts: int) -> None:
+async def serve_engines(count: int, port: int, mean: int, layers: int, topk: int) -> None:
     for i in range(count):
-        runner = web.AppRunner(Engine(mean, experts).app(), access_log=None)
+        runner = web.AppRunner(Engine(f"engine-{i}", mean, layers, topk).app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port + i, backlog=4096).start()
     print("ready", flush=True)
@@ -189,7 +215,7 @@ class Rollout:
             {
                 "run": {"dir": args.folder}, "model": {"path": args.folder},
                 "rollout": {**sizes, "max_response_tokens": 16 * args.mean},
-                "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.experts > 0},
+                "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.layers > 0},
                 "launch": {"placement": "colocated"},
             }
         )  # fmt: skip
@@ -197,7 +223,7 @@ class Rollout:
         engines = [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in range(args.engines)]
         self.router = Router(
             engines, vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
-            routes=args.experts > 0,
+            routes=args.layers > 0,
         )  # fmt: skip
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
@@ -225,6 +251,10 @@ class Rollout:
 async def roll(args: argparse.Namespace) -> dict[str, float]:
     async with make_session() as session:
         rollout, lag = Rollout(args, session), Lag()
+        for i in range(args.engines if args.layers else 0):
+            told = {"folder": str(args.folder)}
+            async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=told) as answer:
+                answer.raise_for_status()
         beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
         await rollout.manager.restore(0)
         await rollout.push()
@@ -266,9 +296,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--mean", type=int, required=True, help="tokens of a response, on average")
-    parser.add_argument(
-        "--experts", type=int, default=0, help="experts of a token over all layers; 0: no routes"
-    )
+    parser.add_argument("--layers", type=int, default=0, help="of which a token has routes; 0: no routes")
+    parser.add_argument("--topk", type=int, default=8, help="experts of a token in each of them")
     parser.add_argument("--samples", type=int, default=0, help="in flight")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path)
@@ -276,7 +305,7 @@ def main() -> None:
     if args.coordinator:
         json.dump(asyncio.run(roll(args)), sys.stdout)
     else:
-        asyncio.run(serve_engines(args.engines, args.port, args.mean, args.experts))
+        asyncio.run(serve_engines(args.engines, args.port, args.mean, args.layers, args.topk))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.cpu_platform import declare_torchvision_ops
 from rlsys.engine.launch_args import engine_command
+from rlsys.owner import claim
+from rlsys.records import FOLDER
+from rlsys.route_records import ROUTES_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 800.0  # a guard, no claim: two busy cores took more than 240

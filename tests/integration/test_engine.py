@@ -92,7 +92,9 @@ async def stock_routes(client: EngineClient, ids: list[int]) -> bytes:
         "input_ids": ids, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
     }  # fmt: skip
     answer = await client._post("/generate", body)
-    return np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4").astype("u1").tobytes()
+    return (
+        np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4").astype("u1").tobytes()
+    )
 
 
 async def cached_tokens(client: EngineClient) -> float:

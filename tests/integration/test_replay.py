@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
+from rlsys.records import SegmentReader
+from rlsys.route_records import in_hand
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.routing import decode
 from rlsys.trainer.step import score_parked
