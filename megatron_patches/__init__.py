@@ -31,6 +31,7 @@ from megatron_patches import (
     moe_splits,
     norm_sequence_parallel,
     offload_resume,
+    optimizer_own_parts,
     param_sync_once,
 )
 from megatron_patches.registry import Patch, PatchError
@@ -50,6 +51,7 @@ PATCHES: tuple[Patch, ...] = (
     param_sync_once.PATCH,
     dispatcher_forgets.PATCH,
     offload_resume.PATCH,
+    optimizer_own_parts.PATCH,
 )
 
 

@@ -22,9 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,9 +51,9 @@ _CRITIC = "critic."
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
+# Each rank stores what it holds (megatron_patches/optimizer_own_parts.py).
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -85,11 +93,17 @@ def load_weights(path: Path, model: Chunks) -> None:
 
 def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), _replicas())
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
     except _FOREIGN as e:
         reason = " ".join(str(e).split())[-300:]
         raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
     return loaded
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same weights: they share the work of writing and reading these."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,8 @@ class Checkpoints:
         state["rng"] = torch.get_rng_state()
         if objective is not None:
             state["objective"] = json.dumps(objective.state_dict())
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, **_STRATEGY)
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+        request = dist_checkpointing.save(state, str(partial), strategy, async_sharded_save=True, **_STRATEGY)
         writing = Writing(request, partial)
         self._pending = _Pending(step, score, writing, time.monotonic() - start)
 

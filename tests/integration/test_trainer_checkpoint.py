@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -125,3 +126,21 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(model: P
     cases.save(resumed, 2)
     assert checkpoint.steps(tmp_path / "run/checkpoints") == [1, 2]
     resumed.close()
+
+
+def test_ranks_share_the_writing_and_read_each_piece_once(tmp_path: Path) -> None:
+    """Four data-parallel ranks. Before: one of them had gathered the optimizer's state and wrote all of it."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
+    model = cases.write_model(tmp_path / "model", num_hidden_layers=2, **sizes)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    subprocess.run(
+        [*torchrun, "-m", "tests.helpers.checkpoint_share", model, tmp_path, "dp=4"], check=True, env=env
+    )
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(4)]
+    assert all(r["same"] for r in ranks)
+    wrote = [r["wrote"] for r in ranks]
+    assert max(wrote) <= 1.05 * min(wrote), wrote
+    read = [tuple(piece) for r in ranks for piece in r["read"]]
+    assert len(set(read)) == len(read), "a piece was read twice"
+    assert sum(length for _, _, length in read) <= sum(wrote)
