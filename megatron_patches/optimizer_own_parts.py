@@ -4,8 +4,8 @@ Symptom: the only form that any layout loads, `fully_reshardable`, gathers the w
 its first rank, which alone writes it; to load, every rank allocates and reads the state of the whole group.
 Upstream: 0.16.1 - 0.19.2 (0.14 removed the form that had flat ranges of parameters).
 How: a rank's state of a parameter is a range of the flattened parameter. As boxes of the unflattened one (at most
-2 x axes - 1 of them) it needs no gathering, and the torch_dist format cuts boxes as it likes. Keys and shapes stay, so
-checkpoints from before still load.
+2 x axes - 1 of them) it needs no gathering, and the torch_dist format cuts boxes as it likes. Keys and shapes stay,
+so checkpoints from before still load.
 Why numbers stay equal: the same elements are copied to the same places (tests/integration/test_trainer_layouts.py).
 Delete when: upstream saves the distributed optimizer's state without gathering it and loads it in any layout.
 """
