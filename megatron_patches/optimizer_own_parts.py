@@ -57,6 +57,7 @@ def parts(sharded: Any, key: str, state: Tensor, start: int, replica_id: Any) ->
     ):  # a factory: gate and up, say, two tensors that are one parameter
         pieces = list(_tensors(sharded.build()))
     found, storage = [], sharded.data.untyped_storage().data_ptr()
+    state = state.detach().as_subclass(Tensor)  # what is loaded may be no other kind
     for piece in pieces:
         begin = piece.data.storage_offset() - sharded.data.storage_offset()
         if not piece.data.is_contiguous() or piece.data.untyped_storage().data_ptr() != storage:
@@ -72,7 +73,7 @@ def parts(sharded: Any, key: str, state: Tensor, start: int, replica_id: Any) ->
                 replace(
                     piece,
                     key=key + piece.key,
-                    data=state.detach()[taken - start : taken - start + n].view(shape),
+                    data=state[taken - start : taken - start + n].view(shape),
                     dtype=state.dtype,
                     local_shape=shape,
                     global_offset=(*offset, *(a + b for a, b in zip(inner, at, strict=True))),
