@@ -41,6 +41,7 @@ from rlsys.errors import RlsysError, UserError
 from rlsys.gateway.command import add_router
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
+from rlsys.obs.otlp import check_spans
 from rlsys.obs.progress import evaluation_lines, make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
@@ -169,6 +170,7 @@ def check_plugins(config: Config) -> None:
     from rlsys.preflight import check_start  # imports torch
 
     check_trackers(config.run.trackers)
+    check_spans(config.run.spans)
     for line in check_start(config):
         print(f"rlsys: note: {line}", file=sys.stderr)
 

@@ -25,6 +25,7 @@ from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import UserError
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
+from rlsys.obs.otlp import check_spans
 from rlsys.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -63,6 +64,7 @@ def explain(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     screen, plan = describe_run(config, args.gpu_memory)
     check_trackers(config.run.trackers)
+    check_spans(config.run.spans)
     notes = check_start(config)
     if args.whole or args.commands:
         told = [dump_config(config)] * args.whole + [describe_commands(config, plan)] * args.commands

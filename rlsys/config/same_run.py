@@ -14,7 +14,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
-    for key in ("dir", "trackers"):
+    for key in ("dir", "trackers", "spans"):
         data["run"].pop(key)
     for key in ("repeat", "keep_groups"):
         data["rollout"].pop(key)

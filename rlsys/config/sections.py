@@ -31,6 +31,9 @@ class RunConfig(Section):
     trackers: list[Literal["wandb", "mlflow", "trackio", "swanlab"]] = Field(default_factory=list)
     """Trackers that get every line of metrics.jsonl and tables of samples. Each needs its package:
     pip install 'rlsys[wandb]'. TensorBoard files are always written."""
+    spans: bool = False
+    """Send OpenTelemetry spans of samples and train steps, by OTLP over HTTP, to where OTEL_EXPORTER_OTLP_ENDPOINT
+    says. Needs pip install 'rlsys[otel]'. time_spans says what they cost."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompts, samples and weights that no folder gives. Change it to repeat an experiment with other
     random numbers."""

@@ -14,6 +14,7 @@ last line.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import math
 import os
@@ -74,6 +75,18 @@ def mismatch_summary(counts: Sequence[float], total: float, name: str = "mismatc
         f"{name}_max": mismatch_quantile(counts, 1.0),
         f"{name}_hist": [int(c) for c in counts],
     }
+
+
+def run_id_of(run: Path) -> str:
+    """Of the run in this folder, once it has a line of metrics: the same over resumes."""
+    with (run / FILE_NAME).open() as lines:
+        began = json.loads(lines.readline())["time"]
+    return run_id(run.resolve().name, began)
+
+
+def run_id(name: str, began: float) -> str:
+    """Of the run that has this name and began at this time: 16 hexadecimal digits."""
+    return hashlib.sha256(f"{name} {began}".encode()).hexdigest()[:16]
 
 
 @dataclass

@@ -27,6 +27,7 @@ from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
+from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
@@ -60,8 +61,11 @@ class RolloutManager:
         planning: Planning,
         tokenizer: Tokenizer | None = None,
         eval_sets: Sequence[AskedSet] = (),
+        spans: SampleSpans | None = None,
     ) -> None:
-        """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close."""
+        """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close. `spans`: stopped
+        with the manager."""
+        self._spans = spans or SampleSpans(None)
         self._eval_sets = eval_sets
         self._config = config
         self._buffer = buffer
@@ -75,7 +79,7 @@ class RolloutManager:
         speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
         generator = build_generator(config, tokenizer, speak)
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
-        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat)
+        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat, self._spans)
         self._selection = Selection(config, buffer, repeat)
         self._canaries = Canaries(source, config.eval.prompts)
         self._over_provision = OverProvision(config, buffer, self._runner)
@@ -181,7 +185,10 @@ class RolloutManager:
             self._go_on()
             beside = {f"reward_figure_{k}": v for k, v in self._runner.beside_rewards.take().items()}
             return Taken(
-                train_step, version, groups, {**metrics, **beside, **counts, **self._figures.totals()}
+                train_step,
+                version,
+                groups,
+                {**metrics, **beside, **counts, **self._figures.totals(), **self._spans.figures()},
             )
 
     async def unscored(self, train_step: int) -> list[Unscored]:
@@ -290,6 +297,7 @@ class RolloutManager:
         finally:
             await self._runner.reset()
             self._runner.flush()
+            self._spans.stop(s for g in self._buffer.active() for s in g.samples)
 
     # Figures
 
@@ -401,7 +409,9 @@ class RolloutManager:
             await self._router.interrupt(keep)
         finally:
             self._runner.save_running()
-        self._buffer.record_interrupts(s for s in busy if s.status is Status.PARKED)
+        parked = [s for s in busy if s.status is Status.PARKED]
+        self._buffer.record_interrupts(parked)
+        self._spans.interrupted(parked)
         stats = self._router.stats()
         received = int(stats["received_tokens"] - stats["evaluation_tokens"])
         if received != self._buffer.added_tokens:

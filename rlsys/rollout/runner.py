@@ -22,6 +22,7 @@ from rlsys.rollout.generator import Generator
 from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Repeat
+from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, resume_key, sample_seed
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.tools import ToolFailed
@@ -54,8 +55,10 @@ class SampleRunner:
         scorer: Scorer,
         generator: Generator,
         repeat: Repeat | None = None,
+        spans: SampleSpans | None = None,
     ) -> None:
-        """`repeat`: says which groups are let in, whatever slots and ages."""
+        """`repeat`: says which groups are let in, whatever slots and ages. `spans`: somebody else's to stop."""
+        self._spans = spans or SampleSpans(None)
         self._config = config
         self._buffer = buffer
         self._generator = generator
@@ -114,6 +117,8 @@ class SampleRunner:
             self._prompts.pop(group.group_id, None)
             self._admitted_at.pop(group.group_id, None)
             if group.state is GroupState.ACTIVE:
+                for sample in group.samples:
+                    self._spans.end(sample, sample.censor_reason or f"its group is {state.value}")
                 self._planning.close(group, rewarded=False)
             self._buffer.finish(group, state)
         self._save_planning()
@@ -165,8 +170,10 @@ class SampleRunner:
     def _running(self) -> Iterable[Sample]:
         return (s for g in self._buffer.active() for s in g.samples if s.sample_id in self._tasks)
 
-    def _heard(self, tokens: int) -> None:
+    def _heard(self, sample: Sample, tokens: int) -> None:
         """So many tokens came: a crash must not cost more than rollout.flush_tokens."""
+        if tokens:
+            self._spans.heard(sample)
         self._unsaved_tokens += tokens
         if self._unsaved_tokens >= self._config.rollout.flush_tokens:
             self._buffer.save(s for s in self._running() if self._buffer.unsaved(s))
@@ -264,6 +271,7 @@ class SampleRunner:
     async def _run(self, group: SampleGroup, sample: Sample) -> None:
         """One sample to its reward, or to the reason why it has none."""
         prompt = self._prompts[group.group_id]
+        self._spans.begin(sample)
         if not sample.status.terminal:
             try:
                 await self._generator(sample, prompt)
@@ -287,6 +295,7 @@ class SampleRunner:
             else:
                 sample.status, sample.censor_reason = Status.CENSORED, verdict.reason
         self.settled += 1
+        self._spans.end(sample, sample.censor_reason)
         if all(is_settled(s) for s in group.samples):
             await self._conclude(group)
 

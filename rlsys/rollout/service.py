@@ -27,6 +27,7 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import NOBODY, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
+from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
 from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
 from rlsys.rewards import Rewards
@@ -51,6 +52,7 @@ from rlsys.rollout.protocol import (
     encode,
     encode_error,
 )
+from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.samples import SampleQuery, check_query
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.router import Router
@@ -275,7 +277,8 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
                 patience = config.start_seconds
                 reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
             sets = await open_until_stopped.enter_async_context(open_sets(config, tokenizer, router))
-            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer, sets)
+            spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
+            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer, sets, spans)
             watch = EngineWatch([*engines, *references], router)
 
             def rewards_in_flight() -> str:

@@ -79,8 +79,8 @@ class Router:
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
         self._push = WeightPush(self._dispatcher, bounds, interruption, patience)
         self._order = itertools.count()
-        self.on_tokens: Callable[[int], None] = lambda tokens: None
-        """Told how many tokens a sample of the ledger has just got."""
+        self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
+        """Told of a sample of the ledger, and how many tokens it has just got."""
         self.on_failure: Callable[[Sample], None] = lambda sample: None
         """Told of a sample of the ledger whose engine has just died, or answered with a server error."""
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
@@ -328,7 +328,7 @@ class Router:
         if sample.sample_id == EVALUATION:
             self._counts["evaluation_tokens"] += tokens
             return segment.finish
-        self.on_tokens(tokens)
+        self.on_tokens(sample, tokens)
         if segment.finish is not None:
             self._counts["cached_tokens"] += segment.cached_tokens
             self._counts["prefilled_tokens"] += segment.prompt_tokens

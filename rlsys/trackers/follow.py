@@ -17,11 +17,11 @@ from typing import Any
 
 from rlsys.config import Config, load_config
 from rlsys.errors import RlsysError, UserError
-from rlsys.obs.metrics import MetricsTail
+from rlsys.obs.metrics import MetricsTail, run_id
 from rlsys.obs.role import run_role
 from rlsys.rollout.reading import CONFIG_FILE, RunTexts
 from rlsys.rollout.samples import Order, SampleQuery
-from rlsys.trackers.tracker import Row, TrackedRun, Tracker, check_trackers, open_tracker, run_id
+from rlsys.trackers.tracker import Row, TrackedRun, Tracker, check_trackers, open_tracker
 
 LOOK_SECONDS = 1.0
 SAMPLES = 16

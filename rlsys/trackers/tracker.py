@@ -7,7 +7,6 @@ nothing is left out.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -80,8 +79,3 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
     made: Tracker = importlib.import_module(f"rlsys.trackers.to_{name}").open_run(run)
     return made
-
-
-def run_id(name: str, began: float) -> str:
-    """Of the run that has this name and began at this time."""
-    return hashlib.sha256(f"{name} {began}".encode()).hexdigest()[:16]

@@ -8,6 +8,8 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.obs.metrics import MetricsWriter, read_metrics
+from rlsys.obs.otlp import SpanSender
+from rlsys.obs.spans import step_spans
 from rlsys.obs.symptoms import Watch
 from rlsys.records import SegmentReader
 from rlsys.types import Sample, SampleGroup, Status
@@ -32,9 +34,15 @@ class Recorder:
             )
             self._watch = Watch(steps, evals)
         self._groups: Sequence[SampleGroup] = ()
+        self._spans = SpanSender(config.run.dir, "trainer") if config.run.spans else None
 
     def write(self, kind: str, step: int, **values: object) -> None:
         entry = self._metrics.write(kind, step, **values)
+        if self._spans is not None and kind == "step":
+            trained = [s for g in self._groups for s in g.samples]
+            self._spans.send(step_spans(self._spans.run_id, entry, trained))
+        if self._spans is not None and kind == "run" and values["event"] in ("end", "leave"):
+            self._spans.close()
         if kind not in ("step", "eval"):
             return
         for symptom in self._watch.add(entry):

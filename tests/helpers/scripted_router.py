@@ -38,7 +38,7 @@ class ScriptedRouter:
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
-        self.on_tokens: Callable[[int], None] = lambda tokens: None
+        self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
 
     def tick(self, tokens: int = 1) -> None:
@@ -54,7 +54,7 @@ class ScriptedRouter:
         ids = list(range(first, first + n))
         sample.append(Segment(ids, [-i / 7 for i in ids], [VersionSpan(self.version, 0, n)]))
         self.received += n
-        self.on_tokens(n)
+        self.on_tokens(sample, n)
         if first + n == end:
             sample.status = Status.FINISHED if end == self._length(sample) else Status.TRUNCATED
             self._end(sample_id)

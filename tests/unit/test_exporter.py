@@ -148,12 +148,13 @@ def asked_for() -> dict[str, list[str]]:
     panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
     told = {rule["alert"]: [rule["expr"]] for rule in rules}
     told |= {panel["title"]: [t["expr"] for t in panel["targets"]] for panel in panels}
-    return {name: re.findall(r"rlsys_\w+", " ".join(exprs)) for name, exprs in told.items()}
+    return {name: re.findall(r"rlsys_\w+|^up\b", " ".join(exprs)) for name, exprs in told.items()}
 
 
 @pytest.mark.parametrize("name", asked_for())
 def test_rules_and_dashboard_ask_for_metrics_that_exist(name: str, exporter: Exporter) -> None:
     there = {sample.name for family in exporter.collect() for sample in family.samples}
+    there.add("up")  # of Prometheus itself
     assert asked_for()[name]
     assert set(asked_for()[name]) <= there
 
@@ -169,6 +170,7 @@ def test_promtool_finds_nothing_wrong() -> None:
 
 SERIES = {
     "RunStalls": ("rlsys_quiet_seconds", "0+60x40"),
+    "RunGone": ('up{job="rlsys"}', "0x40"),
     "RolloutSilent": ("rlsys_rollout_silent_seconds", "0+60x40"),
     "RoleDown": ('rlsys_role_up{role="trainer"}', "0x40"),
     "EngineNotServing": ('rlsys_engine_serving{engine="e"}', "0x40"),

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from rlsys import cli
 from rlsys.cli_look import followed_by_trackers
 from rlsys.config import load_config
 from rlsys.errors import UserError
+from rlsys.obs.metrics import run_id
 from rlsys.trackers import follow as following
 from rlsys.trackers.follow import Follower, follow
-from rlsys.trackers.tracker import PACKAGES, Row, TrackedRun, check_trackers, run_id
+from rlsys.trackers.tracker import PACKAGES, Row, TrackedRun, check_trackers
 from tests.helpers.seen_run import write_run
-
-Held = dict[tuple[str, int], dict[str, float]]
+from tests.helpers.tracker_files import READERS, held_by_mlflow, told_first
 
 
 class InMemory:
@@ -141,76 +141,6 @@ def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:
 # -- the packages themselves -----------------------------------------------------------------------------------
 
 
-def held_by_wandb(run: Path) -> Held:
-    from rlsys.trackers.to_wandb import history
-
-    files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
-    out: Held = {}
-    for step, values in history(files):
-        kind = next(name.partition("/")[0] for name in values if "/" in name)
-        assert (kind, step) not in out, "written twice"
-        out[kind, step] = {n.partition("/")[2]: v for n, v in values.items() if n.startswith(f"{kind}/")}
-    return out
-
-
-def held_by_mlflow(run: Path) -> Held:
-    from mlflow import MlflowClient
-
-    place = run.parent / "trackers" / "mlflow"
-    if not place.exists():
-        return {}
-    client = MlflowClient(tracking_uri=place.as_uri())
-    experiment = client.get_experiment_by_name("rlsys")
-    runs = client.search_runs([experiment.experiment_id]) if experiment else []
-    out: Held = {}
-    for one in runs[:1]:
-        assert len(runs) == 1, "one run of ours is one of MLflow's"
-        for metric in client.get_run(one.info.run_id).data.metrics:
-            kind, _, key = metric.partition("/")
-            for point in client.get_metric_history(one.info.run_id, metric):
-                values = out.setdefault((kind, point.step), {})
-                assert key not in values, "written twice"
-                values[key] = point.value
-    return {at: {k: v for k, v in values.items() if k != "whole"} for at, values in out.items()}
-
-
-def held_by_trackio(run: Path) -> Held:
-    code = (
-        "import json, os, sys, trackio; s = trackio.SQLiteStorage; "
-        "print(json.dumps([row for name in s.get_runs('rlsys') for row in s.get_logs('rlsys', name)], default=str))"
-    )
-    env = {**os.environ, "TRACKIO_DIR": str(run.parent / "trackers" / "trackio")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    out: Held = {}
-    for row in json.loads(done.stdout.splitlines()[-1]):
-        kind = next((name.partition("/")[0] for name in row if "/" in name), None)
-        if kind is not None:
-            assert (kind, row["step"]) not in out, "written twice"
-            out[kind, row["step"]] = {
-                n.partition("/")[2]: v for n, v in row.items() if n.startswith(f"{kind}/")
-            }
-    return out
-
-
-def held_by_swanlab(run: Path) -> Held:
-    from rlsys.trackers.to_swanlab import scalars
-
-    out: Held = {}
-    for name, step, value in scalars(list((run.parent / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))):
-        kind, _, key = name.partition("/")
-        if key and key != "whole":
-            values = out.setdefault((kind, step), {})
-            assert key not in values, "written twice"
-            values[key] = value
-    return out
-
-
-READERS: dict[str, Callable[[Path], Held]] = {
-    "wandb": held_by_wandb, "mlflow": held_by_mlflow, "trackio": held_by_trackio,
-    "swanlab": held_by_swanlab,
-}  # fmt: skip
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
@@ -252,13 +182,7 @@ def test_read_back_equal_after_a_kill_and_a_resume(
     assert {at: v.get("reward", v.get("accuracy")) for at, v in sorted(found.items())} == {
         ("eval", 0): 0.25, ("eval", 3): 1.0, ("step", 1): 0.25, ("step", 2): 0.5, ("step", 3): 0.75
     }  # fmt: skip
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first: Held = {}
-    for line in lines:
-        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")}
-        if line["kind"] != "run":
-            first.setdefault((line["kind"], line["step"]), numbers)
-    assert found == first
+    assert found == told_first(run)
     once_more = subprocess.run(done.args, capture_output=True, text=True)
     assert f"{name}: 0 lines written" in once_more.stdout
 

@@ -15,10 +15,17 @@ let drawn = 0;
 function drawRuns() {
   document.getElementById("runs").replaceChildren(...runs.map((run, index) => {
     const box = el("input", { type: "checkbox", checked: !off.has(index), onchange: () => { off.has(index) ? off.delete(index) : off.add(index); show(); } });
-    const state = run.ended ? `${number(run.steps)} steps, ended` : `step ${number(run.steps)} of ${number(run.of)}`;
+    const state = run.ended ? `${number(run.steps)} steps, ended` : `step ${number(run.steps)} of ${number(run.of)}${quiet(run)}`;
     return el("label", { class: `run ${off.has(index) ? "off" : ""}`, style: { "--swatch": runColour(index) }, title: `${run.folder}\n${run.model}` },
       runs.length > 1 ? box : null, el("span", { class: "swatch" }), el("b", {}, run.name), el("span", { class: "state" }, state));
   }));
+}
+
+// How long ago a live run said something, where that is longer than most steps take.
+function quiet(run) {
+  const minutes = Math.floor((Date.now() / 1000 - run.last) / 60);
+  if (!run.last || minutes < 2) return "";
+  return minutes < 120 ? `, ${minutes} min ago` : `, ${Math.floor(minutes / 60)} h ago`;
 }
 
 async function show() {

@@ -34,11 +34,13 @@ export async function overview(main, runs, chosen) {
   const live = await Promise.all(shown.map((run) => get("status", { run: run.index })));
 
   const grid = el("div", { class: "grid" });
-  const parts = [...warnings(shown), ...engines(shown, live), el("h2", {}, "Curves"), grid, picker(names)];
-  parts.push(el("h2", {}, "Where the time went", el("small", {}, "seconds of each of the last 60 steps")), legend());
+  const parts = [...warnings(shown), ...engines(shown, live), el("h2", {}, "Curves")];
+  parts.push(...(wanted.length ? [grid, picker(names)] : [empty("No step is done yet. Curves begin with the first one.")]));
   const hosts = shown.map(() => el("div", { class: "chart tall" }));
-  const lanes = shown.map((run, i) => el("div", { class: "card" }, el("h3", {}, run.name), hosts[i]));
-  parts.push(el("div", { class: "grid" }, ...lanes));
+  if (times.some((steps) => steps.length)) {
+    const lanes = shown.map((run, i) => el("div", { class: "card" }, el("h3", {}, run.name), hosts[i]));
+    parts.push(el("h2", {}, "Where the time went", el("small", {}, "seconds of each of the last 60 steps")), legend(), el("div", { class: "grid" }, ...lanes));
+  }
   main.replaceChildren(...parts);
 
   for (const chart of wanted) {
@@ -51,7 +53,6 @@ export async function overview(main, runs, chosen) {
     })));
     if (!lineChart(host, { lines, log: chart.log, floor: chart.floor ?? null })) host.replaceWith(empty("nothing yet"));
   }
-  if (!wanted.length) grid.append(empty("No step is done yet. Curves begin with the first one."));
   hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty(shown[i].steps ? "these steps do not say how long they took" : "no step is done yet")); });
 }
 
@@ -87,7 +88,7 @@ function engines(shown, live) {
     }
     if (status.engine_figures) {
       const facts = [["in flight", status.in_flight], ["parked", status.parked], ["groups ready", status.ready], ["weights", status.weight_version], ["tokens lost", status.lost]];
-      cards.push(el("div", { class: "card" }, el("b", {}, `${run.name}: samples`),
+      cards.push(el("div", { class: "card wide" }, el("b", {}, `${run.name}: samples`),
         el("div", { class: "facts", style: { margin: "4px 0 0" } }, ...facts.map(([name, value]) => el("span", {}, name, el("b", {}, number(value))))),
         status.waiting_for ? el("p", { class: "note" }, `waiting for: ${status.waiting_for}`) : null));
     }

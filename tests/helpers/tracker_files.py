@@ -1,0 +1,97 @@
+"""What W&B, MLflow, Trackio and SwanLab hold of a run, read back from the files that they wrote beside its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Held = dict[tuple[str, int], dict[str, float]]
+"""(kind of line, train step) -> its values."""
+
+
+def told_first(run: Path) -> Held:
+    """What trackers should hold: of each kind and step the first line, since what was said stays said."""
+    first: Held = {}
+    for text in (run / "metrics.jsonl").read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # a kill cut it off
+            continue
+        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")}
+        if line["kind"] in ("step", "eval"):
+            first.setdefault((line["kind"], line["step"]), numbers)
+    return first
+
+
+def held_by_wandb(run: Path) -> Held:
+    from rlsys.trackers.to_wandb import history
+
+    files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
+    out: Held = {}
+    for step, values in history(files):
+        kind = next(name.partition("/")[0] for name in values if "/" in name)
+        assert (kind, step) not in out, "written twice"
+        out[kind, step] = {n.partition("/")[2]: v for n, v in values.items() if n.startswith(f"{kind}/")}
+    return out
+
+
+def held_by_mlflow(run: Path) -> Held:
+    from mlflow import MlflowClient
+
+    place = run.parent / "trackers" / "mlflow"
+    if not place.exists():
+        return {}
+    client = MlflowClient(tracking_uri=place.as_uri())
+    experiment = client.get_experiment_by_name("rlsys")
+    runs = client.search_runs([experiment.experiment_id]) if experiment else []
+    out: Held = {}
+    for one in runs[:1]:
+        assert len(runs) == 1, "one run of ours is one of MLflow's"
+        for metric in client.get_run(one.info.run_id).data.metrics:
+            kind, _, key = metric.partition("/")
+            for point in client.get_metric_history(one.info.run_id, metric):
+                values = out.setdefault((kind, point.step), {})
+                assert key not in values, "written twice"
+                values[key] = point.value
+    return {at: {k: v for k, v in values.items() if k != "whole"} for at, values in out.items()}
+
+
+def held_by_trackio(run: Path) -> Held:
+    code = (
+        "import json, os, sys, trackio; s = trackio.SQLiteStorage; "
+        "print(json.dumps([row for name in s.get_runs('rlsys') for row in s.get_logs('rlsys', name)], default=str))"
+    )
+    env = {**os.environ, "TRACKIO_DIR": str(run.parent / "trackers" / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    out: Held = {}
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        kind = next((name.partition("/")[0] for name in row if "/" in name), None)
+        if kind is not None:
+            assert (kind, row["step"]) not in out, "written twice"
+            out[kind, row["step"]] = {
+                n.partition("/")[2]: v for n, v in row.items() if n.startswith(f"{kind}/")
+            }
+    return out
+
+
+def held_by_swanlab(run: Path) -> Held:
+    from rlsys.trackers.to_swanlab import scalars
+
+    out: Held = {}
+    for name, step, value in scalars(list((run.parent / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))):
+        kind, _, key = name.partition("/")
+        if key and key != "whole":
+            values = out.setdefault((kind, step), {})
+            assert key not in values, "written twice"
+            values[key] = value
+    return out
+
+
+READERS: dict[str, Callable[[Path], Held]] = {
+    "wandb": held_by_wandb, "mlflow": held_by_mlflow, "trackio": held_by_trackio,
+    "swanlab": held_by_swanlab,
+}  # fmt: skip
