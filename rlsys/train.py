@@ -45,6 +45,8 @@ class Loop:
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
+        self.evaluating: int | None = None
+        """The step whose weights are evaluated in the background."""
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
@@ -53,7 +55,7 @@ class Loop:
         self._write("run", event="resume" if self.step else "start")
         self.push()
         if self.step == 0:
-            self.evaluate()
+            self.begin_evaluation()
         while self.step < self.config.trainer.steps:
             start = time.monotonic()
             early = Early() if self.config.trainer.early_backward else None
@@ -126,8 +128,11 @@ class Loop:
         """After a step: evaluate, export and begin a checkpoint when they are due."""
         step, t, accuracy = self.step, self.config.trainer, None
         last = step == t.steps
-        if last or step % self.config.eval.every == 0:
+        self.end_evaluation(wait=last)
+        if last:
             accuracy = self.evaluate()
+        elif step % self.config.eval.every == 0:
+            accuracy = self.begin_evaluation()
         if t.export_every and step % t.export_every == 0:
             self.trainer.export_hf(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0
@@ -135,6 +140,25 @@ class Loop:
         if due:
             self.trainer.save_checkpoint(step, self.objective, accuracy)
             self.begun = step
+
+    def begin_evaluation(self) -> float | None:
+        """Evaluate, or begin to do it in the background; then there is no accuracy yet."""
+        if self.config.eval.background:
+            self.end_evaluation(wait=True)
+            if self.on_main(self.rollout.begin_evaluation):
+                self.evaluating = self.step
+                return None
+        return self.evaluate()
+
+    def end_evaluation(self, wait: bool) -> None:
+        """Write down what the one in the background found, once it has ended."""
+        if self.evaluating is None:
+            return
+        ended = self.on_main(lambda: self.rollout.end_evaluation(wait))
+        if ended.done:
+            if ended.result is not None and self.recorder is not None:
+                self.recorder.write("eval", self.evaluating, **ended.result.figures())
+            self.evaluating = None
 
     def evaluate(self) -> float:
         """Held-out accuracy of the weights that the engines have."""

@@ -370,6 +370,14 @@ class Canary:
 
 
 @dataclass(slots=True)
+class Evaluated:
+    """What became of an evaluation in the background. Done without a result: its engine died, it is given up."""
+
+    done: bool
+    result: EvalResult | None = None
+
+
+@dataclass(slots=True)
 class EvalResult:
     accuracy: float
     prompts: int

@@ -106,6 +106,12 @@ class Config(Section):
                 f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
                 "engines never rest; use colocated"
             )
+        if self.eval.background and (self.launch.placement == "colocated" or self.engine.count < 2):
+            raise ValueError(
+                "eval.background = true keeps an engine for the evaluation while the others go on: expected "
+                "launch.placement = disaggregated and engine.count >= 2, they are "
+                f"{self.launch.placement} and {self.engine.count}"
+            )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "

@@ -157,12 +157,15 @@ class EvalSet(Section):
 class EvalConfig(Section):
     every: Positive = 10
     """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
-    The next step waits for it."""
+    The next step waits for it, unless it runs in the background."""
     prompts: Annotated[int, Field(gt=0, le=65536)] = 128
     """Number of held-out prompts. None of them is ever trained on. More prompts make the accuracy more exact
     and the evaluation longer."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
+    background: bool = False
+    """Evaluate beside training: an engine keeps its weights for it and gets no push and no samples until it is done.
+    Needs launch.placement = disaggregated and two engines. The last evaluation is waited for."""
     sets: list[EvalSet] = Field(default_factory=list)
     """Further named sets, each with its own prompts, reward and sampling. They are asked after the held-out
     prompts, by the same weights."""

@@ -26,7 +26,7 @@ from rlsys.rollout.protocol import (
     decode_error,
     encode,
 )
-from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
+from rlsys.types import Canary, EvalResult, Evaluated, PushTicket, Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
 PROBE_TIMEOUT = 5.0
@@ -141,6 +141,14 @@ class RolloutClient:
 
     def evaluate(self) -> EvalResult:
         return self._command("evaluate", None, EvalResult)
+
+    def begin_evaluation(self) -> bool:
+        """In the background, of the weights that serve now. False: no engine can be spared, `evaluate` instead."""
+        return self._command("begin_evaluation", None, bool)
+
+    def end_evaluation(self, wait: bool) -> Evaluated:
+        """What became of the one that was begun."""
+        return self._command("end_evaluation", wait, Evaluated)
 
     def commit(self, train_step: int) -> None:
         """The checkpoint of this step is on disk."""

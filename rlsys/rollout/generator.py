@@ -67,7 +67,7 @@ def probing_turns(config: Config, router: Router, temperature: float) -> Speak:
         budget = config.rollout.max_response_tokens - sample.tokens
         if budget > 0:
             ids = sample.prompt_ids + sample.response_ids
-            segment = await router.probe(ids, budget, temperature, sample.seed)
+            segment = await router.probe(ids, budget, temperature, sample.seed, evaluation=True)
             sample.append(segment)
         ended = budget > 0 and segment.finish == "stop"
         sample.status = Status.FINISHED if ended else Status.TRUNCATED

@@ -20,9 +20,9 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.eval_sets import AskedSet
-from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
+from rlsys.rollout.evaluator import Evaluator
 from rlsys.rollout.figures import Figures
-from rlsys.rollout.generator import build_generator, greedy_turns, sampling_turns
+from rlsys.rollout.generator import build_generator, sampling_turns
 from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Record, Repeat
@@ -37,6 +37,7 @@ from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
     EvalResult,
+    Evaluated,
     GroupState,
     PushTicket,
     Sample,
@@ -66,7 +67,6 @@ class RolloutManager:
         """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close. `spans`: stopped
         with the manager."""
         self._spans = spans or SampleSpans(None)
-        self._eval_sets = eval_sets
         self._config = config
         self._buffer = buffer
         self._router = router
@@ -78,7 +78,7 @@ class RolloutManager:
         repeat = None if other is None else Repeat(Record(other, config), buffer)
         speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
         generator = build_generator(config, tokenizer, speak)
-        self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
+        self._evaluator = Evaluator(config, router, source, scorer, tokenizer, eval_sets)
         self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat, self._spans)
         self._selection = Selection(config, buffer, repeat)
         self._canaries = Canaries(source, config.eval.prompts)
@@ -105,6 +105,7 @@ class RolloutManager:
     async def restore(self, train_step: int) -> None:
         """The trainer holds the weights after this many steps. Everything running stops; a push must follow."""
         async with self._command:
+            await self._evaluator.stop()
             await self._interrupt_all()
             await self._runner.reset()
             self._buffer.restore(train_step)
@@ -254,17 +255,19 @@ class RolloutManager:
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be answered or
-        judged is not among `prompts`. The engines keep their weights meanwhile: a push is another command."""
+        """Of the weights that serve. The engines keep them meanwhile: a push is another command."""
         async with self._command:
-            asked = probes(self._source, self._config.eval.prompts)
-            answered = await self._waiting.watched(answer_all(asked, self._greedy), "evaluation")
-            result = judge(answered, await score_all(answered, self._scorer))
-            for one in self._eval_sets:
-                result.sets[one.name] = await self._waiting.watched(
-                    asyncio.ensure_future(one.measure()), f"evaluation of {one.name}"
-                )
-            return result
+            return await self._evaluator.measure(self._waiting.watched)
+
+    async def begin_evaluation(self) -> bool:
+        """The same in the background, by an engine that is pinned for it. False: none can be spared now."""
+        async with self._command:
+            return self._evaluator.begin()
+
+    async def end_evaluation(self, wait: bool) -> Evaluated:
+        """What became of it; its line of metrics is the trainer's to write."""
+        async with self._command:
+            return await self._evaluator.ended(wait, self._waiting.watched)
 
     async def commit(self, train_step: int) -> None:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.
@@ -287,12 +290,14 @@ class RolloutManager:
         self._leave_by = asyncio.get_running_loop().time() + seconds
         self._runner.wake.set()
         async with self._command:
+            await self._evaluator.stop()
             await self._interrupt_all()
             self._runner.flush()
 
     async def close(self) -> None:
         """Park what is in flight, durably, and end every task."""
         try:
+            await self._evaluator.stop()
             await self._interrupt_all()
         finally:
             await self._runner.reset()

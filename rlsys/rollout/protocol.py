@@ -15,7 +15,7 @@ import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.samples import Seen
-from rlsys.types import Canary, EvalResult, PushTicket, Scored, Taken, Unscored
+from rlsys.types import Canary, EvalResult, Evaluated, PushTicket, Scored, Taken, Unscored
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
@@ -24,7 +24,7 @@ REQUEST_HEADER = "X-Rlsys-Request"
 RECONNECT_SECONDS = 30.0
 """For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
 
-Result = Taken | PushTicket | EvalResult | list[Unscored] | dict[str, float] | None
+Result = Taken | PushTicket | EvalResult | Evaluated | list[Unscored] | dict[str, float] | bool | None
 
 
 @dataclass

@@ -134,6 +134,8 @@ def make_app(
             web.post("/begin_push", command(type(None), lambda _: manager.begin_push())),
             web.post("/end_push", command(EndPushRequest, end_push)),
             web.post("/evaluate", command(type(None), lambda _: manager.evaluate())),
+            web.post("/begin_evaluation", command(type(None), lambda _: manager.begin_evaluation())),
+            web.post("/end_evaluation", command(bool, lambda wait: manager.end_evaluation(wait))),
             web.post("/commit", command(StepRequest, lambda r: manager.commit(r.train_step))),
         ]
     )

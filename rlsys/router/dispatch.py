@@ -116,7 +116,8 @@ class Dispatcher:
     # -- all requests -------------------------------------------------------------------------------------------
 
     async def bring_back(self, keep: Callable[[Sample], bool] | None = None) -> None:
-        """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left.
+        """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left. What
+        a pinned engine answers for an evaluation stays in it.
 
         An abort that overtakes its request is lost, so it is repeated until each request has answered.
         """
@@ -135,7 +136,8 @@ class Dispatcher:
                     flight.scope.reschedule(loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
-                    await self.attempt(engine, self._abort(engine, None if keep is None else leaving))
+                    everything = keep is None and not engine.pinned
+                    await self.attempt(engine, self._abort(engine, None if everything else leaving))
             try:
                 async with asyncio.timeout(patience):
                     while _leaving(engine, keep):
@@ -157,7 +159,7 @@ class Dispatcher:
 
     async def pause(self, mode: Interruption) -> None:
         """Engines keep what is in them and make no more tokens, until `unpause`."""
-        busy = [e for e in self.pool.engines if e.alive and e.flights and not e.paused]
+        busy = [e for e in self.pool.engines if e.alive and e.flights and not e.paused and not e.pinned]
         await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
 
     async def _pause(self, engine: EngineState, mode: Interruption) -> None:
@@ -200,6 +202,7 @@ class Dispatcher:
 
 def _leaving(engine: EngineState, keep: Callable[[Sample], bool] | None) -> list[str]:
     """Ids of its flights that must end."""
-    if keep is None:
-        return list(engine.flights)
-    return [rid for rid, f in engine.flights.items() if f.sample is not None and not keep(f.sample)]
+    leaving = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
+    if keep is None or engine.pinned:  # nothing of training stays in an engine that gets no push
+        return list(leaving)
+    return [rid for rid, sample in leaving.items() if sample is not None and not keep(sample)]

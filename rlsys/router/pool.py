@@ -2,7 +2,8 @@
 
 dead --probe--> stale --push, attested--> serving --nobody listens, a request fails--> dead
                   |                          |--answers with other weights (it was restarted)--> stale
-                  |                          '--drain--> draining --nothing in it--> gone
+                  |                          |--drain--> draining --nothing in it--> gone
+                  |                          '--pin--> evaluates --unpin--> serving, or stale after a push
                   '--push, not attested--> quarantined, until it is restarted
 """
 
@@ -46,6 +47,7 @@ class Flight:
     scope: asyncio.Timeout
     tokens: int = 0  # prompt and response, as far as they are here
     blocked: bool = False  # its client does not read, and so nothing is read from the engine
+    pinned: bool = False  # of an evaluation that has the engine for itself
     why: str = ""  # its prompt may be in the engine's cache, see Router.stats
 
 
@@ -62,6 +64,7 @@ class EngineState:
     alive: bool = False
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
+    pinned: bool = False  # answers an evaluation, and keeps its weights for it
     loading: bool = False  # weights out of a folder, on its own
     quarantined: str | None = None
     refusal: str | None = (
@@ -247,6 +250,8 @@ class EngineState:
             return f"quarantined: {self.quarantined}"
         if self.draining:
             return f"draining: {self.load} requests"
+        if self.pinned:
+            return f"evaluates version {self.version}"
         return "without weights" if self.version == NEVER else f"version {self.version}"
 
 
@@ -285,7 +290,8 @@ class Pool:
     def serving(self) -> list[EngineState]:
         """Those that a request may go to now. One on trial takes a single request."""
         now = asyncio.get_running_loop().time()
-        fit = (e for e in self.alive() if e.version == self.version != NEVER and not e.paused)
+        unpinned = (e for e in self.alive() if not e.pinned)
+        fit = (e for e in unpinned if e.version == self.version != NEVER and not e.paused)
         return [e for e in fit if not e.breaker.open(now) and not (e.breaker.on_trial(now) and e.load)]
 
     def candidates(self) -> list[Candidate]:
@@ -293,7 +299,7 @@ class Pool:
 
     def stale(self) -> list[EngineState]:
         """Alive, but without the current weights: they serve after a push."""
-        return [e for e in self.alive() if e.version != self.version]
+        return [e for e in self.alive() if e.version != self.version and not e.pinned]
 
     @property
     def in_flight(self) -> int:
@@ -310,7 +316,7 @@ class Pool:
 
     async def count(self) -> None:
         """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight."""
-        await asyncio.gather(*(e.count() for e in self.alive()))
+        await asyncio.gather(*(e.count() for e in self.alive() if not e.pinned))
 
     def totals(self) -> dict[str, int]:
         """Of all engines that ever were here."""

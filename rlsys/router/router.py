@@ -25,7 +25,7 @@ from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
-__all__ = ["Poisonous", "RefusedPrompt", "Router"]
+__all__ = ["PinLost", "Poisonous", "RefusedPrompt", "Router"]
 
 log = logging.getLogger("rlsys.router")
 
@@ -45,6 +45,10 @@ other sample its place, and an only engine that is ill for a minute shall not ce
 
 class Poisonous(RunError):
     """A sample with which so many engines died, or answered with an error, that it is not sent again."""
+
+
+class PinLost(RunError):
+    """The engine that was pinned for an evaluation has died, and its weights are gone."""
 
 
 class Router:
@@ -87,6 +91,8 @@ class Router:
         """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
         self._run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
+        self._pin: tuple[EngineState, int] | None = None
+        """The engine that answers an evaluation alone, and its weight version."""
         self._counts = {
             "received_tokens": 0,
             "evaluation_tokens": 0,
@@ -109,8 +115,12 @@ class Router:
         """Raises RefusedPrompt: empty, no room for a response, or an id outside the vocabulary."""
         self._limits.check_prompt(prompt_ids)
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+    async def generate(
+        self, sample: Sample, *, max_response_tokens: int, temperature: float, pinned: bool = False
+    ) -> Sample:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
+
+        `pinned`: by the engine that is pinned; PinLost when that has died.
 
         `max_response_tokens` counts over all segments. Raises RefusedPrompt before anything is sent, and Poisonous
         when too many engines died with the sample or answered with an error. Cancel it after an interrupt only: the
@@ -139,10 +149,13 @@ class Router:
                 self._counts["poisonous"] += 1
                 raise Poisonous(f"{sample.faults} answers in a row were server errors{last}")
             async with self._alone(sample) if sample.deaths >= DEATHS_SUSPECT else nullcontext():
-                engine = await self._dispatcher.admit(
-                    priority, lambda: self._wish(sample), evaluation=evaluation
-                )
-                if fault := await self._segment(engine, sample, limit, temperature):
+                if pinned:
+                    engine = self._pinned_engine()
+                else:
+                    engine = await self._dispatcher.admit(
+                        priority, lambda: self._wish(sample), evaluation=evaluation
+                    )
+                if fault := await self._segment(engine, sample, limit, temperature, pinned=pinned):
                     last = f", the last one: {fault}"
         return sample
 
@@ -166,13 +179,47 @@ class Router:
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
 
     async def probe(
-        self, prompt_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        *,
+        evaluation: bool = False,
     ) -> Segment:
-        """The same, sampled."""
+        """The same, sampled. `evaluation`: by the pinned engine, where there is one."""
         probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
-        await self.generate(probe, max_response_tokens=max_new_tokens, temperature=temperature)
+        pinned = evaluation and self._pin is not None
+        await self.generate(probe, max_response_tokens=max_new_tokens, temperature=temperature, pinned=pinned)
         finish = "stop" if probe.status is Status.FINISHED else "length"
         return Segment(probe.response_ids, probe.mu, probe.spans, finish)
+
+    def pin(self) -> bool:
+        """Keep an engine for an evaluation, with the weights that it has, until `unpin`: it gets no push and nothing
+        else to do. What it does now goes on, until it ends or is interrupted. False when no other engine serves."""
+        serving = self._pool.serving()
+        if self._pin is not None or len(serving) < 2:
+            return False
+        engine = min(serving, key=lambda e: e.tokens)
+        engine.pinned = True
+        self._pin = engine, engine.version
+        return True
+
+    def unpin(self) -> None:
+        """The engine serves again, after a push where it has missed one. Without a pin: nothing."""
+        if self._pin is not None:
+            engine, _ = self._pin
+            engine.pinned, self._pin = False, None
+            self._dispatcher.wake()
+
+    def _pinned_engine(self) -> EngineState:
+        """Raises PinLost."""
+        if self._pin is None:
+            raise PinLost("its engine is no longer pinned")
+        engine, version = self._pin
+        if not engine.alive or engine.version != version:
+            raise PinLost(f"{engine.url} had weight version {version}, it is {engine.state} now")
+        return engine
 
     async def prompt_logprobs(self, ids: list[int]) -> list[float]:
         """Log-probs of `ids[1:]` under the weights that serve, outside the ledger. After an interrupt: once more.
@@ -215,7 +262,9 @@ class Router:
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
         return Wish(prefer, version, sample.seed)
 
-    async def _segment(self, engine: EngineState, sample: Sample, limit: int, temperature: float) -> str:
+    async def _segment(
+        self, engine: EngineState, sample: Sample, limit: int, temperature: float, *, pinned: bool = False
+    ) -> str:
         """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
         error that ended it, in words."""
         if sample.sample_id != EVALUATION:
@@ -227,7 +276,7 @@ class Router:
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
         scope = asyncio.timeout(None)  # no deadline; whoever finds the engine dead sets one
-        flight = Flight(rid, sample, scope, why=self._why(sample))
+        flight = Flight(rid, sample, scope, pinned=pinned, why=self._why(sample))
         try:
             with self._dispatcher.flying(engine, flight, len(sample.prompt_ids) + start):
                 async with scope:
@@ -240,7 +289,7 @@ class Router:
                         seed=sample.seed,
                         stop_ids=self._stop_ids,
                         routes_from=self._routes_from(sample),
-                        cache_key=self._cache_key(sample),
+                        cache_key=self._cache_key(engine, sample),
                     )
                     async with aclosing(stream):
                         async for segment in stream:
@@ -287,11 +336,11 @@ class Router:
         unread = sample.observed[-1].end - sample.observed[-1].start if sample.observed_last else 0
         return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
 
-    def _cache_key(self, sample: Sample) -> str | None:
+    def _cache_key(self, engine: EngineState, sample: Sample) -> str | None:
         """Where caches outlive a push, only samples of the same first version may meet in them."""
         if self._interruption != "in_place":
             return None
-        return str(sample.spans[0].version if sample.spans else self._pool.version)
+        return str(sample.spans[0].version if sample.spans else engine.version)
 
     def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
         """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the

@@ -34,6 +34,8 @@ class ScriptedRouter:
         self.probed: list[tuple[int, float, int]] = []
         """Length of the prompt, temperature and seed of what was asked outside the ledger."""
         self.stale_engines: list[str] = []
+        self.pinned: int | None = None
+        """Version of what answers an evaluation in the background."""
         self.refuse: Callable[[Sample], bool] = lambda sample: False
         self.most_in_flight = 0
         self.lost = 0
@@ -120,12 +122,26 @@ class ScriptedRouter:
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
 
+    def pin(self) -> bool:
+        self.pinned = self.version
+        return True
+
+    def unpin(self) -> None:
+        self.pinned = None
+
     async def probe(
-        self, prompt_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        *,
+        evaluation: bool = False,
     ) -> Segment:
         self.probed.append((len(prompt_ids), temperature, seed))
         n = len(prompt_ids)
-        return Segment(list(range(n)), [0.0] * n, [VersionSpan(self.version, 0, n)], "stop")
+        version = self.version if self.pinned is None or not evaluation else self.pinned
+        return Segment(list(range(n)), [0.0] * n, [VersionSpan(version, 0, n)], "stop")
 
     def stats(self) -> dict[str, float]:
         return {

@@ -62,9 +62,9 @@ def length(sample_id: int) -> int:
 class TracedRouter(Router):
     """The product's router; the trace says how long each response is."""
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
         limit = min(length(sample.sample_id), max_response_tokens)
-        return await super().generate(sample, max_response_tokens=limit, temperature=temperature)
+        return await super().generate(sample, max_response_tokens=limit, **how)
 
 
 class TracedClient(EngineClient):

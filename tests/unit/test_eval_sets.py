@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import json
@@ -24,11 +25,12 @@ from rlsys.preflight import check_start
 from rlsys.rollout import evaluation
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.pass_at import ks, pass_at, pass_figures, wilson
+from rlsys.router.router import PinLost
 from rlsys.starter import write_starter
-from rlsys.types import EvalResult, Sample, VersionSpan
+from rlsys.types import EvalResult, Evaluated, Sample, VersionSpan
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.loaded import loaded
-from tests.helpers.rollout_rig import Rig, length_reward, make_config
+from tests.helpers.rollout_rig import Rig, length_reward, make_config, rig
 from tests.helpers.scripted_router import ScriptedRouter
 from tests.unit.test_repeat import random_clock, trained, what
 
@@ -135,9 +137,9 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
     made = sets_of(folder, tmp_path, router)
     probe = router.probe
 
-    async def pushed_in_between(*asked: Any) -> Any:
+    async def pushed_in_between(*asked: Any, **how: Any) -> Any:
         router.version += len(router.probed) == 5
-        return await probe(*asked)
+        return await probe(*asked, **how)
 
     router.probe = pushed_in_between  # type: ignore[method-assign, assignment]
     with pytest.raises(RunError, match=r"from the weight versions \[0, 1\], expected one"):
@@ -175,7 +177,7 @@ async def test_evaluations_change_no_trained_batch(tmp_path: Path, april: bool) 
     )
     r = Rig(again, lambda s: 3 + (s.sample_id * 7) % 17, length_reward)
     made: Any = Sets(r.router)
-    r.manager._eval_sets = [made]
+    r.manager._evaluator.sets = [made]
     clock, taken = random_clock(2), []
 
     async def done(work: Any) -> Any:
@@ -194,6 +196,180 @@ async def test_evaluations_change_no_trained_batch(tmp_path: Path, april: bool) 
     r.buffer.close()
     assert made.asked == 5
     assert what(taken) == what(alone)
+
+
+EVAL = {"prompts": 3, "background": True}
+
+
+class SlowSets(Sets):
+    """Asks one question at once, and one when it is told to."""
+
+    def __init__(self, router: ScriptedRouter) -> None:
+        super().__init__(router)
+        self.go_on = asyncio.Event()
+
+    async def measure(self) -> dict[str, float]:
+        first = await self.router.probe([1, 2], 4, 0.7, 11, evaluation=True)
+        await self.go_on.wait()
+        self.go_on.clear()
+        second = await self.router.probe([1, 2], 4, 0.7, 12, evaluation=True)
+        self.asked += 1
+        return {"weight_version": one_version([Sample(0, 0, 0, [1], 0, spans=first.spans + second.spans)])}
+
+
+async def test_an_evaluation_in_the_background_changes_no_trained_batch(tmp_path: Path) -> None:
+    """It begins after a push and ends two steps later. The run trains what the one trained that it repeats."""
+    sizes: dict[str, Any] = {"over_provision": 3.0, "max_staleness": 4}
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    model: dict[str, Any] = {
+        "model": {"path": tmp_path}, "launch": {"placement": "disaggregated"}, "engine": {"count": 2},
+    }  # fmt: skip
+    first = make_config(tmp_path / "first", rollout=sizes, **model)
+    alone, _ = await trained(first, random_clock(1), 6)
+    again = make_config(
+        tmp_path / "again",
+        rollout={**sizes, "repeat": first.run.dir},
+        eval=EVAL,
+        **model,
+    )
+    r = Rig(again, lambda s: 3 + (s.sample_id * 7) % 17, length_reward)
+    made: Any = SlowSets(r.router)
+    r.manager._evaluator.sets = [made]
+    clock, taken, begun, results = random_clock(2), [], 0, []
+
+    async def done(work: Any) -> Any:
+        from tests.unit.test_repeat import done as by_clock
+
+        return await by_clock(r, work, clock)
+
+    await r.start()
+    for step in range(1, 7):
+        if step % 3 == 1:
+            assert await done(r.manager.begin_evaluation())
+            begun = r.router.version
+        got = await done(r.manager.take(step))
+        taken.append(replace(got, groups=loaded(r.folder, got.groups)))
+        await r.manager.end_push(await done(r.manager.begin_push()), [])
+        if step % 3 != 0:
+            assert not (await done(r.manager.end_evaluation(False))).done
+        else:
+            made.go_on.set()
+            ended = await done(r.manager.end_evaluation(True))
+            assert ended.result.weight_version == begun < r.router.version and r.router.pinned is None
+            results.append(ended.result.sets["hard"]["weight_version"])
+    await r.manager.close()
+    r.buffer.close()
+    assert results == [1, 4] and made.asked == 2
+    assert what(taken) == what(alone)
+
+
+async def test_a_restart_ends_the_evaluation_in_the_background(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r:
+        made: Any = SlowSets(r.router)
+        r.manager._evaluator.sets = [made]
+        await r.start()
+        assert await r.manager.begin_evaluation()
+        await r.manager.restore(0)
+        assert r.router.pinned is None
+        assert await r.manager.end_evaluation(True) == Evaluated(done=True)
+        await r.push()
+        assert await r.manager.begin_evaluation()
+
+
+async def test_what_breaks_the_evaluation_in_the_background_is_told(tmp_path: Path) -> None:
+    class Broken(Sets):
+        error: RunError
+
+        async def measure(self) -> dict[str, float]:
+            raise self.error
+
+    async with rig(make_config(tmp_path)) as r:
+        made: Any = Broken(r.router)
+        r.manager._evaluator.sets = [made]
+        await r.start()
+        made.error = RunError("no response could be judged")
+        assert await r.manager.begin_evaluation()
+        with pytest.raises(RunError, match="no response could be judged"):
+            await r.manager.end_evaluation(True)
+        made.error = PinLost("its engine died")
+        assert await r.manager.begin_evaluation()
+        assert await r.manager.end_evaluation(True) == Evaluated(done=True)
+
+
+class Told:
+    """The rollout process, as the loop asks it. `ended`: what becomes of an evaluation, one answer a question."""
+
+    def __init__(self, *ended: Evaluated, spared: bool = True) -> None:
+        self.ended, self.spared = list(ended), spared
+        self.calls: list[str] = []
+
+    def begin_evaluation(self) -> bool:
+        self.calls.append("begin")
+        return self.spared
+
+    def end_evaluation(self, wait: bool) -> Evaluated:
+        self.calls.append("wait" if wait else "look")
+        return self.ended.pop(0)
+
+    def evaluate(self) -> EvalResult:
+        self.calls.append("evaluate")
+        return EvalResult(1.0, 4, 3.0, 0, 9)
+
+
+def loop_of(rollout: Told, tmp_path: Path, step: int) -> Any:
+    pytest.importorskip("megatron")
+    from rlsys.train import Loop
+
+    class Line:
+        lines: list[tuple[str, int, float]] = []  # noqa: RUF012 - of one test
+
+        def write(self, kind: str, step: int, **values: Any) -> None:
+            self.lines.append((kind, step, values["accuracy"]))
+
+    Line.lines = []
+    loop: Any = object.__new__(Loop)
+    layout = {"launch": {"placement": "disaggregated"}, "engine": {"count": 2}}
+    loop.config = make_config(tmp_path, eval={"background": True, "every": 2}, trainer={"steps": 5}, **layout)
+    loop.rollout, loop.recorder, loop.on_main, loop.step, loop.evaluating = (
+        rollout,
+        Line(),
+        lambda f: f(),
+        step,
+        None,
+    )
+    return loop
+
+
+@pytest.mark.full
+def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_path: Path) -> None:
+    found = EvalResult(0.5, 4, 3.0, 0, 3)
+    rollout = Told(Evaluated(False), Evaluated(True, found), Evaluated(True))
+    loop = loop_of(rollout, tmp_path, 2)
+    assert loop.begin_evaluation() is None
+    loop.step = 3
+    loop.end_evaluation(wait=False)
+    assert not loop.recorder.lines
+    loop.step = 4
+    assert loop.begin_evaluation() is None  # the one before is waited for
+    assert loop.recorder.lines == [("eval", 2, 0.5)]
+    loop.end_evaluation(wait=True)  # its engine died: no line
+    loop.end_evaluation(wait=True)
+    assert loop.recorder.lines == [("eval", 2, 0.5)]
+    assert rollout.calls == ["begin", "look", "wait", "begin", "wait"]
+
+
+@pytest.mark.full
+def test_where_no_engine_can_be_spared_the_loop_waits(tmp_path: Path) -> None:
+    loop = loop_of(Told(spared=False), tmp_path, 2)
+    assert loop.begin_evaluation() == 1.0
+    assert loop.recorder.lines == [("eval", 2, 1.0)] and loop.rollout.calls == ["begin", "evaluate"]
+
+
+def test_in_the_background_needs_an_engine_to_spare(tmp_path: Path) -> None:
+    for layout in ({}, {"launch": {"placement": "disaggregated"}}):
+        with pytest.raises(ValueError, match=r"eval.background = true .* engine.count >= 2, they are"):
+            make_config(tmp_path, eval={"background": True}, **layout)
 
 
 # As a process, and told

@@ -49,6 +49,10 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         assert loaded(tmp_path, taken.groups)[0].samples[0].mu[1] == -1 / 7
         await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
         assert (await ticking(r, client.evaluate)).prompts == 4
+        assert await ticking(r, client.begin_evaluation) is True
+        ended = await ticking(r, client.end_evaluation, True)
+        assert ended.done and ended.result.weight_version == 2
+        assert not (await ticking(r, client.end_evaluation, False)).result
         await ticking(r, client.commit, 1)
         r.router.stale_engines = ["http://engine:2"]
         if (again := await ticking(r, client.take, 2)) is not None:
