@@ -51,7 +51,7 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         assert (await ticking(r, client.evaluate)).prompts == 4
         assert await ticking(r, client.begin_evaluation) is True
         ended = await ticking(r, client.end_evaluation, True)
-        assert ended.done and ended.result.weight_version == 2
+        assert ended.result is not None and ended.result.weight_version == 2
         assert not (await ticking(r, client.end_evaluation, False)).result
         await ticking(r, client.commit, 1)
         r.router.stale_engines = ["http://engine:2"]
