@@ -45,8 +45,7 @@ class Loop:
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
-        self.evaluating: int | None = None
-        """The step whose weights are evaluated in the background."""
+        self.evaluating: int | None = None  # the step whose weights are evaluated in the background
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
@@ -55,7 +54,7 @@ class Loop:
         self._write("run", event="resume" if self.step else "start")
         self.push()
         if self.step == 0:
-            self.begin_evaluation()
+            self.evaluate()
         while self.step < self.config.trainer.steps:
             start = time.monotonic()
             early = Early() if self.config.trainer.early_backward else None
@@ -128,11 +127,9 @@ class Loop:
         """After a step: evaluate, export and begin a checkpoint when they are due."""
         step, t, accuracy = self.step, self.config.trainer, None
         last = step == t.steps
-        self.end_evaluation(wait=last)
-        if last:
+        self.end_evaluation(wait=False)
+        if last or step % self.config.eval.every == 0:
             accuracy = self.evaluate()
-        elif step % self.config.eval.every == 0:
-            accuracy = self.begin_evaluation()
         if t.export_every and step % t.export_every == 0:
             self.trainer.export_hf(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0
@@ -141,30 +138,25 @@ class Loop:
             self.trainer.save_checkpoint(step, self.objective, accuracy)
             self.begun = step
 
-    def begin_evaluation(self) -> float | None:
-        """Evaluate, or begin to do it in the background; then there is no accuracy yet."""
-        if self.config.eval.background:
-            self.end_evaluation(wait=True)
-            if self.on_main(self.rollout.begin_evaluation):
-                self.evaluating = self.step
-                return None
-        return self.evaluate()
+    def evaluate(self) -> float | None:
+        """Held-out accuracy of the weights that the engines have; None while it is measured in the background."""
+        self.end_evaluation(wait=True)
+        beside = self.config.eval.background and self.step < self.config.trainer.steps
+        if beside and self.on_main(self.rollout.begin_evaluation):
+            self.evaluating = self.step
+            return None
+        found = self.on_main(self.rollout.evaluate)
+        self._write("eval", **found.figures())
+        return found.accuracy
 
-    def end_evaluation(self, wait: bool) -> None:
+    def end_evaluation(self, *, wait: bool) -> None:
         """Write down what the one in the background found, once it has ended."""
         if self.evaluating is None:
             return
         ended = self.on_main(lambda: self.rollout.end_evaluation(wait))
-        if ended.done:
-            if ended.result is not None and self.recorder is not None:
-                self.recorder.write("eval", self.evaluating, **ended.result.figures())
-            self.evaluating = None
-
-    def evaluate(self) -> float:
-        """Held-out accuracy of the weights that the engines have."""
-        found = self.on_main(self.rollout.evaluate)
-        self._write("eval", **found.figures())
-        return found.accuracy
+        if ended.result is not None and self.recorder is not None:
+            self.recorder.write("eval", self.evaluating, **ended.result.figures())
+        self.evaluating = None if ended.done else self.evaluating
 
     def settle(self, wait: bool) -> None:
         """A checkpoint that has been written since counts from now on: what it trained is never trained again."""

@@ -346,12 +346,12 @@ def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_p
     found = EvalResult(0.5, 4, 3.0, 0, 3)
     rollout = Told(Evaluated(False), Evaluated(True, found), Evaluated(True))
     loop = loop_of(rollout, tmp_path, 2)
-    assert loop.begin_evaluation() is None
+    assert loop.evaluate() is None
     loop.step = 3
     loop.end_evaluation(wait=False)
     assert not loop.recorder.lines
     loop.step = 4
-    assert loop.begin_evaluation() is None  # the one before is waited for
+    assert loop.evaluate() is None  # the one before is waited for
     assert loop.recorder.lines == [("eval", 2, 0.5)]
     loop.end_evaluation(wait=True)  # its engine died: no line
     loop.end_evaluation(wait=True)
@@ -362,7 +362,7 @@ def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_p
 @pytest.mark.full
 def test_where_no_engine_can_be_spared_the_loop_waits(tmp_path: Path) -> None:
     loop = loop_of(Told(spared=False), tmp_path, 2)
-    assert loop.begin_evaluation() == 1.0
+    assert loop.evaluate() == 1.0
     assert loop.recorder.lines == [("eval", 2, 1.0)] and loop.rollout.calls == ["begin", "evaluate"]
 
 
