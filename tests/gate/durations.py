@@ -24,7 +24,7 @@ REFERENCE_SECONDS = 0.1
 """What `calibration` takes on the reference machine, the two-core server on which the file was first written."""
 SHORTEST = 0.5
 """Shorter tests are left out of the file: they decide nothing, and their times would change with every run."""
-LIMITS = {"check": 5.0, "test": 25.0}
+LIMITS = {"check": 2.0, "test": 25.0}
 """Seconds from which a new test of a tier is told. `make test-all` alone may take longer."""
 GROWN = 1.5
 """A test is told, too, when it takes this many times what the file says."""
@@ -34,7 +34,7 @@ def tier(nodeid: str, marks: Mapping[str, Any]) -> str:
     """The first of `make check`, `make test` and `make test-all` that runs the test."""
     if "full" in marks or "slow" in marks:
         return "test-all"
-    return "check" if nodeid.startswith("tests/unit/") else "test"
+    return "check" if nodeid.startswith("tests/unit/") and "gate" not in marks else "test"
 
 
 def calibration() -> float:
@@ -64,9 +64,10 @@ def slow_and_new(
         limit = LIMITS.get(tiers[nodeid])
         if limit is None or took <= max(limit, GROWN * known.get(nodeid, 0.0)):
             continue
+        other = {"check": "mark it `gate`", "test": "take its mark `gate` off, mark it `full`"}[tiers[nodeid]]
         told.append(
             f"{nodeid} takes {took:.0f} s and is in tier {tiers[nodeid]} (new ones: up to {limit:.0f} s): "
-            "take its mark `gate` off, mark it `full`, or speed it up"
+            f"{other}, or speed it up"
         )
     return told
 

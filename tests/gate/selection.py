@@ -40,29 +40,20 @@ def modules(files: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Module names, also of imports inside functions; of `from a import b` both `a` and `a.b`."""
-    found: set[str] = set()
+def named(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Module names, also of imports inside functions, of `from a import b` both `a` and `a.b`; and the strings of the
+    source, without its docstrings."""
+    found, words, prose = set[str](), list[ast.Constant](), set[int]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Constant):
+            words.append(node)
+        elif isinstance(node, ast.Expr):
+            prose.add(id(node.value))
+        elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def strings(tree: ast.AST) -> set[str]:
-    """Of the source, without its docstrings."""
-    prose = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
-    }
+    return found, {word.value for word in words if isinstance(word.value, str) and id(word) not in prose}
 
 
 def with_parents(module: str) -> list[str]:
@@ -80,9 +71,9 @@ class Reach:
         self._words: dict[str, set[str]] = {}
         places = modules(self._files)
         for file in self._files:
-            tree = ast.parse((root / file).read_text(encoding="utf-8"), file)
-            words = self._words[file] = strings(tree)
-            for module in imports(tree).union(*(MODULE.findall(word) for word in words)):
+            found, words = named(ast.parse((root / file).read_text(encoding="utf-8"), file))
+            self._words[file] = words
+            for module in found.union(*(MODULE.findall(word) for word in words)):
                 for name in with_parents(module):
                     if name in places:
                         self._users.setdefault(places[name], set()).add(file)

@@ -19,24 +19,33 @@ class HeldWeights:
     def __init__(self, tensors: Mapping[str, Tensor], tp: int = 1) -> None:
         self._tensors = dict(tensors)
         self._tp = tp
-        self._digests: dict[str, list[str]] = {}
+        self._parts: dict[str, list[str]] = {}
+        for name in self._tensors:
+            self._parts.setdefault(held_in(name), []).append(name)
+        self._known: dict[tuple[int, ...], tuple[list[Tensor], list[str]]] = {}
+        """Digests by the tensors that they are of, which live as long as they are known; of all copies together."""
 
     def copy(self) -> HeldWeights:
         made = HeldWeights(self._tensors, self._tp)
-        made._digests = dict(self._digests)
+        made._known = self._known
         return made
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        assert tensors.keys() <= self._tensors.keys()
         self._tensors.update(tensors)
-        for name in tensors:
-            self._digests.pop(held_in(name), None)
 
     def report(self) -> list[dict[str, str]]:
         """Of each rank, as `/weights_checker` answers."""
-        for held in dict.fromkeys(map(held_in, self._tensors)):
-            if held not in self._digests:
-                self._digests[held] = [_sha(self._part(held, rank)) for rank in range(self._tp)]
-        return [{name: ranks[rank] for name, ranks in self._digests.items()} for rank in range(self._tp)]
+        digests = {held: self._of(held, names) for held, names in self._parts.items()}
+        return [{held: ranks[rank] for held, ranks in digests.items()} for rank in range(self._tp)]
+
+    def _of(self, held: str, names: list[str]) -> list[str]:
+        """Digests of one of the engine's tensors, of each rank."""
+        tensors = [self._tensors[name] for name in names]
+        key = tuple(map(id, tensors))
+        if key not in self._known:
+            self._known[key] = tensors, [_sha(self._part(held, rank)) for rank in range(self._tp)]
+        return self._known[key][1]
 
     def _part(self, held: str, rank: int) -> Tensor:
         t = self._tensors

@@ -51,7 +51,7 @@ def hub(name: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
         return None, {}
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -131,6 +132,7 @@ def gaps(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.gate  # the cuts of a step in one process: test_algo_objective.py
 def test_every_recipe_and_plug_in_is_the_same_on_one_process_dp2_and_cp2(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=2)
     loaded = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]

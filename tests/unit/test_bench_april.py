@@ -110,6 +110,7 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
     }
 
 
+@pytest.mark.gate
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-kept", "asynchronous"])
 async def test_a_mode_on_a_scripted_engine(

@@ -199,7 +199,7 @@ def fusion(answer: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
     finally:

@@ -250,6 +250,7 @@ async def page(stranger: TestClient, tmp_path: Path) -> AsyncIterator[Page]:
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
     lines = "[...document.querySelectorAll('.chart')][0].querySelectorAll('polyline').length"
     await page.until(f"{lines} === 2")
@@ -259,12 +260,14 @@ async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_named_evaluation_sets_have_charts_of_their_own(page: Page) -> None:
     titles = await page.evaluate("[...document.querySelectorAll('h3')].map(h => h.textContent)")
     assert "Evaluation: hardaccuracy; dashed: pass@8" in titles
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -> None:
     told = {"kind": "warning", "step": 2, "time": 120.0, "name": "no_signal", "seen": "All rewards are equal"}
     told |= {"cause": "The task is too hard", "knob": "Change data.reward", "samples": []}
@@ -278,6 +281,7 @@ async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&status=parked")
     await page.evaluate(
@@ -293,6 +297,7 @@ async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(p
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_gap_and_advantage_by_token(page: Page) -> None:
     await page.open(f"{page.home}#/sample?run=1&sample=0")
     for view in ("gap", "advantage"):
@@ -305,6 +310,7 @@ async def test_gap_and_advantage_by_token(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +347,7 @@ async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_dra
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
     await page.open(f"{page.home}#/samples")
     assert (
@@ -355,6 +362,7 @@ async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
     made = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
     assert await page.evaluate(made) == "&lt;img src=x onerror=alert(1)&gt;"
@@ -363,6 +371,7 @@ async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.gate
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
 async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bool) -> None:
@@ -373,6 +382,7 @@ async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bo
 
 
 @needs_chromium
+@pytest.mark.gate
 async def test_a_refusal_is_told_and_the_page_stays(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&step=9")
     assert await page.text("#trouble") == "step 9: the run has taken the steps 1 to 2"

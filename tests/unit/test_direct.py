@@ -56,7 +56,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
     """The one that is meant, and another one."""
     both = Server(), Server()
     for server in both:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield both
     for server in both:
         server.shutdown()

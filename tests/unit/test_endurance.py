@@ -194,7 +194,7 @@ class Answers(BaseHTTPRequestHandler):
 
 def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         with Receivers([EngineAddress(url, 1, -1)], 60) as receivers:
             for left in ([url], []):

@@ -111,6 +111,7 @@ def check_ledger(folder: Path, what: str) -> None:
     check_conservation(RunReader(folder).ledger())
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("local", [True, False], ids=["wal", "rollback journal"])
 def test_each_of_sqlites_calls_fails_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
@@ -144,6 +145,7 @@ def test_each_call_of_ours_around_the_ledger_fails_once(tmp_path: Path) -> None:
 # -- the run folder ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
     def config_of(folder: Path) -> Config:
         return Config.model_validate({"model": {"path": tmp_path}, "run": {"dir": folder / "run"}})

@@ -82,6 +82,7 @@ def test_the_nearest_tests_come_first(repository: Path) -> None:
     assert Reach(repository).tests(["rlsys/types.py", METHODS]) == [METHODS, TYPES, RUN]
 
 
+@pytest.mark.gate
 def test_the_layout_tests_are_reached_from_the_trainer_and_not_from_the_gateway() -> None:
     """On this repository: what one would expect of three changes."""
     layouts, here = "tests/integration/test_trainer_layouts.py", Reach(ROOT)
@@ -108,6 +109,7 @@ def test_files_of_one_name_in_two_folders_run_in_one_session(pytester: pytest.Py
 
 def test_a_tests_tier_is_the_first_that_runs_it() -> None:
     assert tier("tests/unit/test_a.py::test", {}) == "check"
+    assert tier("tests/unit/test_a.py::test", {"gate": 1}) == "test"
     assert tier("tests/unit/test_a.py::test", {"slow": 1}) == "test-all"
     assert tier("tests/cluster/test_a.py::test", {"cluster": 1}) == "test"
     assert tier("tests/integration/test_a.py::test", {"full": 1}) == "test-all"
@@ -125,7 +127,10 @@ def test_slow_tests_are_told_unless_the_file_knows_them() -> None:
     seconds = {"known": 50.0, "grown": 70.0, "new": 40.0, "quick": 20.0, "late": 900.0, "unit": 6.0}
     told = slow_and_new(seconds, tiers, {"known": 45.0, "grown": 45.0})
     assert [line.split()[0] for line in told] == ["grown", "new", "unit"]
-    assert told[1].startswith("new takes 40 s and is in tier test (new ones: up to 25 s): ")
+    assert told[1].startswith(
+        "new takes 40 s and is in tier test (new ones: up to 25 s): take its mark `gate` off"
+    )
+    assert told[2].endswith("(new ones: up to 2 s): mark it `gate`, or speed it up")
 
 
 def test_the_last_line_sums_the_sessions() -> None:

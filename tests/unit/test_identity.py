@@ -113,7 +113,7 @@ def server(key: str | None, label: str | None, seen: list[str] | None = None) ->
         def log_message(self, *_: Any) -> None: ...
 
     made = HTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=made.serve_forever)
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{made.server_port}"

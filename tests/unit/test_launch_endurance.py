@@ -69,6 +69,7 @@ def test_a_run_goes_on_without_an_engine_that_does_not_come_up(
     assert url.rpartition(":")[2] in asked
 
 
+@pytest.mark.gate
 def test_a_run_that_needs_all_its_engines_ends(tmp_path: Path) -> None:
     for fewest in (None, 2):
         folder = tmp_path / str(fewest)

@@ -182,6 +182,7 @@ for tests, seconds in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.gate
 def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import subprocess\n"

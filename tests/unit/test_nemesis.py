@@ -34,8 +34,14 @@ from tests.helpers.history import History, judge
 from tests.helpers.nemesis import FAULTS, Fault, Outcome, draw, play
 
 SCHEDULES, CHUNK = 200, 5
-SLICE = 20
-"""In `make check`."""
+SLICE, FIRST = 20, 5
+"""In `make test`, and in `make check`."""
+
+
+def tier(schedule: int) -> list[pytest.MarkDecorator]:
+    if schedule < SLICE:
+        return [] if schedule < FIRST else [pytest.mark.gate]
+    return [pytest.mark.slow]
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def played(
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=() if n < SLICE else pytest.mark.slow) for n in range(0, SCHEDULES, CHUNK)],
+    [pytest.param(n, marks=tier(n)) for n in range(0, SCHEDULES, CHUNK)],
 )
 def test_nothing_is_lost_trained_twice_or_made_by_other_weights(folder: Path, first: int) -> None:
     happened, bad = Counter[str](), []
@@ -96,6 +102,7 @@ DEAF = [Fault(8.0, "push dropped", 9.0), Fault(30.0, "push dropped", 6.0)]
 POISON = sample_seed(0, 5, 1)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("schedule", "poison"),
     [(TWO_OWNERS, None), (STRANGERS, None), (ZOMBIES, None), (DEAF, None), ([], POISON)],

@@ -221,7 +221,13 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.gate),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6)),
+    ],
+)
 def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     config = make_config(
         folder,

@@ -152,7 +152,7 @@ class Healthy(BaseHTTPRequestHandler):
 @contextmanager
 def healthy_engine() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
