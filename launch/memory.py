@@ -8,8 +8,10 @@ and hidden unit in bfloat16, with attention that stores no scores; layers that a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
@@ -84,20 +86,21 @@ class ModelSize:
 
 
 def model_size(hf: HFConfig) -> ModelSize:
-    h = hf.hidden_size
-    attention, whole, kv_values, kv_heads = _attention(hf)
-    biases = hf.experts if hf.routing.kind == "sigmoid" else 0  # one a routed expert, for balance
+    """Counted from the name table: one layer with experts and one without stand for all of their kind."""
+    kv_values, kv_heads = _cache(hf)
+    of_moe, of_dense = (_layer(hf, moe) for moe in (True, False))
+    of_any = of_moe if any(hf.moe_layers) else of_dense
     return ModelSize(
-        hidden=h,
+        hidden=hf.hidden_size,
         vocab=hf.vocab_size,
         tied=hf.tied,
         moe_layers=hf.moe_layers,
-        attention=attention,
-        whole=whole + 2 * h,
-        ffn=3 * h * hf.ffn_size,
-        shared=3 * h * hf.shared_ffn_size,
-        router=hf.experts * h + biases,
-        routed=hf.experts * 3 * h * hf.expert_ffn_size,
+        attention=of_any["attention"],
+        whole=of_any["whole"],
+        ffn=of_dense["ffn"],
+        shared=of_moe["shared"],
+        router=of_moe["router"],
+        routed=of_moe["routed"] * hf.experts,
         ffn_width=hf.ffn_size,
         chosen_width=hf.experts_per_token * hf.expert_ffn_size,
         chosen=hf.experts_per_token,
@@ -106,19 +109,31 @@ def model_size(hf: HFConfig) -> ModelSize:
     )
 
 
-def _attention(hf: HFConfig) -> tuple[int, int, int, int | None]:
-    """Parameters of one layer's attention that tensor parallelism divides, and those it does not; numbers cached for
-    a token, heads that the cache is divided by."""
-    h, heads, groups, size = hf.hidden_size, hf.heads, hf.kv_heads, hf.head_dim
+def _layer(hf: HFConfig, moe: bool) -> Counter[str]:
+    """Parameters of one layer, by the part of ModelSize; of one routed expert. None when no layer is of this kind."""
+    count: Counter[str] = Counter()
+    if moe not in hf.moe_layers:
+        return count
+    for rule in hf.rules(hf.moe_layers.index(moe)):
+        if rule.per_expert:
+            part = "routed"
+        elif "mlp.router" in rule.megatron:
+            part = "router"
+        elif "shared_experts" in rule.megatron:
+            part = "shared"
+        elif ".mlp." in rule.megatron:
+            part = "ffn"
+        else:
+            part = "whole" if rule.cut is None else "attention"
+        count[part] += sum(prod(hf.shape(letters)) for letters in rule.hf.values())
+    return count
+
+
+def _cache(hf: HFConfig) -> tuple[int, int | None]:
+    """Numbers that a layer's cache holds of a token, heads that it is divided by."""
     if (latent := hf.latent) is not None:
-        query, rank = heads * (latent.plain + latent.rotary), latent.kv_rank
-        queries_down = latent.q_rank * (h + 1) if latent.q_rank else 0
-        queries = (latent.q_rank or h) * query
-        down, up = h * (rank + latent.rotary) + rank, rank * heads * (latent.plain + latent.value)
-        divided = queries + up + heads * latent.value * h
-        return divided, queries_down + down, rank + latent.rotary, None
-    weights = 2 * h * size * (heads + groups) + (size * (heads + 2 * groups) if hf.qkv_bias else 0)
-    return weights, 2 * size if hf.qk_norm else 0, 2 * groups * size, groups
+        return latent.kv_rank + latent.rotary, None
+    return 2 * hf.kv_heads * hf.head_dim, hf.kv_heads
 
 
 @dataclass(frozen=True)

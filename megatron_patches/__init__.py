@@ -27,6 +27,7 @@ from megatron_patches import (
     gloo_device,
     gloo_uneven,
     mla_te_names,
+    moe_expert_bias,
     moe_gemm,
     moe_splits,
     norm_sequence_parallel,
@@ -37,6 +38,7 @@ from megatron_patches import (
 from megatron_patches.registry import Patch, PatchError
 
 PATCHES: tuple[Patch, ...] = (
+    moe_expert_bias.PATCH,
     moe_gemm.PATCH,
     moe_splits.PATCH,
     expert_bias_padding.PATCH,

@@ -9,26 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from rlsys.convert.families import Family, Feature, Rule, family_of
+from rlsys.convert.families import family_of
+from rlsys.convert.rope import ROPES, Rope, read_rope
+from rlsys.convert.rules import Family, Feature, Rule
 from rlsys.errors import UserError
-
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's llama3 scaling of rotary frequencies is written for."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding. `share`: of the head size that is rotated. `factor` and below: of a scaled kind only."""
-
-    theta: float
-    share: float = 1.0
-    kind: Literal["default", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_context: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +33,9 @@ class LatentAttention:
 class Routing:
     """How a token chooses its experts. `groups` > 1: only those of the `top_groups` best groups.
 
-    softmax: over all experts, `normalised` to sum 1 over the chosen ones. sigmoid: chosen by score + bias, weighted
-    by the normalised score times `scale` (DeepSeek-V3, section 2.1.2).
+    softmax: over all experts, `normalised` to sum 1 over the chosen ones, times `scale`. sigmoid: weighted by the
+    normalised score times `scale` (DeepSeek-V3, section 2.1.2). `biased`: chosen by score + bias. A group is worth
+    the sum of its `group_worth` best experts.
     """
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
@@ -58,6 +43,8 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    biased: bool = False
+    group_worth: int = 2
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,8 @@ class HFConfig:
     """The fields of config.json that decide shapes and numbers. Sizes in elements.
 
     `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
-    multi-token prediction, which are left out.
+    multi-token prediction, which are left out. `window`: tokens that a query sees, its own among them, in the layers
+    of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig.
     """
 
     family: Family
@@ -83,6 +71,7 @@ class HFConfig:
     qk_norm: bool
     qkv_bias: bool
     moe_layers: tuple[bool, ...]
+    megatron: dict[str, Any]
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
@@ -90,6 +79,8 @@ class HFConfig:
     routing: Routing = Routing()
     latent: LatentAttention | None = None
     prediction_layers: int = 0
+    window: int = 0
+    windowed_layers: tuple[bool, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
@@ -121,8 +112,9 @@ class HFConfig:
                 "experts": raw["num_experts"],
                 "experts_per_token": raw["num_experts_per_tok"],
                 "expert_ffn_size": raw["moe_intermediate_size"],
-                "shared_ffn_size": raw.get("n_shared_experts", 0) * raw["moe_intermediate_size"],
-                "routing": _routing(raw, family, where),
+                "shared_ffn_size": raw.get("shared_expert_intermediate_size")
+                or raw.get("n_shared_experts", 0) * raw["moe_intermediate_size"],
+                "routing": _routing(raw, family),
             } if family.moe else {}  # fmt: skip
             return cls(
                 family=family,
@@ -133,15 +125,17 @@ class HFConfig:
                 kv_heads=raw.get("num_key_value_heads") or heads,
                 head_dim=raw.get("head_dim") or hidden // heads,
                 ffn_size=raw["intermediate_size"],
-                rope=_rope(raw, family, where),
+                rope=read_rope(raw, family, where),
                 norm_eps=raw["rms_norm_eps"],
                 tied=raw["tie_word_embeddings"],
                 context_length=raw["max_position_embeddings"],
                 qk_norm=raw["qk_norm"],
                 qkv_bias=raw["attention_bias"],
-                moe_layers=_moe_layers(raw, family),
+                moe_layers=_moe_layers(raw, family, where),
                 latent=_latent(raw) if family.mla else None,
                 prediction_layers=raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 0)),
+                megatron=family.megatron(raw),
+                **_windows(raw, family, where),
                 **experts,
             )
         except KeyError as e:
@@ -176,6 +170,8 @@ class HFConfig:
             "m": self.expert_ffn_size,
             "e": self.experts,
             "s": self.shared_ffn_size,
+            "n": self.heads,
+            "1": 1,
         }
         if (latent := self.latent) is not None:
             sizes |= {
@@ -210,10 +206,12 @@ _SIZES = (
 )  # fmt: skip
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_COUNTS = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers")
+_COUNTS = (
+    "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers", "rotary_dim",
+    "shared_expert_intermediate_size", "sliding_window",
+)  # fmt: skip
 _SWITCHES = ("tie_word_embeddings", "qk_norm", "attention_bias", "norm_topk_prob")
-_POSITIVE = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
-_ROPES = ("rope_scaling", "rope_parameters")
+_POSITIVE = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "swiglu_limit")
 _ROPE_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -265,16 +263,16 @@ def _check_divisions(
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
-    if family.sigmoid and experts % groups:
+    if experts % groups:
         refuse("n_group", groups, f"a divisor of num_experts = {experts}")
-    if family.sigmoid and top > groups:
+    if top > groups:
         refuse("topk_group", top, f"at most n_group = {groups}")
 
 
 def _rope_objects(raw: dict[str, Any], refuse: Callable[[str, object, str], NoReturn]) -> dict[str, Any]:
     """What `rope_scaling` (older) and `rope_parameters` say together."""
     given: dict[str, Any] = {}
-    for name in _ROPES:
+    for name in ROPES:
         value = raw.get(name)
         if value is not None and not isinstance(value, dict):
             refuse(name, value, "an object")
@@ -306,64 +304,46 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
         )
 
 
-def _moe_layers(raw: dict[str, Any], family: Family) -> tuple[bool, ...]:
-    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer."""
+def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:
+    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer. Newer
+    folders name the kind of every layer."""
+    layers = raw["num_hidden_layers"]
+    if family.moe and (kinds := raw.get("mlp_layer_types")) is not None:
+        return tuple(
+            kind == "sparse" for kind in _kinds(raw, "mlp_layer_types", kinds, ("dense", "sparse"), where)
+        )
     first, step = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)
     dense = set(raw.get("mlp_only_layers", ()))
-    return tuple(
-        family.moe and i >= first and i not in dense and (i + 1) % step == 0
-        for i in range(raw["num_hidden_layers"])
-    )
+    return tuple(family.moe and i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
-_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
-_YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+def _windows(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    if not family.windowed:
+        return {}
+    known = ("full_attention", "sliding_attention")
+    kinds = _kinds(raw, "layer_types", raw["layer_types"], known, where)
+    if not (window := raw.get("sliding_window")):
+        raise UserError(f"{where}: sliding_window = {window!r}: expected a number of tokens above 0")
+    return {"window": window, "windowed_layers": tuple(kind == "sliding_attention" for kind in kinds)}
 
 
-def _rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
-    """From `rope_parameters` (newer) or `rope_theta` and `rope_scaling`."""
-    given = {k: v for name in _ROPES for k, v in (raw.get(name) or {}).items()}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    kinds = ("default", "yarn") if family.mla else ("default", "llama3")
-    shares = (0.5,) if "partial_rotary_factor" in family.defaults else (1.0,)
-    for field, value, allowed in (("rope type", kind, kinds), ("partial_rotary_factor", share, shares)):
-        if value not in allowed:
-            expected = " or ".join(repr(a) for a in allowed)
-            raise UserError(f"{where}: {field} = {value!r} is not supported; expected {expected}")
-    theta = float(given.get("rope_theta") or raw["rope_theta"])
-    if kind == "default":
-        return Rope(theta, share)
-    known = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
-    if unknown := sorted(set(given) - known):
-        raise UserError(f"{where}: rope {unknown[0]} = {given[unknown[0]]!r} is not supported with {kind!r}")
-    if kind == "llama3":
-        for field, value in LLAMA3.items():
-            if given[field] != value:
-                raise UserError(f"{where}: rope {field} = {given[field]} is not supported; expected {value}")
-        return Rope(theta, share, "llama3", given["factor"])
-    if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
-        raise UserError(f"{where}: rope mscale without mscale_all_dim, or the reverse, is not supported")
-    more = {
-        name: given[name]
-        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        if given.get(name)
-    }
-    context = given.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-    return Rope(theta, share, "yarn", given["factor"], context, **more)
+def _kinds(raw: dict[str, Any], field: str, value: object, known: tuple[str, ...], where: str) -> list[str]:
+    """The kind of each layer. Raises UserError unless there is one for each, and each is known."""
+    layers = raw["num_hidden_layers"]
+    if not isinstance(value, list) or len(value) != layers or any(kind not in known for kind in value):
+        expected = " or ".join(repr(kind) for kind in known)
+        raise UserError(f"{where}: {field} = {value!r:.80}: expected a list of {layers} x {expected}")
+    return value
 
 
-def _routing(raw: dict[str, Any], family: Family, where: str) -> Routing:
-    if not family.sigmoid:
-        return Routing(normalised=raw["norm_topk_prob"])
-    groups, top, chosen = raw["n_group"], raw["topk_group"], raw["num_experts_per_tok"]
-    if groups > 1 and chosen // top != 2:
-        # Megatron weighs a group by its num_experts_per_tok / topk_group best experts, the model by its two best.
-        raise UserError(
-            f"{where}: num_experts_per_tok = {chosen} with topk_group = {top} is not supported; expected "
-            f"num_experts_per_tok = {2 * top}"
-        )
-    return Routing("sigmoid", True, groups, top, raw["routed_scaling_factor"])
+def _routing(raw: dict[str, Any], family: Family) -> Routing:
+    groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
+    if raw.get("topk_method") == "greedy":  # DeepSeek-V2-Lite names groups and does not use them
+        groups = top = 1
+    scale = raw.get("routed_scaling_factor", 1.0)
+    if family.sigmoid:
+        return Routing("sigmoid", True, groups, top, scale, family.biased, family.group_worth)
+    return Routing("softmax", raw["norm_topk_prob"], groups, top, scale, family.biased, family.group_worth)
 
 
 def _latent(raw: dict[str, Any]) -> LatentAttention:

@@ -28,6 +28,8 @@ def check_layout(config: Config, hf: HFConfig) -> None:
             f"parallel.pp = {p.pp} does not divide layers = {hf.layers} of {path}: "
             f"with {stages[0]} a stage the last has {stages[-1]}"
         )
+    if hf.family.stacks:
+        _check_stacks(config, hf)
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
     for name, size, what, total in (
@@ -43,6 +45,18 @@ def check_layout(config: Config, hf: HFConfig) -> None:
     ):
         if total % size:
             raise UserError(f"{name} = {size} does not divide {what} = {total} of {path}")
+
+
+def _check_stacks(config: Config, hf: HFConfig) -> None:
+    """Raises UserError for what experts with biases, stacked in one tensor, cannot do."""
+    path = config.model.path
+    if config.parallel.expert_tp > 1:
+        raise UserError(
+            f"parallel.etp = {config.parallel.expert_tp}: expected 1, for the experts of {path} have biases, which "
+            "megatron-core does not divide"
+        )
+    if config.model.fp8 != "none":
+        raise UserError(f"model.fp8 = {config.model.fp8}: expected none for the stacked experts of {path}")
 
 
 def check_fp8(config: Config, hf: HFConfig) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.stack import stacked_names
 from rlsys.convert.table import check_names, entries
 from rlsys.errors import UserError
 
@@ -19,7 +20,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one."""
+    """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
+
+    `interleaved`: the fused one is a rules.Stack.
+    """
 
     file: Path
     name: str
@@ -27,6 +31,7 @@ class Place:
     expert: int | None = None
     part: int = 0
     parts: int = 1
+    interleaved: bool = False
 
 
 def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
@@ -44,10 +49,12 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
         for name, parts in hf.family.other_names.items()
         for layer in range(hf.layers)
     }
+    stacks = {name: stack.parts for name, stack in stacked_names(hf).items()}
     found: dict[str, Place] = {}
     for file in files:
         for name, shape in read_header(file).items():
-            found |= _places(file, name, shape, others.get(name, (name,)), hf.experts)
+            parts = stacks.get(name) or others.get(name, (name,))
+            found |= _places(file, name, shape, parts, hf.experts, name in stacks)
     check_names(hf, frozenset(found), str(folder))
     for entry in entries(hf):
         for name, expected in entry.hf.items():
@@ -56,15 +63,19 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
     return found
 
 
-def _places(file: Path, name: str, shape: Shape, parts: tuple[str, ...], experts: int) -> dict[str, Place]:
+def _places(
+    file: Path, name: str, shape: Shape, parts: tuple[str, ...], experts: int, interleaved: bool
+) -> dict[str, Place]:
     """`parts`: the names of the table that the tensor holds, of one expert for those of all."""
     if "{e}" not in parts[0]:
         return {parts[0]: Place(file, name, shape)}
     if (held := shape[0] if len(shape) > 1 else 0) != experts:
         raise UserError(f"{file}: {name} holds {held} experts, config.json says {experts}")
     each = (shape[1] // len(parts), *shape[2:])
+    if interleaved:
+        each = (shape[-1] // len(parts), *shape[1:-1])
     return {
-        part.format(e=expert): Place(file, name, each, expert, at, len(parts))
+        part.format(e=expert): Place(file, name, each, expert, at, len(parts), interleaved)
         for expert in range(experts)
         for at, part in enumerate(parts)
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.folder import INDEX, find_tensors
 from rlsys.convert.output import partial_of
+from rlsys.convert.stack import part_of
 from rlsys.errors import UserError
 
 SIDE_FILES = (
@@ -51,8 +52,10 @@ class HFTensors:
                 if place.expert is None:
                     tensor: Tensor = f.get_tensor(place.name)
                     return tensor
-                stacked: Tensor = f.get_slice(place.name)[place.expert]
-                return stacked.chunk(place.parts, dim=0)[place.part]
+                fused: Tensor = f.get_slice(place.name)[place.expert]
+                if place.interleaved:
+                    return part_of(fused, place.part, place.parts)
+                return fused.chunk(place.parts, dim=0)[place.part]
         except (SafetensorError, OSError) as e:
             raise UserError(f"{place.file}: not a whole safetensors file: {e}") from None
 

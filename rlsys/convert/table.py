@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.families import Rule
+from rlsys.convert.rules import Rule
 from rlsys.errors import UserError
 
 

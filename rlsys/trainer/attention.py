@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -115,7 +116,8 @@ class _Unpad(torch.autograd.Function):
 class PackedAttention(DotProductAttention):
     """Causal attention, one call for a rectangle of sequences; `pack` puts similar lengths side by side.
 
-    Padding comes after the real keys, so the causal mask alone hides it.
+    Padding comes after the real keys, so the causal mask alone hides it. Windows and sinks (gpt-oss) are those that
+    megatron's config tells: `window_size`, `window_attn_skip_freq`, `softmax_type`.
     """
 
     def __init__(
@@ -130,6 +132,11 @@ class PackedAttention(DotProductAttention):
         alone = copy.copy(config)
         alone.context_parallel_size = 1  # upstream's refuses more; its own state does not depend on it
         super().__init__(alone, *args, **kwargs)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        )
+        self._before = config.window_size[0] if windowed else None
+        """Keys before the query's own that it sees; None: all."""
 
     def forward(
         self,
@@ -179,10 +186,14 @@ class PackedAttention(DotProductAttention):
         The first query stands beside key `first_query`.
         """
         mask = None
-        if first_query:
+        if first_query or self._before is not None or self.softmax_offset is not None:
             whole = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
             mask = whole.tril(first_query)
+            if self._before is not None:
+                mask = mask.triu(first_query - self._before)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        if self.softmax_offset is not None:
+            return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
         attended = scaled_dot_product_attention(
             q,
             k,
@@ -193,3 +204,17 @@ class PackedAttention(DotProductAttention):
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return attended.transpose(1, 2)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """Attention in which every head has one more key, with a learnt logit and the value 0. `[rows, n, a, d]`.
+
+    q `[rows, n, a, d]`, k and v `[rows, g, b, d]`, mask `[a, b]` bool, sinks `[n]`.
+    """
+    groups = k.shape[1]
+    scores = q.unflatten(1, (groups, -1)) @ k[:, :, None].transpose(-1, -2) * scale  # [rows, g, n / g, a, b]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores.float(), sink], dim=-1).softmax(-1)[..., :-1].to(v.dtype)
+    return (weights @ v[:, :, None]).flatten(1, 2)

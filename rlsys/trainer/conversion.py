@@ -20,11 +20,12 @@ from torch import Tensor
 from rlsys.config import Config, explain_error, load_config
 from rlsys.config.sections import ModelConfig, ParallelConfig
 from rlsys.convert.config import HFConfig
-from rlsys.convert.families import Rule
 from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
-from rlsys.convert.layout import to_hf, to_megatron
+from rlsys.convert.layout import sections, to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
+from rlsys.convert.rules import Rule
+from rlsys.convert.stack import stacked
 from rlsys.convert.table import Entry, entries, left_out
 from rlsys.convert.torch_dist import DistReader, DistWriter
 from rlsys.errors import RunError, UserError
@@ -98,13 +99,13 @@ def pieces(
 
 
 def _cuts(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, first, length) along the axis of the cut; gate and up are each cut."""
+    """(rank, first, length) along the axis of the cut; each section is cut (rlsys.convert.layout)."""
     if rule.cut is None:
         yield 0, 0, size[0]
         return
-    halves = 2 if rule.layout == "gate_up" else 1
-    length = size[rule.cut] // (halves * ranks)
-    for i in range(halves * ranks):
+    pieces = sections(rule) * ranks
+    length = size[rule.cut] // pieces
+    for i in range(pieces):
         yield i % ranks, i * length, length
 
 
@@ -141,7 +142,7 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
                     done = Done(done.tensors + 1, done.elements + tensor.numel())
                     advance(done.elements, total)
 
-            write_hf(out, model, tensors())
+            write_hf(out, model, stacked(tensors(), hf))
     return done
 
 

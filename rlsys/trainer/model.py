@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
-from rlsys.convert.config import HFConfig
+from rlsys.convert.config import HFConfig, LatentAttention
 from rlsys.convert.fit import stage_layers
 from rlsys.precision import trainer_fields
 from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
+from rlsys.trainer.choices import set_choice
 from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
+from rlsys.trainer.norms import set_heads_norms
 from rlsys.trainer.weights import TE_NAMES, load_hf, mark_shards
 
 
@@ -46,17 +51,55 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
     if hf.shared_ffn_size:
         fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
+    if routing.scale != 1:
+        fields["moe_router_topk_scaling_factor"] = routing.scale
     if routing.kind == "softmax":
         # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
         return {**fields, "moe_router_pre_softmax": not routing.normalised}
-    if routing.groups > 1:
-        fields |= {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.top_groups}
     return {
         **fields,
-        "moe_router_topk_scaling_factor": routing.scale,
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": t.balance_rate,  # megatron's own default would move it at every step
     }
+
+
+@dataclass
+class YarnConfig(TransformerConfig):
+    """Fields that GPTModel asks for and TransformerConfig 0.16.1 does not declare."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _yarn(hf: HFConfig) -> dict[str, Any]:
+    """The fields that YarnConfig has beyond TransformerConfig's."""
+    rope = hf.rope
+    return {
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": rope.original_context,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_correction_range_round_to_int": rope.truncate,
+    }
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+
+
+def _of_the_family(hf: HFConfig) -> dict[str, Any]:
+    """What the family says itself, and windows."""
+    fields = dict(hf.megatron)
+    if "activation_func" in fields:
+        fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
+    if hf.window:
+        fields["window_size"] = (hf.window - 1, 0)  # keys before the query's own
+        fields["window_attn_skip_freq"] = [int(windowed) for windowed in hf.windowed_layers]
+    return fields
 
 
 def _recompute(config: Config) -> dict[str, Any]:
@@ -66,11 +109,9 @@ def _recompute(config: Config) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
-def _latent_attention(hf: HFConfig) -> dict[str, Any]:
+def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
     """The fields that MLATransformerConfig has beyond TransformerConfig's."""
-    latent, rope = hf.latent, hf.rope
-    if latent is None:
-        return {}
+    rope = hf.rope
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -93,8 +134,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
     p = config.parallel
     *layers, last = stage_layers(hf.layers, p.pp)
     dtype = getattr(torch, config.model.dtype)
-    kind = TransformerConfig if hf.latent is None else MLATransformerConfig
-    return kind(
+    fields = dict(
         num_layers=hf.layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.heads,
@@ -103,6 +143,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
+        # With norms over all heads it stays off: by their names megatron would sum gradients that ranks share.
         qk_layernorm=hf.qk_norm or hf.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -139,12 +180,16 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         **trainer_fields(config),
         **_experts(hf, config),
         **_recompute(config),
-        **_latent_attention(hf),
     )
+    if hf.latent is not None:
+        return MLATransformerConfig(**(fields | _latent_attention(hf, hf.latent) | _of_the_family(hf)))
+    if hf.rope.kind == "yarn":
+        return YarnConfig(**(fields | _yarn(hf) | _of_the_family(hf)))
+    return TransformerConfig(**(fields | _of_the_family(hf)))
 
 
 def block_spec(
-    transformer: TransformerConfig, stage: int | None, transformer_engine: bool
+    transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """The layers of this rank: Transformer Engine's, or megatron's own with our attention."""
     spec = get_gpt_decoder_block_spec(
@@ -164,6 +209,9 @@ def block_spec(
                 # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
                 # other ranks' part of the gradient of the keys' rotary half, silently.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+    if hf.family.head_norms:
+        for layer in spec.layer_specs:
+            set_heads_norms(layer.submodules, transformer)
     return spec
 
 
@@ -210,20 +258,23 @@ def chunk(
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
         transformer,
-        block_spec(transformer, stage, transformer_engine),
+        block_spec(transformer, hf, stage, transformer_engine),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tied,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if isinstance(transformer, YarnConfig) else "rope",
         rotary_base=hf.rope.theta,
         rotary_percent=hf.rope.share,
         rope_scaling=hf.rope.kind == "llama3",
         rope_scaling_factor=hf.rope.factor,
         vp_stage=stage,
     )
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            set_choice(module, hf)
     model.to(transformer.params_dtype)  # torch's norms are born in float32
     for name, buffer in model.named_buffers():
         if name.endswith(EXPERT_BIAS):

@@ -79,6 +79,8 @@ class LayerReplay:
 
     def __init__(self, router: TopKRouter) -> None:
         self.router = router
+        self._own = router.router_replay
+        """The model's own way to choose (rlsys.trainer.choices); None: megatron's."""
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
         self.counted: Tensor | None = None  # [P] bool
@@ -91,7 +93,10 @@ class LayerReplay:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
     ) -> tuple[Tensor, Tensor]:
         """Scores `[P, E]` -> (scores of the chosen, chosen) `[P, k]`. Called by topk_routing_with_score_function."""
-        _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self._own is not None:
+            _, own = self._own.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+        else:
+            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         again = self.router.training and torch.is_grad_enabled() and bool(self._waiting)
         target = self._waiting.popleft() if again else self.target
         if self.router.training and not torch.is_grad_enabled():

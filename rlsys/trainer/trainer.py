@@ -27,6 +27,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
+from rlsys.convert.stack import stacked
 from rlsys.errors import RunError
 from rlsys.owner import Owner
 from rlsys.records import SegmentReader
@@ -260,8 +261,9 @@ class Trainer:
     # -- weights --------------------------------------------------------------------------------------------
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), experts one by one, always in the same order, on every rank."""
-        return gather_hf(self._chunks, self.hf)
+        """(Hugging Face name, full tensor), always in the same order, on every rank. Experts come one by one, save in
+        families whose folders and engines stack them."""
+        return stacked(gather_hf(self._chunks, self.hf), self.hf)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder that serves by itself. Atomic."""

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.families import Rule
 from rlsys.convert.hf import HFTensors
-from rlsys.convert.layout import to_hf, to_megatron
+from rlsys.convert.layout import sections, to_hf, to_megatron
+from rlsys.convert.rules import Rule
 from rlsys.convert.table import Entry, entries
 from rlsys.errors import UserError
 from rlsys.trainer.chunks import Chunks
@@ -32,7 +32,7 @@ TE_NAMES = {
 same names, whichever spec wrote them."""
 
 
-_EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.weight$")
+_EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.(weight|bias)$")
 
 
 def te_name(plain: str) -> str:
@@ -40,7 +40,7 @@ def te_name(plain: str) -> str:
     for end, fused in TE_NAMES.items():
         if plain.endswith(end):
             return plain.removesuffix(end) + fused
-    return _EXPERT.sub(r"\2.weight\1", plain)
+    return _EXPERT.sub(r"\2.\3\1", plain)
 
 
 class LocalWeights:
@@ -165,11 +165,11 @@ def _cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
 
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
-    """This rank's part. gate_up is cut within gate and within up, so that a rank holds matching halves."""
+    """This rank's part, of each section of the parameter (rlsys.convert.layout)."""
     if rule.cut is None or (group := _cutting_group(rule)).size() == 1:
         return full
-    halves = full.chunk(2, dim=rule.cut) if rule.layout == "gate_up" else (full,)
-    return torch.cat([h.chunk(group.size(), dim=rule.cut)[group.rank()] for h in halves], dim=rule.cut)
+    each = full.chunk(sections(rule), dim=rule.cut)
+    return torch.cat([s.chunk(group.size(), dim=rule.cut)[group.rank()] for s in each], dim=rule.cut)
 
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
@@ -178,7 +178,5 @@ def unshard(part: Tensor, rule: Rule) -> Tensor:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)
-    if rule.layout != "gate_up":
-        return torch.cat(parts, dim=rule.cut)
-    gates, ups = zip(*(p.chunk(2, dim=rule.cut) for p in parts), strict=True)
-    return torch.cat([*gates, *ups], dim=rule.cut)
+    of_ranks = (p.chunk(sections(rule), dim=rule.cut) for p in parts)
+    return torch.cat([p for section in zip(*of_ranks, strict=True) for p in section], dim=rule.cut)

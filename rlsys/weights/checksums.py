@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.families import Rule
+from rlsys.convert.rules import Rule, Stack
+from rlsys.convert.stack import slots, stacked_names
 from rlsys.convert.table import Entry, entries
 from rlsys.weights.hashes import TensorHash, hash_like_an_engine
 
@@ -33,21 +34,34 @@ class EngineChecksums:
         self.seconds = 0.0  # spent here
         self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
         """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
+        self._stacks: dict[str, tuple[_Joined, Stack]] = {}
+        """The same of tensors that hold all experts of a layer."""
         self._joined: dict[str, _Joined] = {}
         compressed = hf.latent is not None and hf.latent.q_rank is not None
+        of_experts = slots(hf)
         for entry in entries(hf):
+            if any(name in of_experts for name in entry.hf):
+                continue
             joined = self._joined.setdefault(held_as(entry, compressed), _Joined())
             for name in entry.hf:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
+        for name, stack in stacked_names(hf).items():
+            joined = self._joined[f"{name.rpartition('.')[0]}.{stack.engine}"] = _Joined(1)
+            self._stacks[name] = joined, stack
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
+            start = time.monotonic()
             if name in self._parts:
-                start = time.monotonic()
                 joined, place, rule = self._parts[name]
                 joined.add(place, [self._share(name, tensor, rule, rank) for rank in range(self._tp)])
-                self.seconds += time.monotonic() - start
+            elif name in self._stacks:
+                joined, stack = self._stacks[name]
+                held = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
+                axis, pieces = stack.cut or 0, 1 if stack.cut is None else self._tp
+                joined.add(0, [held.tensor_split(pieces, axis)[rank % pieces] for rank in range(self._tp)])
+            self.seconds += time.monotonic() - start
             yield name, tensor
 
     def digests(self) -> list[dict[str, str]]:
@@ -59,6 +73,8 @@ class EngineChecksums:
 
     def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:
         """What `rank` holds of it: all, or a piece along the axis of the cut."""
+        if rule.engine_dtype is not None:
+            tensor = tensor.to(getattr(torch, rule.engine_dtype))
         if rule.cut is None:
             return tensor
         pieces = self._tp
@@ -85,8 +101,9 @@ def held_as(entry: Entry, queries_compressed: bool) -> str:
 class _Joined:
     """A tensor of the engine: hashed on each rank part by part, in order. A part that comes early waits."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, count: int = 0) -> None:
+        """`count`: its parts."""
+        self.count = count
         self._hashed = 0
         self._early: dict[int, list[Tensor]] = {}
         self._hashes: list[TensorHash] = []

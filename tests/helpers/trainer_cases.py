@@ -21,59 +21,15 @@ from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import RouteSpan
+from tests.helpers import tiny
 
 BUDGET = 128
 SEQUENCES = [[5, 3, 80, 41, 7, 7], [9] * 20]
 
 
-_SIGMOID = {"n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-SIZES: dict[str, dict[str, Any]] = {
-    "Qwen3MoeForCausalLM": {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True
-    },
-    "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "Glm4MoeForCausalLM": {
-        **_SIGMOID, "num_experts_per_tok": 2, "n_shared_experts": 1, "attention_bias": True, "use_qk_norm": True,
-        "routed_scaling_factor": 2.5,
-    },
-    "DeepseekV3ForCausalLM": {
-        **_SIGMOID, "num_experts_per_tok": 4, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
-        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
-        "num_key_value_heads": 4, "head_dim": 8,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8,
-        },
-    },
-}  # fmt: skip
-"""What each family needs beyond the sizes that all share."""
-
-
 def write_model(folder: Path, architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> Path:
-    """A tiny random model, made by transformers: 4 layers, hidden 64, 8 experts where it has any, fp32.
-
-    Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes.
-    """
-    from rlsys.engine.cpu_platform import declare_torchvision_ops
-
-    declare_torchvision_ops()
-    import transformers
-
-    sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
-        "initializer_range": 0.2, "tie_word_embeddings": False,
-    }  # fmt: skip
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    torch.manual_seed(0)
-    model = getattr(transformers, architecture)(
-        config_class(**{**sizes, **SIZES.get(architecture, {}), **changes})
-    )
-    for name, weight in model.state_dict().items():
-        if "norm" in name or name.endswith("bias"):
-            weight.add_(torch.randn_like(weight) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    """A tiny random model: 4 layers, hidden 64, 8 experts where it has any, fp32."""
+    return tiny.write(folder, tiny.of_architecture(architecture), **changes)
 
 
 def config_of(folder: Path, run: Path, **sections: dict[str, Any]) -> Config:

@@ -99,7 +99,10 @@ TORCH_FREE_FILES = (
     "rlsys/engine/route_writer.py",
     "rlsys/data/source.py",
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
-    *(f"rlsys/convert/{name}.py" for name in ("config", "families", "fit", "flops", "folder", "table")),
+    *(
+        f"rlsys/convert/{name}.py"
+        for name in ("config", "fit", "flops", "folder", "rope", "rows", "rules", "table")
+    ),
     "rlsys/weights/plan.py",
 )
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}

@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlsys.convert import hf as hf_module
-from rlsys.convert.config import HFConfig, Rope, Routing
+from rlsys.convert.config import HFConfig, Routing
 from rlsys.convert.families import FAMILIES
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
+from rlsys.convert.rope import Rope
 from rlsys.convert.table import check_names, entries
 from rlsys.errors import UserError
+from tests.helpers import tiny
 
 
 def raw_config(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dict[str, Any]:
@@ -53,6 +55,10 @@ DEEPSEEK = {
 GLM = {
     "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 3, "attention_bias": True, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 3},
@@ -89,9 +95,13 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_round_trip_is_bit_equal(architecture: str) -> None:
-    config = config_of(architecture=architecture)
+def test_every_family_has_a_tiny_model() -> None:
+    assert {of.architecture for of in tiny.TINY.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", tiny.TINY)
+def test_round_trip_is_bit_equal(family: str) -> None:
+    config = HFConfig.of(tiny.raw_config(tiny.TINY[family]), "config.json")
     tensors = random_tensors(config)
     back: dict[str, Tensor] = {}
     for entry in entries(config):
@@ -198,7 +208,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
     [
         (
             {"architectures": ["GPT9"]},
-            "architecture 'GPT9' has no conversion table; known: Qwen3MoeForCausalLM",
+            "architecture 'GPT9' has no conversion table; known: DeepseekV3ForCausalLM",
         ),
         ({"rope_scaling": {"type": "yarn"}}, "rope type = 'yarn' is not supported; expected 'default'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected 'silu'"),
@@ -231,8 +241,24 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             "the weights are quantised (fp8); a folder in bfloat16 or float32 is needed",
         ),
         (
-            {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "num_experts_per_tok": 4},
-            "num_experts_per_tok = 4 with topk_group = 1 is not supported; expected num_experts_per_tok = 2",
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            "architecture 'Qwen3NextForCausalLM' is not supported: its gated delta net takes neither",
+        ),
+        (
+            {"architectures": ["Qwen3MoEForCausalLM"]},
+            "did you mean Qwen3MoeForCausalLM?",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], **GPT_OSS, "layer_types": ["full_attention"]},
+            "layer_types = ['full_attention']: expected a list of 2 x 'full_attention' or 'sliding_attention'",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], **GPT_OSS, "sliding_window": None},
+            "sliding_window = None: expected a number of tokens above 0",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], **GPT_OSS, "swiglu_alpha": 1.5},
+            "swiglu_alpha = 1.5 is not supported; expected 1.702",
         ),
         (
             {
@@ -453,7 +479,7 @@ LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_he
             "DeepseekV3ForCausalLM",
             {"n_routed_experts": 64, **EXPERTS, **LATENT},
             {
-                "routing": Routing("sigmoid", True, groups=8, top_groups=4, scale=2.5),
+                "routing": Routing("sigmoid", True, groups=8, top_groups=4, scale=2.5, biased=True),
                 "moe_layers": (False,) * 3 + (True,) * 3,
                 "shared_ffn_size": 10,
             },
@@ -463,7 +489,7 @@ LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_he
             {"n_routed_experts": 16, **EXPERTS},
             {
                 "norm_eps": 1e-5,
-                "routing": Routing("sigmoid"),
+                "routing": Routing("sigmoid", biased=True),
                 "moe_layers": (False,) + (True,) * 5,
                 "rope": Rope(10000.0, 0.5),
                 "shared_ffn_size": 10,

@@ -1,0 +1,45 @@
+"""ONE name table per model family, read in both directions: Hugging Face <-> Megatron-Core's GPTModel.
+
+Each file of this folder has a tuple `FAMILIES`. To add a family, write it there, and a line of tests/helpers/tiny.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from pkgutil import iter_modules
+
+from rlsys.convert.rules import Family
+from rlsys.errors import UserError
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for module in iter_modules(__path__)
+    for family in import_module(f"{__name__}.{module.name}").FAMILIES
+}
+
+_NO_PACKING = "its sparse attention cannot take packed sequences in megatron-core 0.16.1"
+_DELTA_NET = "its gated delta net takes neither packed sequences nor parallel layouts in megatron-core 0.16.1"
+_UNSOLVED = "the engine's log-probs are far from those of transformers (0.65 nat), and it is not known why"
+REFUSED: dict[str, str] = {
+    "DeepseekV32ForCausalLM": _NO_PACKING,
+    "GlmMoeDsaForCausalLM": _NO_PACKING,
+    "DeepseekV4ForCausalLM": "megatron-core 0.16.1 has no such layers",
+    "MiMoV2FlashForCausalLM": "it was never compared with transformers",
+    "Qwen3NextForCausalLM": _DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _UNSOLVED,
+    "Qwen3_5MoeForConditionalGeneration": _UNSOLVED,
+}
+"""Architectures that people ask for, and why they cannot be trained here."""
+
+
+def family_of(architecture: str) -> Family:
+    """Raises UserError when there is no table for this architecture."""
+    if architecture in FAMILIES:
+        return FAMILIES[architecture]
+    named = f"config.json: architecture {architecture!r}"
+    if why := REFUSED.get(architecture):
+        raise UserError(f"{named} is not supported: {why}")
+    near = difflib.get_close_matches(architecture, FAMILIES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{named} has no conversion table; known: {', '.join(FAMILIES)}{hint}")

@@ -1,0 +1,78 @@
+"""What config.json says of rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlsys.convert.rules import Family
+from rlsys.errors import UserError
+
+ROPES = ("rope_scaling", "rope_parameters")
+"""The fields that tell of it, the older one first."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's llama3 scaling of rotary frequencies is written for."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. `share`: of the head size that is rotated. `factor` and below: of a scaled kind only.
+
+    `truncate`: yarn's first and last rotated dimensions are rounded to whole ones.
+    """
+
+    theta: float
+    share: float = 1.0
+    kind: Literal["default", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+_YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+
+
+def read_rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
+    """From `rope_parameters` (newer) or `rope_theta` and `rope_scaling`, of config.json in our words.
+
+    Raises UserError that names the field when something would not be computed faithfully.
+    """
+    given = {k: v for name in ROPES for k, v in (raw.get(name) or {}).items()}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if raw.get("rotary_dim") and raw.get("head_dim"):
+        share = raw["rotary_dim"] / raw["head_dim"]
+    kinds = ("default", "yarn") if family.mla or family.yarn else ("default", "llama3")
+    shares = (0.5,) if "partial_rotary_factor" in family.defaults else (1.0,)
+    for field, value, allowed in (("rope type", kind, kinds), ("partial_rotary_factor", share, shares)):
+        if value not in allowed:
+            expected = " or ".join(repr(a) for a in allowed)
+            raise UserError(f"{where}: {field} = {value!r} is not supported; expected {expected}")
+    theta = float(given.get("rope_theta") or raw["rope_theta"])
+    if kind == "default":
+        return Rope(theta, share)
+    known = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
+    if unknown := sorted(set(given) - known):
+        raise UserError(f"{where}: rope {unknown[0]} = {given[unknown[0]]!r} is not supported with {kind!r}")
+    if kind == "llama3":
+        for field, value in LLAMA3.items():
+            if given[field] != value:
+                raise UserError(f"{where}: rope {field} = {given[field]} is not supported; expected {value}")
+        return Rope(theta, share, "llama3", given["factor"])
+    if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
+        raise UserError(f"{where}: rope mscale without mscale_all_dim, or the reverse, is not supported")
+    more = {
+        name: given[name]
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if given.get(name)
+    }
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool) or (family.mla and not truncate):
+        raise UserError(f"{where}: rope truncate = {truncate!r} is not supported; expected True")
+    context = given.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    return Rope(theta, share, "yarn", given["factor"], context, truncate=truncate, **more)

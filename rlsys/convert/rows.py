@@ -1,0 +1,140 @@
+"""Rows of the name tables, and words of config.json, that several families share. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsys.convert.rules import Feature, Rule
+
+M, H = "decoder.layers.{l}.", "model.layers.{l}."
+"""How a layer's names begin, in Megatron and in a folder."""
+
+_QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
+EMBEDDING = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, cut=0),)
+HEAD = (
+    Rule("decoder.final_layernorm.weight", {"model.norm.weight": "h"}),
+    Rule("output_layer.weight", {"lm_head.weight": "vh"}, cut=0),
+)
+NORMS = (
+    Rule(M + "input_layernorm.weight", {H + "input_layernorm.weight": "h"}),
+    Rule(M + "pre_mlp_layernorm.weight", {H + "post_attention_layernorm.weight": "h"}),
+)
+PROJECTIONS = (
+    Rule(
+        M + "self_attention.linear_qkv.weight",
+        dict(zip((n + "weight" for n in _QKV), ("qh", "kh", "kh"), strict=True)),
+        "qkv",
+        cut=0,
+    ),
+    Rule(
+        M + "self_attention.linear_qkv.bias",
+        dict(zip((n + "bias" for n in _QKV), "qkk", strict=True)),
+        "qkv",
+        cut=0,
+        only="qkv_bias",
+    ),
+    Rule(M + "self_attention.linear_proj.weight", {H + "self_attn.o_proj.weight": "hq"}, cut=1),
+)
+ATTENTION = (
+    *PROJECTIONS,
+    Rule(M + "self_attention.q_layernorm.weight", {H + "self_attn.q_norm.weight": "d"}, only="qk_norm"),
+    Rule(M + "self_attention.k_layernorm.weight", {H + "self_attn.k_norm.weight": "d"}, only="qk_norm"),
+)
+HEAD_NORMED_ATTENTION = (
+    *PROJECTIONS,
+    Rule(M + "self_attention.q_layernorm.weight", {H + "self_attn.q_norm.weight": "q"}, cut=0),
+    Rule(M + "self_attention.k_layernorm.weight", {H + "self_attn.k_norm.weight": "k"}, cut=0),
+)
+
+
+def _latent(megatron: str, hf: str, shape: str, **more: Any) -> Rule:
+    return Rule(f"{M}self_attention.{megatron}.weight", {f"{H}self_attn.{hf}.weight": shape}, **more)
+
+
+LATENT_ATTENTION = (
+    _latent("linear_q_proj", "q_proj", "bh", cut=0, only="q_full"),
+    _latent("linear_q_down_proj", "q_a_proj", "ah", only="q_rank"),
+    _latent("q_layernorm", "q_a_layernorm", "a", only="q_rank"),
+    _latent("linear_q_up_proj", "q_b_proj", "ba", cut=0, only="q_rank"),
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "ph"),
+    _latent("kv_layernorm", "kv_a_layernorm", "c"),
+    _latent("linear_kv_up_proj", "kv_b_proj", "xc", cut=0),
+    _latent("linear_proj", "o_proj", "ho", cut=1),
+)
+
+
+def mlp(
+    megatron: str, hf: str, letter: str, only: Feature, names: str = "gate_proj up_proj down_proj"
+) -> tuple[Rule, ...]:
+    """A gated feed-forward block of any kind."""
+    gate, up, down = (f"{H}{hf}.{x}.weight" for x in names.split())
+    return (
+        Rule(
+            f"{M}{megatron}.linear_fc1.weight",
+            {gate: letter + "h", up: letter + "h"},
+            "gate_up",
+            cut=0,
+            only=only,
+        ),
+        Rule(f"{M}{megatron}.linear_fc2.weight", {down: "h" + letter}, cut=1, only=only),
+    )
+
+
+def router(hf: str = "mlp.gate.weight") -> tuple[Rule, ...]:
+    return (Rule(M + "mlp.router.weight", {H + hf: "eh"}, only="moe"),)
+
+
+def router_bias(hf: str = "mlp.gate.e_score_correction_bias", shape: str = "e") -> tuple[Rule, ...]:
+    """Added to the scores of experts when they are chosen, and only then."""
+    return (Rule(M + "mlp.router.expert_bias", {H + hf: shape}, only="moe"),)
+
+
+def experts(hf: str = "mlp.experts.{e}", names: str = "gate_proj up_proj down_proj") -> tuple[Rule, ...]:
+    return mlp("mlp.experts.local_experts.{e}", hf, "m", "moe", names)
+
+
+def shared_experts(hf: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    return mlp("mlp.shared_experts", hf, "s", "moe")
+
+
+DENSE = mlp("mlp", "mlp", "f", "dense")
+
+
+def fused(
+    experts: str = "mlp.experts", names: str = "gate_proj up_proj down_proj"
+) -> dict[str, tuple[str, ...]]:
+    """All experts of a layer in two tensors, as transformers 5 holds them."""
+    gate, up, down = (f"{H}{experts}.{{e}}.{x}.weight" for x in names.split())
+    return {H + "mlp.experts.gate_up_proj": (gate, up), H + "mlp.experts.down_proj": (down,)}
+
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+}
+COMMON: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "qk_norm": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "norm_topk_prob": True,
+}
+SIGMOID: dict[str, Any] = {
+    **COMMON,
+    "routed_scaling_factor": 1.0,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+SIGMOID_ALLOWED: dict[str, tuple[Any, ...]] = {
+    **PLAIN,
+    "norm_topk_prob": (True,),  # megatron always normalises sigmoid scores
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}

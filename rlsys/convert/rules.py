@@ -1,0 +1,110 @@
+"""The words of the name tables: what a rule and a family are. No torch.
+
+A `Rule` pairs one Megatron parameter (names of the local layer spec) with the HF tensors that make it up.
+`{l}` is the layer, `{e}` the expert. The HF shape is spelt in letters, one an axis:
+
+    v vocabulary    h hidden    q heads x head size    k key-value heads x head size    d head size    n heads
+    f feed-forward  m an expert's feed-forward         e experts                        s shared experts' feed-forward
+    1 one
+
+and for multi-head latent attention (DeepSeek-V2, section 2.1), with n + r the head size of queries and keys without
+and with position, and w that of values:
+
+    a rank of queries          b heads x (n + r)        c rank of keys and values
+    p c and the shared r       x heads x (n + w)        o heads x w
+
+How the HF tensors combine is one of the layouts of rlsys/convert/layout.py:
+
+    same      one HF tensor, unchanged
+    qkv       q, k, v interleaved by query group: [group][queries of the group, key, value][head size]
+    gate_up   gate over up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Layout = Literal["same", "qkv", "gate_up"]
+Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`megatron` is made of the tensors in `hf` (name -> letters of its shape), combined by `layout`.
+
+    `cut` is the axis along which tensor-parallel ranks share it (an expert's: expert-tensor-parallel ranks);
+    None: every rank holds all of it. `only`: it exists in layers, or in models, that have this feature.
+    `engine_dtype`: in which SGLang keeps it, whatever the model's is.
+    """
+
+    megatron: str
+    hf: dict[str, str]
+    layout: Layout = "same"
+    cut: Literal[0, 1] | None = None
+    only: Feature | None = None
+    engine_dtype: Literal["bfloat16"] | None = None
+
+    @property
+    def per_layer(self) -> bool:
+        return "{l}" in self.megatron
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.megatron
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor that a family's folders and engines hold for all experts of a layer.
+
+    `parts`: an expert's tensors of the table. They are transposed and interleaved: n parts `[out, in]` give
+    `[experts, in, n out]`, n biases `[out]` give `[experts, n out]`. `engine`: the end of SGLang's name, where the
+    weights are `[experts, n out, in]`. `cut`: its axis there that tensor-parallel ranks share.
+    """
+
+    parts: tuple[str, ...]
+    engine: str
+    cut: int | None
+
+
+def _nothing(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    `fields`: our word for a field of config.json -> the family's, where they differ.
+    `defaults`: what config.json means where it leaves a field out.
+    `allowed`: fields that change what the model computes, and their values that we can compute.
+    `other_names`: names under which a folder may also hold tensors of the table: one for the experts of a layer in
+    one tensor (their equal parts along the axis after the experts'), or simply another one.
+    `stacks`: names under which folders and engines do hold experts' tensors of the table.
+    `megatron`: config.json in our words -> more fields of megatron's TransformerConfig, which win over the others. An
+    activation is told by its name.
+    `head_norms`: queries and keys are normalised over all heads together.
+    `biased`: experts are chosen by score + bias.
+    `group_worth`: a group of experts is worth its so many best ones together.
+    `windowed`: some layers attend to the last tokens only (`layer_types`, `sliding_window`).
+    `yarn`: rotary frequencies may be scaled by yarn; latent attention's may be in any case.
+    """
+
+    architecture: str
+    rules: tuple[Rule, ...]
+    moe: bool = False
+    mla: bool = False
+    sigmoid: bool = False
+    biased: bool = False
+    group_worth: int = 2
+    head_norms: bool = False
+    windowed: bool = False
+    yarn: bool = False
+    fields: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: dict[str, Stack] = field(default_factory=dict)
+    megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing

@@ -1,0 +1,56 @@
+"""RMSNorm of queries or keys over all heads together (OLMoE, MiniMax-M2), which megatron-core does not have.
+
+Shapes: n heads of the model, d head size, r tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+
+class HeadsNorm(torch.nn.Module):
+    """Each rank normalises its `n / r` heads by the mean square of all n."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int) -> None:
+        """`hidden_size`: of one head, as megatron tells it."""
+        super().__init__()
+        self.eps, self.size = eps, heads * hidden_size
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self.weight = torch.nn.Parameter(torch.ones(self.size // ranks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., n / r, d]`, normalised in float32."""
+        y = x.float()
+        squares = y.pow(2).sum((-2, -1), keepdim=True)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            squares = reduce_from_tensor_model_parallel_region(copy_to_tensor_model_parallel_region(squares))
+        y = y * torch.rsqrt(squares / self.size + self.eps)
+        return y.to(x.dtype) * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description for a checkpoint: the ranks' weights one after the other."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
+        return described
+
+
+def set_heads_norms(layer: TransformerLayerSubmodules, transformer: TransformerConfig) -> None:
+    parts = layer.self_attention.submodules
+    parts.q_layernorm = ModuleSpec(HeadsNorm, {"heads": transformer.num_attention_heads})
+    parts.k_layernorm = ModuleSpec(HeadsNorm, {"heads": transformer.num_query_groups})

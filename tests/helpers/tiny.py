@@ -1,0 +1,152 @@
+"""A tiny random model of every family, made by transformers. A new family is one entry of TINY.
+
+What every family must show is in tests/integration/test_families.py, and its name table's round trip in
+tests/unit/test_convert.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,  # transformers would leave this one's embedding at 0, and without a gradient
+}  # fmt: skip
+"""Sizes that all share. Those that tensor-parallel engine ranks divide are multiples of 32: engines would pad."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """`sizes`: beyond BASE. `served`: what SGLang needs beyond them: fields that transformers leaves out of
+    config.json, and sizes that it works out itself."""
+
+    architecture: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
+
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+_DEEPSEEK = {**_LATENT, **_ROUTED, "num_experts_per_tok": 4, "n_shared_experts": 2}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8,
+}  # fmt: skip
+_V2_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+_OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+_V3_SERVED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_V2_SERVED = {"moe_layer_freq": 1, "scoring_func": "softmax"}
+
+TINY: dict[str, Tiny] = {
+    "qwen2": Tiny("Qwen2ForCausalLM", served={"head_dim": 16}),
+    "qwen3": Tiny("Qwen3ForCausalLM", served={"tie_word_embeddings": True}),
+    "llama": Tiny("LlamaForCausalLM"),
+    "qwen3-moe": Tiny("Qwen3MoeForCausalLM", {**_EXPERTS, "norm_topk_prob": True}),
+    "mixtral": Tiny("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}, {"head_dim": 16}),
+    "glm-4.5": Tiny(
+        "Glm4MoeForCausalLM",
+        {**_ROUTED, "num_experts_per_tok": 2, "n_shared_experts": 1, "attention_bias": True, "use_qk_norm": True,
+         "routed_scaling_factor": 2.5},
+    ),
+    "deepseek-v3": Tiny(
+        "DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN}, _V3_SERVED
+    ),
+    "kimi-k2": Tiny(
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, **_ONE_GROUP, "routed_scaling_factor": 2.827,
+         "rope_parameters": {**_YARN, "mscale_all_dim": 1.0, "rope_theta": 50000.0}},
+        _V3_SERVED,
+    ),
+    "moonlight": Tiny(
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, **_ONE_GROUP, "q_lora_rank": None, "routed_scaling_factor": 2.446}, _V3_SERVED,
+    ),
+    "glm-4.7-flash": Tiny(
+        # transformers computes the norms of latent attention with 1e-6, whatever rms_norm_eps is
+        "Glm4MoeLiteForCausalLM", {**_DEEPSEEK, **_ONE_GROUP, "rms_norm_eps": 1e-6}, {"first_k_dense_replace": 1}
+    ),
+    "deepseek-v2": Tiny(
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+         "routed_scaling_factor": 4.0, "norm_topk_prob": False, "rope_parameters": _V2_YARN},
+        _V2_SERVED,
+    ),
+    "deepseek-v2-lite": Tiny(
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, **_ONE_GROUP, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+         "norm_topk_prob": False},
+        _V2_SERVED,
+    ),
+    "gpt-oss": Tiny(
+        "GptOssForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 32,
+         "rope_parameters": _OSS_YARN},
+    ),
+    "qwen2-moe": Tiny(
+        "Qwen2MoeForCausalLM",
+        {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 64, "head_dim": 16},
+    ),
+    "hy-v3": Tiny(
+        "HYV3ForCausalLM", {**_EXPERTS, "num_shared_experts": 1},
+        {"route_norm": True, "first_k_dense_replace": 1, "qk_norm": True, "moe_router_use_sigmoid": True,
+         "moe_router_enable_expert_bias": True, "expert_hidden_dim": 32},
+    ),
+    "minimax-m2": Tiny(
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8},
+        {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True},
+    ),
+    "olmoe": Tiny(
+        "OlmoeForCausalLM",
+        {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "norm_topk_prob": False,
+         "head_dim": 16},
+    ),
+    "ernie-4.5": Tiny(
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "head_dim": 16},
+    ),
+}  # fmt: skip
+
+
+def of_architecture(architecture: str) -> Tiny:
+    """The first of them."""
+    return next(tiny for tiny in TINY.values() if tiny.architecture == architecture)
+
+
+def raw_config(tiny: Tiny) -> dict[str, Any]:
+    """As in a folder's config.json, without what transformers adds."""
+    kinds = ["sliding_attention", "full_attention"] * 2  # gpt-oss needs them told
+    return {"architectures": [tiny.architecture], "layer_types": kinds, **BASE, **tiny.sizes, **tiny.served}
+
+
+def write(folder: Path, tiny: Tiny, **changes: Any) -> Path:
+    """In float32. Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes."""
+    from rlsys.engine.cpu_platform import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    import transformers
+
+    config_class = getattr(transformers, tiny.architecture.replace("ForCausalLM", "Config"))
+    torch.manual_seed(0)
+    model = getattr(transformers, tiny.architecture)(config_class(**{**BASE, **tiny.sizes, **changes}))
+    for name, weight in model.state_dict().items():
+        if "norm" in name or name.endswith("bias"):
+            weight.add_(torch.randn_like(weight) * 0.1)
+        if name.endswith("sinks"):  # engines keep them so
+            weight.copy_(weight.bfloat16())
+    model.save_pretrained(folder)
+    return folder

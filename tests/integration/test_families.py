@@ -1,0 +1,139 @@
+"""Every family against transformers, on a tiny random model: the trainer's log-probs and gradients, and its folder.
+
+tests/integration/test_real_models.py compares the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hf import HFTensors, write_hf
+from rlsys.convert.table import entries
+from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.trainer import Trainer
+from tests.helpers import tiny
+from tests.helpers import trainer_cases as cases
+from tests.helpers.tiny import TINY
+
+pytestmark = pytest.mark.integration
+
+SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
+LOGPS = 5e-5
+"""Largest gap of a log-prob. Trainer and transformers add up in other orders."""
+COSINE = 0.99999
+"""Least cosine of a parameter's two gradients."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    started: list[Trainer] = []
+
+    def trainer_of(folder: Path, **sections: Any) -> Trainer:
+        started.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
+        return started[-1]
+
+    yield trainer_of
+    for trainer in started:
+        trainer.close()
+
+
+def reference(folder: Path, gradients: Path) -> Tensor:
+    """Log-probs of SEQUENCES by transformers; the gradients of their negative sum become a model folder."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    logps = []
+    for ids in SEQUENCES:
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        logps.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    found = torch.cat(logps)
+    (-found.sum()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(gradients)
+    return found.detach()
+
+
+def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The same of the trainer, under the folder's names. It cannot train any more."""
+    samples = [TrainSample(s[:1], s[1:], [0.0] * 58, [0] * 58, i) for i, s in enumerate(SEQUENCES)]
+
+    def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(scores.logp * micro.mask).sum(), {}
+
+    for model in trainer.models:
+        model.zero_grad_buffer()
+    trainer.passes.accumulate(trainer.passes.pack(samples), loss, 1.0)
+    with torch.no_grad():
+        for _, parameter in trainer.named_parameters():
+            parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    return {name: tensor.clone() for name, tensor in trainer.named_hf_tensors()}
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """1 where both are zero: an expert to which nobody was sent."""
+    x, y = a.double().flatten(), b.double().flatten()
+    if not x.any() and not y.any():
+        return 1.0
+    return float(torch.nn.functional.cosine_similarity(x, y, 0))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_log_probs_and_gradients_are_those_of_transformers(
+    family: str, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """Gradients of every parameter, in direction and size, and the folder's own tensors come back."""
+    folder = tiny.write(tmp_path / "model", TINY[family])
+    expected = reference(folder, tmp_path / "gradients")
+    trainer = start(folder)
+    found = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
+    gap = float((found - expected).abs().max())
+    trainer.export_hf(tmp_path / "exported")
+    files = [HFTensors(tmp_path / name, trainer.hf) for name in ("model", "exported", "gradients")]
+    original, exported, gradients = files
+    mine = tmp_path / "mine"
+    write_hf(mine, folder, gradients_of(trainer).items())
+    computed = HFTensors(mine, trainer.hf)
+    cosines, sizes = {}, {}
+    for name in (name for entry in entries(trainer.hf) for name in entry.hf):
+        assert torch.equal(original.read(name), exported.read(name)), name
+        theirs, ours = gradients.read(name), computed.read(name)
+        cosines[name] = cosine(ours, theirs)
+        sizes[name] = float(ours.norm() / theirs.norm()) if theirs.any() else 1.0
+    worst = min(cosines, key=lambda name: cosines[name])
+    print(
+        f"{family}: log-probs {gap:.1e}, {len(cosines)} gradients, least cosine {cosines[worst]:.7f} ({worst})"
+    )
+    assert gap <= LOGPS
+    assert cosines[worst] >= COSINE, worst
+    assert all(size == pytest.approx(1, rel=1e-3) for size in sizes.values()), sizes
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_folder_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Through a checkpoint for two tensor-parallel ranks, under the names that the folder had."""
+    folder = tiny.write(tmp_path / "model", TINY[family])
+    layout = {"tp": 2, "ep": 2, "etp": 1} if HFConfig.read(folder).experts else {"tp": 2}
+    hf_to_megatron(folder, tmp_path / "megatron", layout, lambda *_: None)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
+    assert verify(folder, tmp_path / "back", lambda *_: None).tensors
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
