@@ -305,14 +305,19 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:
-    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer. Newer
-    folders name the kind of every layer."""
+    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer. Ernie may
+    end with dense ones. Newer folders name the kind of every layer."""
     layers = raw["num_hidden_layers"]
     if family.moe and (kinds := raw.get("mlp_layer_types")) is not None:
         return tuple(
             kind == "sparse" for kind in _kinds(raw, "mlp_layer_types", kinds, ("dense", "sparse"), where)
         )
     first, step = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)
+    last = raw.get("moe_layer_end_index", -1)
+    if type(last) is not int or not -1 <= last < layers:
+        raise UserError(
+            f"{where}: moe_layer_end_index = {last!r:.80}: expected a layer, or -1 for the last one"
+        )
     dense = set(raw.get("mlp_only_layers", ()))
     return tuple(family.moe and i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
