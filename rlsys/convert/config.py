@@ -319,7 +319,10 @@ def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, 
             f"{where}: moe_layer_end_index = {last!r:.80}: expected a layer, or -1 for the last one"
         )
     dense = set(raw.get("mlp_only_layers", ()))
-    return tuple(family.moe and i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
+    ends = last if last >= 0 else layers - 1
+    return tuple(
+        family.moe and first <= i <= ends and i not in dense and (i + 1) % step == 0 for i in range(layers)
+    )
 
 
 def _windows(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

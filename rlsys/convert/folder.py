@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.stack import stacked_names
-from rlsys.convert.table import check_names, entries
+from rlsys.convert.table import check_names, entries, stacked_names
 from rlsys.errors import UserError
 
 INDEX = "model.safetensors.index.json"

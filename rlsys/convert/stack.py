@@ -3,43 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.rules import Stack
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of an expert's tensor: part `part` of expert `expert` in the tensor `name`."""
-
-    name: str
-    stack: Stack
-    expert: int
-    part: int
-
-
-def stacked_names(hf: HFConfig) -> dict[str, Stack]:
-    """Of every layer with experts, with the names of that layer's parts; empty where the family stacks nothing."""
-    return {
-        name.format(l=layer): replace(stack, parts=tuple(p.replace("{l}", str(layer)) for p in stack.parts))
-        for layer, moe in enumerate(hf.moe_layers)
-        if moe
-        for name, stack in hf.family.stacks.items()
-    }
-
-
-def slots(hf: HFConfig) -> dict[str, Slot]:
-    """By the table's name of an expert's tensor."""
-    return {
-        part.format(e=expert): Slot(name, stack, expert, i)
-        for name, stack in stacked_names(hf).items()
-        for expert in range(hf.experts)
-        for i, part in enumerate(stack.parts)
-    }
+from rlsys.convert.table import slots
 
 
 def stacked(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterator[tuple[str, Tensor]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.rules import Rule
+from rlsys.convert.rules import Rule, Stack
 from rlsys.errors import UserError
 
 
@@ -70,3 +70,33 @@ def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
         raise UserError(f"{where}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
     if extra := sorted(present - expected):
         raise UserError(f"{where}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of an expert's tensor: part `part` of expert `expert` in the tensor `name`."""
+
+    name: str
+    stack: Stack
+    expert: int
+    part: int
+
+
+def stacked_names(hf: HFConfig) -> dict[str, Stack]:
+    """Of every layer with experts, with the names of that layer's parts; empty where the family stacks nothing."""
+    return {
+        name.format(l=layer): replace(stack, parts=tuple(p.replace("{l}", str(layer)) for p in stack.parts))
+        for layer, moe in enumerate(hf.moe_layers)
+        if moe
+        for name, stack in hf.family.stacks.items()
+    }
+
+
+def slots(hf: HFConfig) -> dict[str, Slot]:
+    """By the table's name of an expert's tensor."""
+    return {
+        part.format(e=expert): Slot(name, stack, expert, i)
+        for name, stack in stacked_names(hf).items()
+        for expert in range(hf.experts)
+        for i, part in enumerate(stack.parts)
+    }

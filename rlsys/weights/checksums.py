@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.rules import Rule, Stack
-from rlsys.convert.stack import slots, stacked_names
-from rlsys.convert.table import Entry, entries
+from rlsys.convert.table import Entry, entries, slots, stacked_names
 from rlsys.weights.hashes import TensorHash, hash_like_an_engine
 
 _VOCABULARY_STEP = 64
