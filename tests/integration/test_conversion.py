@@ -87,6 +87,12 @@ CASES = {
     "Glm4MoeForCausalLM": ("hf:tp=2", "megatron:pp=2", "hf:ep=2"),
     "Qwen2ForCausalLM": ("megatron:tp=2", "hf:pp=2"),
     "MixtralForCausalLM": ("megatron:tp=2",),
+    # Sinks, windows and biases; a norm over all heads; a gate of shared experts; biases of softmax scores; groups.
+    "GptOssForCausalLM": ("hf:tp=2,ep=2,etp=1", "hf:cp=2", "megatron:pp=2", "megatron:tp=2,etp=1"),
+    "MiniMaxM2ForCausalLM": ("hf:tp=2", "megatron:tp=2,ep=2,etp=1"),
+    "Qwen2MoeForCausalLM": ("megatron:tp=2",),
+    "Ernie4_5_MoeForCausalLM": ("megatron:ep=2", "hf:tp=2"),
+    "DeepseekV2ForCausalLM": ("megatron:tp=2,ep=2,etp=1",),
 }
 
 
