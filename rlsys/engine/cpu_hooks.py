@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engine import route_hooks
+from rlsys.engine import cpu_ops, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -73,7 +73,7 @@ def register() -> None:
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     os.register_at_fork(after_in_child=_be_a_child)
-    from sglang.srt.arg_groups import choices
+    from sglang.srt.arg_groups import choices, model_hook
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -91,3 +91,13 @@ def register() -> None:
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
     ):
         HookRegistry.register(target, replacement, HookType.REPLACE)
+    for target, replacement in cpu_ops.REPLACED.items():
+        HookRegistry.register(target, replacement, HookType.REPLACE)
+    for target, around in cpu_ops.AROUND.items():
+        HookRegistry.register(target, around, HookType.AROUND)
+    # Only where models are checked against a list of backends: gpt-oss would refuse torch_native, which cpu_ops has
+    # taught what it lacked.
+    backends_of = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda view: tuple(
+        "intel_amx" if name == "torch_native" else name for name in backends_of(view)
+    )

@@ -9,6 +9,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,74 +23,109 @@ from rlsys.router.holdings import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
+from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import ENGINE_TENSORS, keep_model, model, stack
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
+from tests.helpers.tiny import TINY
 
 pytestmark = pytest.mark.integration
 
-# SGLang takes hidden_size / heads as the size of a head in some families, whatever config.json says.
-SERVED: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": {"head_dim": 16},
-    "Qwen3ForCausalLM": {"tie_word_embeddings": True},
-    "LlamaForCausalLM": {},
-    "Qwen3MoeForCausalLM": {},
-    "MixtralForCausalLM": {"head_dim": 16},
-    "Glm4MoeForCausalLM": {},
-    # What transformers leaves out of config.json and SGLang asks for.
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
-QUICK = "Glm4MoeForCausalLM"
+QUICK = "glm-4.5"
 """It differs most from the other tests' model: sigmoid router with a bias, shared experts, a dense layer."""
 WIDE = (80, 81)
 """Of models that tests push: two with wider experts."""
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
+DECODED = 24
+"""Tokens after each: more than a window of gpt-oss's tiny model."""
+GAP = 5e-5
+"""Largest gap of a log-prob between any two of engine, trainer and transformers."""
 
 
-def transformers_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+@dataclass(frozen=True)
+class Served:
+    """What an engine said: log-probs of SEQUENCES, then of the greedy tokens after them, and its checksums."""
+
+    scored: list[list[float]]
+    decoded: list[list[int]]
+    logps: list[list[float]]
+    checksums: list[dict[str, str]]
+
+
+async def ask(url: str) -> Served:
+    async with make_session() as session:
+        client = EngineClient(url, session)
+
+        async def decode(i: int) -> tuple[list[int], list[float]]:
+            asked = client.generate(
+                SEQUENCES[i], rid=f"r{i}-", max_new_tokens=DECODED, temperature=0.0, seed=1, stop_ids=[]
+            )
+            segments = [segment async for segment in asked]
+            ids = [token for segment in segments for token in segment.ids]
+            return ids, [logp for segment in segments for logp in segment.mu]
+
+        scored = [await client.token_logprobs(ids) for ids in SEQUENCES]
+        decoded = await asyncio.gather(*(decode(i) for i in range(len(SEQUENCES))))
+        ids, logps = ([list(each[part]) for each in decoded] for part in (0, 1))
+        return Served(scored, ids, logps, await client.checksums())
+
+
+def transformers_logprobs(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Of each sequence `[tokens - 1, vocabulary]`."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        return [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in sequences]
+
+
+def of_tokens(logps: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    return logps.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
-    "family", [QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in SERVED if f != QUICK)]
+    "family", [QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in TINY if f != QUICK)]
 )
 def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> None:
-    """Log-probs within 1e-5 of each other; the engine's tensors have the checksums that we foretell."""
-    folder = cases.write_model(tmp_path / "model", family, **SERVED[family])
+    """Log-probs of given tokens, and of tokens that the engine decodes, which are those that transformers finds most
+    likely; the engine's tensors have the checksums that we foretell."""
+    folder = tiny.write(tmp_path / "model", TINY[family], **TINY[family].served)
     engine = {"extra_args": ["--skip-tokenizer-init"], "max_running_requests": 8, "max_total_tokens": 4096}
     config = cases.config_of(folder, tmp_path / "run", engine=engine)
-
-    async def ask(url: str) -> tuple[list[list[float]], list[dict[str, str]]]:
-        async with make_session() as session:
-            client = EngineClient(url, session)
-            return [await client.token_logprobs(ids) for ids in SEQUENCES], await client.checksums()
-
     with running_engine(config, tmp_path) as url:
-        served, reported = asyncio.run(ask(url))
+        served = asyncio.run(ask(url))
+    whole = [ids + more for ids, more in zip(SEQUENCES, served.decoded, strict=True)]
     trainer = Trainer(config)
     try:
-        trained = [canary.logp for canary in trainer.canaries(SEQUENCES)]
+        trained = [torch.tensor(canary.logp) for canary in trainer.canaries(whole)]
         checksums = EngineChecksums(trainer.hf, 1)
         for _ in checksums.watch(trainer.named_hf_tensors()):
             pass
     finally:
         trainer.close()
-    expected = torch.cat([transformers_logprobs(folder, ids) for ids in SEQUENCES])
-    gaps = [
-        float((torch.tensor([x for logps in found for x in logps]) - expected).abs().max())
-        for found in (trained, served)
-    ]
-    match = Checksums().compare("engine", checksums.digests(), reported)
+    gaps = {"trainer": 0.0, "engine": 0.0, "decoded": 0.0, "not the most likely": 0.0}
+    references = transformers_logprobs(folder, whole)
+    for i, (ids, reference) in enumerate(zip(whole, references, strict=True)):
+        expected = of_tokens(reference, ids[1:])
+        said, n = torch.tensor(served.logps[i]), len(SEQUENCES[i]) - 1
+        best = reference[n:].max(-1).values
+        for name, gap in (
+            ("trainer", trained[i] - expected),
+            ("engine", torch.tensor(served.scored[i]) - expected[:n]),
+            ("decoded", said - expected[n:]),
+            ("not the most likely", best - expected[n:]),
+        ):
+            gaps[name] = max(gaps[name], float(gap.abs().max()))
+        assert len(said) == DECODED
+    match = Checksums().compare("engine", checksums.digests(), served.checksums)
+    told = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     print(
-        f"{family}: trainer {gaps[0]:.1e}, engine {gaps[1]:.1e}, {match.equal} tensors equal, unknown {match.unknown}"
+        f"{family}: {told}; {match.equal} of {len(served.checksums[0])} tensors equal, unknown {match.unknown}"
     )
-    assert max(gaps) <= 1e-5
-    assert match.equal == len(reported[0]), match
+    assert max(gaps.values()) <= GAP
+    assert match.equal == len(served.checksums[0]), match
 
 
 @pytest.mark.slow
