@@ -13,6 +13,7 @@ from rlsys.convert.families import family_of
 from rlsys.convert.rope import ROPES, Rope, read_rope
 from rlsys.convert.rules import Family, Feature, Rule
 from rlsys.errors import UserError
+from rlsys.precision import BLOCK
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class HFConfig:
 
     `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
     multi-token prediction, which are left out. `window`: tokens that a query sees, its own among them, in the layers
-    of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig.
+    of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig. `quantised`:
+    how the folder holds weights (rlsys.convert.quantised).
     """
 
     family: Family
@@ -79,6 +81,7 @@ class HFConfig:
     routing: Routing = Routing()
     latent: LatentAttention | None = None
     prediction_layers: int = 0
+    quantised: Literal["", "mxfp4", "fp8"] = ""
     window: int = 0
     windowed_layers: tuple[bool, ...] = ()
 
@@ -135,6 +138,7 @@ class HFConfig:
                 latent=_latent(raw) if family.mla else None,
                 prediction_layers=raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 0)),
                 megatron=family.megatron(raw),
+                quantised=_quantised(raw, family, where),
                 **_windows(raw, family, where),
                 **experts,
             )
@@ -296,12 +300,23 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
             raise UserError(
                 f"{where}: {field} = {raw.get(field)!r:.80} is not supported; expected {expected}"
             )
-    if quantised := raw.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        told = " ".join(str(method).split())[:40]
-        raise UserError(
-            f"{where}: the weights are quantised ({told}); a folder in bfloat16 or float32 is needed"
-        )
+
+
+def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "mxfp4", "fp8"]:
+    told = raw.get("quantization_config")
+    if not told:
+        return ""
+    given = told if isinstance(told, dict) else {"quant_method": told}
+    method = given.get("quant_method")
+    if method == "mxfp4" and family.stacks:
+        return "mxfp4"
+    if method == "fp8" and given.get("weight_block_size") == [BLOCK, BLOCK]:
+        return "fp8"
+    kind = " ".join(str(method).split())[:40]
+    raise UserError(
+        f"{where}: the weights are quantised ({kind}); expected bfloat16 or float32, or what can be read: fp8 with "
+        f"weight_block_size [{BLOCK}, {BLOCK}], or mxfp4 of gpt-oss"
+    )
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:

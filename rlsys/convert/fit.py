@@ -82,6 +82,11 @@ def check_asked(config: Config, hf: HFConfig) -> None:
     """Raises UserError for what is asked of a model that has none of it."""
     check_fp8(config, hf)
     t, path = config.trainer, config.model.path
+    if hf.quantised:
+        raise UserError(
+            f"model.path = {path}: its weights are quantised ({hf.quantised}), and engines that serve it could not "
+            f"take new ones; train what `rlsys convert hf-to-megatron --hf {path} --out FOLDER` makes of it"
+        )
     balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
     for field, value in balance:
         if value and not hf.experts:

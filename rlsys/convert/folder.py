@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlsys.convert.config import HFConfig
@@ -12,6 +13,8 @@ from rlsys.convert.table import check_names, entries, stacked_names
 from rlsys.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
+"""How names of quantised tensors and of their scales end."""
 _LARGEST_HEADER = 100_000_000  # the format's own bound
 
 Shape = tuple[int, ...]
@@ -21,7 +24,7 @@ Shape = tuple[int, ...]
 class Place:
     """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
 
-    `interleaved`: the fused one is a rules.Stack.
+    `interleaved`: the fused one is a rules.Stack. `scales`: of a quantised one, their file and name.
     """
 
     file: Path
@@ -31,6 +34,7 @@ class Place:
     part: int = 0
     parts: int = 1
     interleaved: bool = False
+    scales: tuple[Path, str] | None = None
 
 
 def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
@@ -49,16 +53,38 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
         for layer in range(hf.layers)
     }
     stacks = {name: stack.parts for name, stack in stacked_names(hf).items()}
+    headers = {name: (file, shape) for file in files for name, shape in read_header(file).items()}
+    scales = _take_scales(headers, hf, stacks)
     found: dict[str, Place] = {}
-    for file in files:
-        for name, shape in read_header(file).items():
-            parts = stacks.get(name) or others.get(name, (name,))
-            found |= _places(file, name, shape, parts, hf.experts, name in stacks)
+    for name, (file, shape) in headers.items():
+        parts = stacks.get(name) or others.get(name, (name,))
+        places = _places(file, name, shape, parts, hf.experts, name in stacks)
+        found |= {part: replace(place, scales=scales.get(name)) for part, place in places.items()}
     check_names(hf, frozenset(found), str(folder))
     for entry in entries(hf):
         for name, expected in entry.hf.items():
             if (shape := found[name].shape) != expected:
                 raise UserError(f"{folder}: {name} has shape {shape}; config.json says {expected}")
+    return found
+
+
+def _take_scales(
+    headers: dict[str, tuple[Path, Shape]], hf: HFConfig, stacks: Iterable[str]
+) -> dict[str, tuple[Path, str]]:
+    """Takes scales of quantised tensors out of `headers`: where each lies, by the name of its tensor. What mxfp4 has
+    in groups gets the name and shape that it has unquantised.
+    """
+    found = {}
+    if hf.quantised == "fp8":
+        for name in [name for name in headers if name.endswith(FP8_SCALES)]:
+            found[name.removesuffix(FP8_SCALES)] = headers.pop(name)[0], name
+    if hf.quantised == "mxfp4":
+        for name in stacks:
+            blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
+            if blocks in headers and scales in headers:
+                file, (experts, rows, groups, _) = headers.pop(blocks)
+                found[name] = headers.pop(scales)[0], scales
+                headers[name] = file, (experts, groups * 32, rows)
     return found
 
 

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.folder import INDEX, find_tensors
+from rlsys.convert.folder import INDEX, MXFP4_BLOCKS, Place, find_tensors
 from rlsys.convert.output import partial_of
+from rlsys.convert.quantised import from_fp8, from_mxfp4
 from rlsys.convert.stack import part_of
 from rlsys.errors import UserError
+from rlsys.precision import BLOCK
 
 SIDE_FILES = (
     "generation_config.json",
@@ -48,6 +50,8 @@ class HFTensors:
         """Raises UserError when the file is damaged in a way that its header does not show."""
         place = self._places[name]
         try:
+            if place.scales is not None:
+                return _dequantised(place, place.scales)
             with safe_open(str(place.file), framework="pt") as f:
                 if place.expert is None:
                     tensor: Tensor = f.get_tensor(place.name)
@@ -58,6 +62,17 @@ class HFTensors:
                 return fused.chunk(place.parts, dim=0)[place.part]
         except (SafetensorError, OSError) as e:
             raise UserError(f"{place.file}: not a whole safetensors file: {e}") from None
+
+
+def _dequantised(place: Place, scales: tuple[Path, str]) -> Tensor:
+    """In bfloat16."""
+    with safe_open(str(place.file), framework="pt") as f, safe_open(str(scales[0]), framework="pt") as g:
+        if place.expert is None:
+            return from_fp8(f.get_tensor(place.name), g.get_tensor(scales[1]), BLOCK)
+        rows = slice(place.part, None, place.parts)
+        blocks: Tensor = f.get_slice(place.name + MXFP4_BLOCKS)[place.expert]
+        exponents: Tensor = g.get_slice(scales[1])[place.expert]
+        return from_mxfp4(blocks[rows], exponents[rows])
 
 
 def write_hf(
@@ -117,6 +132,7 @@ def _write_side_files(folder: Path, source: Path, dtypes: set[torch.dtype]) -> N
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtypes.pop()).removeprefix("torch.")
+    config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in SIDE_FILES:
         if (source / name).exists():

@@ -210,7 +210,7 @@ def verify(a: Path, b: Path, advance: Advance) -> Done:
         configs.append(HFConfig.read(_model_folder(where)))
     for field in fields(HFConfig):
         x, y = (getattr(c, field.name) for c in configs)
-        if x != y and field.name not in ("family", "prediction_layers"):
+        if x != y and field.name not in ("family", "prediction_layers", "quantised"):
             raise RunError(f"{a} and {b} differ: {field.name} is {x} and {y}")
     done, differ, total = Done(0, 0), [], _elements(configs[0])
     with _one_rank(_model_folder(a)) as alone:
@@ -282,6 +282,7 @@ def _elements(hf: HFConfig) -> int:
 
 def _copy_side_files(source: Path, folder: Path) -> None:
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    raw.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     for name in SIDE_FILES:
         if (source / name).exists():

@@ -238,7 +238,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "the weights are quantised (fp8); a folder in bfloat16 or float32 is needed",
+            "the weights are quantised (fp8); expected bfloat16 or float32, or what can be read",
         ),
         (
             {"architectures": ["Qwen3NextForCausalLM"]},

@@ -1,0 +1,30 @@
+"""Weights that a folder holds in few bits, as the numbers they stand for.
+
+mxfp4   gpt-oss: 32 numbers of 4 bits (E2M1) share an exponent (OCP Microscaling Formats 1.0); experts' weights only
+fp8     DeepSeek-V3, Kimi-K2, MiniMax-M2: E4M3, a block of 128 x 128 shares a float32 scale
+
+They become bfloat16, as transformers makes them. The weights are trained so; nothing is quantised again on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks `[rows, groups, 16]` uint8, two numbers a byte, the low half first; scales `[rows, groups]` uint8, the
+    exponents + 127 -> `[rows, groups x 32]` bfloat16."""
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.bfloat16)
+    numbers = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    return torch.ldexp(numbers, (scales.int() - _BIAS)[..., None]).to(torch.bfloat16).flatten(1)
+
+
+def from_fp8(weight: Tensor, scales: Tensor, block: int) -> Tensor:
+    """weight `[rows, columns]` E4M3, scales `[rows / block, columns / block]`, rounded up -> bfloat16."""
+    rows, columns = weight.shape
+    each = scales.float().repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    return (weight.float() * each).to(torch.bfloat16)
