@@ -84,9 +84,12 @@ def router(hf: str = "mlp.gate.weight") -> tuple[Rule, ...]:
     return (Rule(M + "mlp.router.weight", {H + hf: "eh"}, only="moe"),)
 
 
-def router_bias(hf: str = "mlp.gate.e_score_correction_bias", shape: str = "e") -> tuple[Rule, ...]:
+_BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def router_bias(hf: str = _BIAS, shape: str = "e", engine_name: str = "") -> tuple[Rule, ...]:
     """Added to the scores of experts when they are chosen, and only then."""
-    return (Rule(M + "mlp.router.expert_bias", {H + hf: shape}, only="moe"),)
+    return (Rule(M + "mlp.router.expert_bias", {H + hf: shape}, only="moe", engine_name=engine_name),)
 
 
 def experts(hf: str = "mlp.experts.{e}", names: str = "gate_proj up_proj down_proj") -> tuple[Rule, ...]:

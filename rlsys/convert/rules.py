@@ -36,6 +36,7 @@ class Rule:
 
     `cut` is the axis along which tensor-parallel ranks share it (an expert's: expert-tensor-parallel ranks);
     None: every rank holds all of it. `only`: it exists in layers, or in models, that have this feature.
+    `engine_name`: SGLang's, where it is neither the folder's nor one that rlsys/weights/checksums.py works out.
     `engine_dtype`: in which SGLang keeps it, whatever the model's is.
     """
 
@@ -44,6 +45,7 @@ class Rule:
     layout: Layout = "same"
     cut: Literal[0, 1] | None = None
     only: Feature | None = None
+    engine_name: str = ""
     engine_dtype: Literal["bfloat16"] | None = None
 
     @property

@@ -86,6 +86,8 @@ class EngineChecksums:
 
 def held_as(entry: Entry, queries_compressed: bool) -> str:
     """The engine's name of the tensor that holds this parameter. `queries_compressed`: latent attention's, too."""
+    if entry.rule.engine_name:
+        return entry.rule.engine_name.format(l=entry.layer)
     first = next(iter(entry.hf))
     if entry.expert is not None:
         which = "w13" if entry.rule.layout == "gate_up" else "w2"

@@ -1,6 +1,7 @@
-"""DeepSeek's latent attention in a real engine that gets every weight by a push of the smallest buckets there are.
+"""A real engine that gets every weight by a push of the smallest buckets there are.
 
-SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in another call.
+DeepSeek: SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in another
+call. gpt-oss: it skips names that it does not know without a word, so experts must come stacked.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.types import PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync, buckets
+from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine
-from tests.integration.test_real_models import SERVED
 
 pytestmark = pytest.mark.integration
 
-FAMILY = "DeepseekV3ForCausalLM"
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    folder = cases.write_model(tmp_path / "model", FAMILY, **SERVED[FAMILY])
+@pytest.fixture(params=["deepseek-v3", "gpt-oss"])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
+    made_of = tiny.TINY[request.param]
+    folder = tiny.write(tmp_path / "model", made_of, **made_of.served)
     config = cases.config_of(
         folder, tmp_path / "run", weights={"bucket_mb": 0.001},
         engine={"extra_args": ["--skip-tokenizer-init", "--load-format", "dummy"], "max_total_tokens": 4096},
@@ -45,9 +46,9 @@ def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path)
     sent = [
         len(bucket) for bucket in buckets(trainer.named_hf_tensors(), int(config.weights.bucket_mb * 2**20))
     ]
-    assert sorted(set(sent))[:2] == [1, 2] and sent.count(1) > sent.count(2), (
-        "nearly every tensor comes alone"
-    )
+    pairs = 4 if trainer.hf.latent is not None else 0
+    assert sent.count(2) >= pairs
+    assert sent.count(1) > sent.count(2), "nearly every tensor comes alone"
 
     async def push(url: str) -> tuple[dict[str, float], int]:
         async with make_session() as session:

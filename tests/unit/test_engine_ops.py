@@ -30,7 +30,7 @@ def test_a_norm_over_all_heads_needs_the_sums_of_all_ranks(tokens: int) -> None:
     ranks = list(zip(q.chunk(2, 1), k.chunk(2, 1), *(w.chunk(2) for w in weights), strict=True))
     sums = sum((sums_of_squares(of[0], of[1]) for of in ranks), torch.zeros(()))
     assert len(sums) % 4 == 0
-    parts = [norm_by_sums(*of, sums, tp_world=2) for of in ranks]
+    parts = [norm_by_sums(x, y, of_x, of_y, sums, 2) for x, y, of_x, of_y in ranks]
     for i, whole in enumerate(expected):
         assert torch.allclose(torch.cat([part[i] for part in parts], 1), whole, atol=1e-6)
 

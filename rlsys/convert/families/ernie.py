@@ -10,6 +10,7 @@ from rlsys.convert.rows import (
     HEAD,
     NORMS,
     PLAIN,
+    H,
     experts,
     fused,
     router,
@@ -26,7 +27,7 @@ FAMILIES = (
         + ATTENTION
         + DENSE
         + router()
-        + router_bias("mlp.moe_statics.e_score_correction_bias", "1e")
+        + router_bias("mlp.moe_statics.e_score_correction_bias", "1e", H + "mlp.gate.e_score_correction_bias")
         + experts()
         + shared_experts()
         + HEAD,
