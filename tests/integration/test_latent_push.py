@@ -1,7 +1,7 @@
 """A real engine that gets every weight by a push of the smallest buckets there are.
 
-DeepSeek: SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in another
-call. gpt-oss: it skips names that it does not know without a word, so experts must come stacked.
+DeepSeek: SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in
+another call. gpt-oss: it skips names that it does not know without a word, so experts must come stacked.
 """
 
 from __future__ import annotations
