@@ -80,8 +80,8 @@ def mlp(
     )
 
 
-def router(hf: str = "mlp.gate.weight") -> tuple[Rule, ...]:
-    return (Rule(M + "mlp.router.weight", {H + hf: "eh"}, only="moe"),)
+def router(hf: str = "mlp.gate.weight", engine_name: str = "") -> tuple[Rule, ...]:
+    return (Rule(M + "mlp.router.weight", {H + hf: "eh"}, only="moe", engine_name=engine_name),)
 
 
 _BIAS = "mlp.gate.e_score_correction_bias"

@@ -113,7 +113,7 @@ TINY: dict[str, Tiny] = {
     "olmoe": Tiny(
         "OlmoeForCausalLM",
         {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "norm_topk_prob": False,
-         "head_dim": 16},
+         "head_dim": 16, "num_key_value_heads": 4},  # SGLang takes as many as heads
     ),
     "ernie-4.5": Tiny(
         "Ernie4_5_MoeForCausalLM",

@@ -10,6 +10,7 @@ from rlsys.convert.rows import (
     NORMS,
     PLAIN,
     SIGMOID,
+    H,
     experts,
     fused,
     router,
@@ -25,7 +26,7 @@ FAMILIES = (
         + NORMS
         + ATTENTION
         + DENSE
-        + router("mlp.router.gate.weight")
+        + router("mlp.router.gate.weight", H + "mlp.gate.weight")
         + router_bias("mlp.expert_bias")
         + experts()
         + shared_experts("mlp.shared_mlp")
