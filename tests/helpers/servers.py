@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -80,6 +81,33 @@ def running_engine(config: Config, folder: Path, run: Path | None = None) -> Ite
             yield url
         finally:
             process.terminate()
+
+
+@contextmanager
+def running_router(folder: Path, *args: str) -> Iterator[str]:
+    """URL of `rlsys router` as a process. It ends well, or the assertion fails."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = [sys.executable, "-m", "rlsys.cli", "router", "--port", str(port), *args]
+    with (folder / f"router-{port}.log").open("wb") as log:
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        while not _is_ready(port):
+            assert process.poll() is None, "the router did not start"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        assert process.wait() == 0
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -8,12 +8,9 @@ import asyncio
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +22,12 @@ import pytest
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient, make_session
 from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
-from tests.helpers.servers import ROOT, running_engine
+from tests.helpers.servers import running_engine, running_router
 
 pytestmark = pytest.mark.integration
 
 QUESTION = [{"role": "user", "content": "12 + 30 + 5"}]
 LONG = {"max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 11}
-
-
-@contextmanager
-def running_router(folder: Path, *args: str) -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    argv = [sys.executable, "-m", "rlsys.cli", "router", "--port", str(port), *args]
-    with (folder / f"router-{port}.log").open("wb") as log:
-        process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
-    try:
-        while not is_ready(port):
-            assert process.poll() is None, "the router did not start"
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        assert process.wait() == 0
-
-
-def is_ready(port: int) -> bool:
-    import urllib.error
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 @pytest.fixture
