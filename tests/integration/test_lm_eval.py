@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 TASK = ROOT / "tests" / "data" / "lm_eval"
 MODEL = ROOT / "configs" / "models" / "quickstart-moe"
-LM_EVAL = os.environ.get("RLSYS_LM_EVAL") or shutil.which("lm_eval")
+LM_EVAL = os.environ.get("RLSYS_LM_EVAL") or shutil.which("lm_eval") or ""
 """The harness has an environment of its own, so it is seldom on the path."""
 
 
@@ -35,7 +35,7 @@ def test_the_documented_command_names_what_this_test_replaces() -> None:
     assert "model=some/model,base_url=http://127.0.0.1:8000/v1/" in " ".join(documented())
 
 
-@pytest.mark.skipif(LM_EVAL is None, reason="no lm_eval on the path, and RLSYS_LM_EVAL names none")
+@pytest.mark.skipif(not LM_EVAL, reason="no lm_eval on the path, and RLSYS_LM_EVAL names none")
 def test_the_harness_finds_the_accuracy_that_the_front_gives(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (TASK / "sums.jsonl").read_text().splitlines()]
     with (
