@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tutorials import PAGES, ROOT, needs_stack, run_page, script_of
+from tests.helpers.tutorials import PAGES, ROOT, needs_stack, reads_first_run, run_page, script_of
 
 
 @pytest.mark.full  # each command imports torch: seconds
@@ -22,3 +22,7 @@ def test_they_are_numbered_listed_and_have_commands() -> None:
     listed = re.findall(r"\((\d\d-[\w-]+\.md)\)", (ROOT / "docs" / "tutorials" / "README.md").read_text())
     assert listed == [page.name for page in PAGES]
     assert all("rlsys " in script_of(page) for page in PAGES)
+
+
+def test_which_pages_go_on_where_the_first_one_ended() -> None:
+    assert [page.name[:2] for page in PAGES if reads_first_run(page)] == ["05", "06"]
