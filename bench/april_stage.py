@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -59,9 +60,9 @@ class TracedRouter(Router):
         await super().interrupt(keep)
         self.interrupt_seconds += time.monotonic() - start
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
         limit = self.lengths[sample.sample_id % len(self.lengths)]
-        return await super().generate(sample, max_response_tokens=limit, temperature=temperature)
+        return await super().generate(sample, max_response_tokens=limit, **how)
 
 
 class RandomPrompts:

@@ -11,7 +11,8 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.rewards.answer import final_answer
-from rlsys.rollout.generator import Generator, Speak
+from rlsys.rollout.generator import Generator
+from rlsys.rollout.turns import Speak
 from rlsys.types import Prompt, Sample, Status
 
 

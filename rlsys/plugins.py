@@ -88,6 +88,8 @@ def _of_file(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None  # of every file that ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # what lies beside it can be imported, as beside a script
         try:
             spec.loader.exec_module(module)
         except BaseException:

@@ -7,6 +7,7 @@
 
         payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
         payload of SCORES: logp float32[tokens]
+        payload of SUPPORT: rows of the ids that sampling had kept, one a token (rlsys/support.py)
         payload of ROUTES: see rlsys/route_records.py; engines write these, into files of their own
 
 `start` is the first token's place in the response. `sequence` and `parent` tell the sequences of one sample apart and
@@ -50,6 +51,7 @@ T = TypeVar("T", bound=np.generic)
 class Kind(IntEnum):
     TOKENS = 1
     SCORES = 2
+    SUPPORT = 3
     ROUTES = 4
 
 
@@ -137,6 +139,7 @@ class Arrays(NamedTuple):
     mu: NDArray[np.float64]  # [tokens]
     behaviour: NDArray[np.float32]  # of the first tokens; NaN: not scored
     routes: list[RouteSpan]
+    support: bytearray  # a row of kept ids for each token; empty: sampling kept all
 
 
 class SegmentReader:
@@ -187,7 +190,8 @@ class SegmentReader:
         records = [self.read(piece) for piece in sample.pieces]
         if strange := [r.sample_id for r in records if r.sample_id != sample.sample_id]:
             raise RunError(f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0]}")
-        own, scores = ([r for r in records if r.kind is kind] for kind in (Kind.TOKENS, Kind.SCORES))
+        wanted = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT
+        own, scores, kept = ([r for r in records if r.kind is kind] for kind in wanted)
         if (found := sum(r.tokens for r in own)) != sample.tokens:
             raise RunError(
                 f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {found} are kept"
@@ -198,7 +202,7 @@ class SegmentReader:
         routes = [msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan]) for r in own]
         return Arrays(
             _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour,
-            [span for spans in routes for span in spans],
+            [span for spans in routes for span in spans], bytearray().join(r.payload for r in kept),
         )  # fmt: skip
 
     def loaded(self, sample: Sample) -> Sample:
@@ -206,9 +210,10 @@ class SegmentReader:
         `arrays`."""
         if sample.in_hand:
             return sample
-        ids, mu, behaviour, routes = self.arrays(sample)
+        ids, mu, behaviour, routes, support = self.arrays(sample)
         return replace(
-            sample, response_ids=ids.tolist(), mu=mu.tolist(), behaviour=behaviour.tolist(), routes=routes, pieces=[]
+            sample, response_ids=ids.tolist(), mu=mu.tolist(), behaviour=behaviour.tolist(), routes=routes,
+            support=support, pieces=[],
         )  # fmt: skip
 
 

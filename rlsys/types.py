@@ -89,6 +89,16 @@ class Piece(NamedTuple):
     length: int
 
 
+class Truncation(NamedTuple):
+    """What sampling leaves out, of each token's distribution at the sampling temperature: all but the `top_k` most
+    probable ids; of these, the least probable ones behind a mass of `top_p`; and those below `min_p` times the
+    largest probability."""
+
+    top_k: int
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 @dataclass(slots=True)
 class Segment:
     """What one engine call added to a sample.
@@ -107,14 +117,15 @@ class Segment:
     prompt_tokens: int = 0
     routes: RouteSpan | None = None
     call_spans: list[VersionSpan] | None = None
+    support: bytes | None = None  # rows of the ids that sampling kept, one a token (rlsys/support.py)
 
 
 @dataclass(slots=True)
 class Sample:
     """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled.
 
-    Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes` and `behaviour` are
-    empty. `spans` are there always, and tile the response.
+    Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes`, `support` and
+    `behaviour` are empty. `spans` are there always, and tile the response.
 
     `routes` is in order and without overlap. Positions that no span covers have no routes: the engine was not asked
     for them, or it died before it handed them over; such tokens train without replay.
@@ -150,6 +161,8 @@ class Sample:
     )  # sampled, but too old to be trained on: set at take
     trained_prompt: list[int] | None = None
     """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
+    support: bytearray = field(default_factory=bytearray)
+    """Rows of the ids that sampling had kept, one a response token (rlsys/support.py); empty: it kept all."""
     behaviour: list[float] = field(default_factory=list)
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
     mu_sum: float = 0.0
@@ -183,7 +196,12 @@ class Sample:
             at = span.end
         if at != n:
             raise ValueError(f"sample {self.sample_id}: version spans cover {at} of {n} tokens")
+        rows = None if segment.support is None else segment.support.count(0)
+        if rows is not None and rows != n:
+            raise ValueError(f"sample {self.sample_id}: {n} ids but {rows} rows of the ids that were kept")
         base = len(self.response_ids)
+        if n and base and bool(self.support) != (rows is not None):
+            raise ValueError(f"sample {self.sample_id}: only some of its tokens say which ids were kept")
         if segment.call_spans is not None and segment.call_spans[-1].end > base + n:
             raise ValueError(f"sample {self.sample_id}: {segment.call_spans} are more than {base + n} tokens")
         if segment.routes is not None:
@@ -191,6 +209,7 @@ class Sample:
             self.routes.append(segment.routes)
         self.response_ids.extend(segment.ids)
         self.mu.extend(segment.mu)
+        self.support.extend(segment.support or b"")
         self.mu_sum = sum(segment.mu, self.mu_sum)
         if segment.call_spans is None:
             self._add_spans(base, segment.spans)
@@ -222,6 +241,8 @@ class Sample:
         start, end = len(self.response_ids), len(self.response_ids) + len(ids)
         self.response_ids.extend(ids)
         self.mu.extend([0.0] * len(ids))
+        if self.support:
+            self.support.extend(bytes(len(ids)))  # each kept alone: of log-prob 0, as its mu
         self.spans[-1].end = end
         if end > start:
             self.observed.append(TokenSpan(start, end))

@@ -45,6 +45,8 @@ VERL = {
     "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": "parallel.etp",
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tp",
     "actor_rollout_ref.rollout.max_num_seqs": "engine.max_running_requests",
     "algorithm.adv_estimator": "algo.advantage",
@@ -91,6 +93,8 @@ SLIME = {
     "--dynamic-sampling-filter-path": "algo.planners=[dapo]",
     "--rollout-max-response-len": "rollout.max_response_tokens",
     "--rollout-temperature": "rollout.temperature",
+    "--rollout-top-p": "rollout.top_p",
+    "--rollout-top-k": "rollout.top_k",
     "--eval-interval": "eval.every",
     "--advantage-estimator": "algo.advantage",
     "--use-kl-loss": "algo.loss=[clip, kl]",
@@ -119,15 +123,8 @@ SLIME = {
 }
 
 
-_CUTS = (
-    "the engine's log-prob mu is that of the whole distribution, before anything is cut from it, so the ratio to the "
-    "trainer's log-prob would be wrong; rollout.temperature is the one that both know"
-)
 _TRACKERS = "trackers of a run are named in run.trackers"
 ELSEWHERE = {
-    "top_p": _CUTS,
-    "top_k": _CUTS,
-    "min_p": _CUTS,
     "max_turns": "it is the generator's: rollout.generator_params={max_turns: 4}",
     "wandb": _TRACKERS,
     "use_wandb": _TRACKERS,

@@ -122,6 +122,16 @@ class Config(Section):
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
                 f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
             )
+        if r.min_p and self.engine.deterministic:
+            raise ValueError(
+                f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang cannot draw by min_p from a "
+                "seed; use engine.deterministic = false, or top_k and top_p"
+            )
+        if r.top_k is not None and any(spec.name == "lens" for spec in self.algo.planners):
+            raise ValueError(
+                f"rollout.top_k = {r.top_k} with algo.planners = lens, which trains a response on another prompt "
+                "than it was drawn from: the tokens that were kept there are not this prompt's; leave one of them out"
+            )
         if (fewest := self.launch.min_engines) is not None and fewest > self.engine.count:
             raise ValueError(
                 f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"

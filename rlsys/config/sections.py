@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.types import Truncation
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -212,8 +213,16 @@ class RolloutConfig(Section):
     """Longest response, in tokens, summed over all its segments. What reaches it is truncated."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature for training. Evaluation is greedy."""
+    top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
+    """Draw from so many most probable tokens only. The trainer restricts its softmax to the tokens that the engine
+    kept (Keep Sampling Mask, DeepSeek-V3.2). Unset: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of these, draw from the most probable ones that together have this mass. Needs top_k."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of these, draw from those that have this share of the largest probability. Needs top_k, and
+    engine.deterministic = false."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts that end a response or a turn, beside the model's own end. Each must be one token of the tokenizer."""
+    """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
     an import path `package.module:function`, or `path/to/file.py:function`."""
@@ -239,6 +248,20 @@ class RolloutConfig(Section):
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without a new token or reward after which a waiting take stops the run with a message. The run
     also stops when code in the rollout's event loop (an async reward) blocks it for so long."""
+
+    @property
+    def truncation(self) -> Truncation | None:
+        return None if self.top_k is None else Truncation(self.top_k, self.top_p, self.min_p)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        for name, value, off in (("top_p", self.top_p, 1.0), ("min_p", self.min_p, 0.0)):
+            if value != off and self.top_k is None:
+                raise ValueError(
+                    f"{name} = {value:g} needs top_k: the trainer must know which tokens an engine kept, and engines "
+                    "name them only where their number is bounded; top_k = 1024 bounds it and changes hardly anything"
+                )
+        return self
 
 
 class TrainerConfig(Section):

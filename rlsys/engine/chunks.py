@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
+from rlsys import support
 from rlsys.route_records import read_pointer
 from rlsys.types import RouteSpan, Segment, VersionSpan
 
@@ -23,8 +24,11 @@ class Refused(Exception):
         self.status = status
 
 
-def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> Segment:
-    """One chunk of a stream of which `received` tokens have come before.
+def read_chunk(
+    chunk: dict[str, Any], received: int, version_of: VersionOf, truncated: bool = False
+) -> Segment:
+    """One chunk of a stream of which `received` tokens have come before. `truncated`: the engine says which ids
+    sampling kept, and `mu` is the log-prob among these.
 
     Raises Refused for an error that the engine tells; for what is no chunk of SGLang's one of ValueError, TypeError,
     KeyError, IndexError and AttributeError.
@@ -39,13 +43,19 @@ def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> S
         code = int(reason["status_code"])
         raise Refused(f"{code} {reason.get('message')}", code)
     ids = chunk["output_ids"]
-    mu = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+    if truncated:
+        mu, kept = (
+            meta.get("output_token_sampling_logprobs") or [],
+            meta.get("output_token_sampling_mask") or [],
+        )
+    else:
+        mu, kept = [entry[0] for entry in meta.get("output_token_logprobs") or []], []
     prompt_tokens = meta.get("prompt_tokens", 0)
     if not prompt_tokens:
         # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
         new = meta["completion_tokens"] - received
-        ids, mu = ids[:new], mu[:new]
+        ids, mu, kept = ids[:new], mu[:new], kept[:new]
     if len(ids) != len(mu) or {*map(type, ids)} - {int} or {*map(type, mu)} - {int, float}:
         raise ValueError(f"ids {ids[:8]}, log-probs {mu[:8]}")
     return Segment(
@@ -56,6 +66,7 @@ def read_chunk(chunk: dict[str, Any], received: int, version_of: VersionOf) -> S
         cached_tokens=meta.get("cached_tokens", 0),
         prompt_tokens=prompt_tokens,
         call_spans=_call_spans(meta, received + len(ids), version_of) if reason else None,
+        support=support.encode(kept, ids) if truncated else None,
     )
 
 

@@ -19,7 +19,7 @@ from rlsys.engine.weight_calls import load_from_disk
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY, Identity
 from rlsys.route_records import ASK
-from rlsys.types import Segment
+from rlsys.types import Segment, Truncation
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
@@ -118,12 +118,16 @@ class EngineClient:
         stop_ids: Sequence[int],
         routes_from: int | None = None,
         cache_key: str | None = None,
+        truncation: Truncation | None = None,
+        stop_texts: Sequence[str] = (),
     ) -> AsyncGenerator[Segment, None]:
         """Segments as they come; only the last one has `finish` set, and routes if they are asked for.
 
         `routes_from`: the first position whose routed experts are wanted. What precedes the last token of `ids` has
         been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
-        only with those of the same key.
+        only with those of the same key. `truncation`: each token's `mu` is then its log-prob among the ids that
+        sampling kept, which segments name. `stop_texts`: looked for in what this request makes, so not across its
+        beginning.
 
         `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
         new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
@@ -150,6 +154,11 @@ class EngineClient:
             sampling["custom_params"] = {ASK: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
+        if stop_texts:
+            sampling["stop"] = list(stop_texts)
+        if truncation is not None:
+            sampling |= truncation._asdict()
+            body["return_sampling_mask"] = True
         async with self._request("POST", "/generate", json=body) as answer:
             if answer.status != 200:
                 text = (await answer.text())[:300]
@@ -159,7 +168,7 @@ class EngineClient:
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     with self._understanding("/generate"):
                         chunk = msgspec.json.decode(memoryview(event)[6:])
-                        segment = read_chunk(chunk, received, self._version_of)
+                        segment = read_chunk(chunk, received, self._version_of, truncation is not None)
                         received += len(segment.ids)
                         # One that never ends would hold up an interrupt for ever.
                         if received > max_new_tokens:

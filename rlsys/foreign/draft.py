@@ -70,6 +70,17 @@ class Draft:
         if self.given(name):
             self.put(self.names[name], kind(self.get(name)), name)
 
+    def cut(self, top_p: str, top_k: str) -> None:
+        """What sampling leaves out; theirs is off with 1 and -1."""
+        most, mass = int(self.get(top_k, -1)), float(self.get(top_p, 1.0))
+        if most == 1:
+            self.refuse(top_k, "from one token nothing is drawn, and nothing is learned")
+        elif most > 1 or mass != 1.0:
+            self.put("rollout.top_k", min(most, 2048) if most > 1 else 1024, top_k)
+            self.put("rollout.top_p", mass, top_p)
+            if most < 2:
+                self.odd.append("rollout.top_k = 1024: top_p needs a bound on the tokens that engines name")
+
     def refuse(self, name: str, why: str) -> None:
         self.used.add(name)
         if name in self.settings:

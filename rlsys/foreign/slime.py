@@ -39,7 +39,7 @@ NEEDLESS = (
     (r"^--(use-wandb|wandb|use-tensorboard|tb-|log-|use-tracking|debug|dump|save-debug|load-debug|profile|record|"
      r"use-pytorch-profiler|custom-(eval-)?rollout-log)",
      "the run folder has metrics and samples; run.trackers sends them on"),
-    (r"^--(apply-chat|rollout-shuffle|rollout-seed|seed|num-epoch|start-rollout|skip-eval|group-rm|rollout-stop|"
+    (r"^--(apply-chat|rollout-shuffle|rollout-seed|seed|num-epoch|start-rollout|skip-eval|group-rm|rollout-stop-token|"
      r"rollout-max-(prompt|context)|eval-(temperature|top|max-context|min)|rollout-skip)",
      "the chat template is the model's; prompts are shuffled by data.seed"),
 )  # fmt: skip
@@ -119,7 +119,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     if own := d.get("--custom-generate-function-path"):
         module, _, function = str(own).rpartition(".")
         d.put("rollout.generator", f"{module}:{function}", "--custom-generate-function-path")
-        d.odd.append("rollout.generator: a generator of ours is another function; see docs/from-slime.md")
+        d.odd.append("rollout.generator: it is called as slime does, within limits; see docs/from-slime.md")
     for name in ("--reward-key", "--eval-reward-key", "--tool-key", "--metadata-key", "--eval-config"):
         d.refuse(name, "no counterpart: rewards are named by what they return, rows are read whole")
     _held_out(d)
@@ -151,10 +151,9 @@ def _held_out(d: Draft) -> None:
 
 def _rollout(d: Draft) -> None:
     d.move("--rollout-temperature", float)
-    if float(d.get("--rollout-top-p", 1)) != 1 or int(d.get("--rollout-top-k", -1)) > 0:
-        why = "a restricted distribution has other log-probs than the trainer computes"
-        d.refuse("--rollout-top-p", why)
-        d.refuse("--rollout-top-k", why)
+    d.cut("--rollout-top-p", "--rollout-top-k")
+    if stops := d.get("--rollout-stop"):
+        d.put("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
     groups = int(d.get("--rollout-batch-size", 1))
     over = int(d.get("--over-sampling-batch-size", groups)) / groups
     if d.get("--partial-rollout"):

@@ -153,11 +153,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
 
 def _rollout(d: Draft) -> None:
     d.move(f"{ROLLOUT}.temperature", float)
-    for name, off in (("top_p", 1.0), ("top_k", -1)):
-        if d.get(f"{ROLLOUT}.{name}", off) not in (off, 0):
-            d.refuse(
-                f"{ROLLOUT}.{name}", "a restricted distribution has other log-probs than the trainer computes"
-            )
+    d.cut(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     n, temperature = (
         int(d.get(f"{ROLLOUT}.val_kwargs.n", 1)),
         float(d.get(f"{ROLLOUT}.val_kwargs.temperature", 0)),

@@ -28,6 +28,7 @@ from rlsys.rewards.marks import Mark, join_marks, read_mark
 from rlsys.rewards.maths import math
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
+from rlsys.rewards.slime_names import install
 from rlsys.rewards.workers import RewardWorkers
 from rlsys.types import Prompt
 
@@ -51,10 +52,13 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
 
 def make_scores(config: Config) -> list[Score]:
     """The functions of `data.reward`, in its order. Raises UserError for an unknown name or signature."""
-    return [
-        adapt("data.reward", resolve("data.reward", spec.name, REWARDS), spec, config)
-        for spec in config.data.reward
-    ]
+    return [adapt("data.reward", find_reward(spec.name), spec, config) for spec in config.data.reward]
+
+
+def find_reward(name: str) -> Callable[..., Any]:
+    """What `data.reward` names. Raises UserError for an unknown name."""
+    install()
+    return resolve("data.reward", name, REWARDS)
 
 
 def make_score(config: Config) -> Score:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from rlsys.config import Config
@@ -17,6 +15,7 @@ from rlsys.config.sections import RewardSpec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import call, expect_function
+from rlsys.rewards.slime_names import Options, Sample
 from rlsys.types import Prompt
 
 Score = Callable[[Prompt, str], Any]
@@ -100,24 +99,9 @@ def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokeni
     return arguments
 
 
-@dataclass
-class SlimeSample:
-    """What a `custom_rm` reads of slime's Sample. `label` is the right answer, `metadata` the rest of the row."""
-
-    prompt: Any
-    response: str
-    label: Any
-    metadata: dict[str, Any]
-    index: int
-    response_length: int
-    tokens: list[int]
-    reward: Any = None
-    status: Any = field(default_factory=lambda: SimpleNamespace(value="completed"))
-
-
 def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config, tokenizer: Tokenizer) -> Arguments:
     names = _names(function)
-    args = SimpleNamespace(
+    args = Options(
         hf_checkpoint=str(config.model.path),
         rollout_max_response_len=config.rollout.max_response_tokens,
         rollout_temperature=config.rollout.temperature,
@@ -134,9 +118,11 @@ def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config, token
     def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
         ids = tokenizer.encode(text)
         entry = prompt.entry
-        sample = SlimeSample(
-            entry.get("prompt", prompt.question), text, entry.get("label", entry.get("answer")),
-            entry.get("metadata") or dict(entry), prompt.index, len(ids), [*prompt.ids, *ids],
+        sample = Sample(
+            prompt=entry.get("prompt", prompt.question), response=text,
+            label=entry.get("label", entry.get("answer")), metadata=entry.get("metadata") or dict(entry),
+            index=prompt.index, response_length=len(ids), tokens=[*prompt.ids, *ids],
+            status=Sample.Status.COMPLETED,
         )  # fmt: skip
         return {names[0]: args, names[1]: [sample] if names[1] == "samples" else sample}
 

@@ -16,14 +16,16 @@ from rlsys.rewards.answer import canonical_answer, form_of
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.router.turn_ends import TurnEnds
 
 
 def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
     """For rewards, a response that ended with a text of rollout.stop ended by itself, as with the model's own end."""
-    stops = stop_ids(config, tokenizer) - model_stop_ids(config, tokenizer)
+    own, ends = model_stop_ids(config, tokenizer), turn_ends(config, tokenizer)
 
     def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids) + (tokenizer.eos_token if ids and ids[-1] in stops else "")
+        stopped = bool(ids) and ids[-1] not in own and ends.ended(ids)
+        return tokenizer.decode(ids) + (tokenizer.eos_token if stopped else "")
 
     return Scorer(
         rewards.open,
@@ -39,21 +41,9 @@ def model_stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
     return read_stop_ids(config.model.path) | {tokenizer.eos_id}
 
 
-def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a response or a turn. Raises UserError for a stop text that is not one token.
-
-    A text of several could be cut in two by an interruption, and the engine that goes on would not see it.
-    """
-    found = set(model_stop_ids(config, tokenizer))
-    for text in config.rollout.stop:
-        ids = tokenizer.encode(text)
-        if len(ids) != 1:
-            raise UserError(
-                f"rollout.stop: {text!r} is {len(ids)} tokens of this tokenizer, expected 1: an interruption could "
-                "fall between them, and the engine that goes on would not see it"
-            )
-        found.add(ids[0])
-    return frozenset(found)
+def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
+    """What ends a response or a turn: the model's own end, and the texts of rollout.stop."""
+    return TurnEnds(model_stop_ids(config, tokenizer), config.rollout.stop, tokenizer.decode)
 
 
 def build_router(
@@ -65,7 +55,9 @@ def build_router(
         engines,
         vocab_size=vocab_size,
         context_length=min(context_length, config.engine.max_total_tokens),
-        stop_ids=stop_ids(config, tokenizer),
+        stop_ids=model_stop_ids(config, tokenizer),
+        stop_texts=config.rollout.stop,
+        decode=tokenizer.decode,
         bounds=Bounds.of(config),
         routes=config.engine.return_routes,
         strategy=config.router.strategy,

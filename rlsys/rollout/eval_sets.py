@@ -16,8 +16,9 @@ from rlsys.data.source import stable_hash
 from rlsys.errors import RunError, UserError
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer
-from rlsys.rollout.generator import build_generator, probing_turns
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.pass_at import pass_figures
+from rlsys.rollout.turns import probing_turns
 from rlsys.router.router import EVALUATION, Router
 from rlsys.types import Prompt, Sample, Status
 

@@ -30,8 +30,9 @@ from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import AskedSet, one_version
-from rlsys.rollout.generator import Generator, Speak, build_generator, greedy_turns
+from rlsys.rollout.generator import Generator, build_generator
 from rlsys.rollout.scoring import Scorer, Verdict
+from rlsys.rollout.turns import Speak, greedy_turns
 from rlsys.router.router import EVALUATION, Poisonous, Router
 from rlsys.types import EvalResult, Prompt, Sample, Status
 

@@ -16,8 +16,9 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
-from rlsys.rollout.generator import build_generator, greedy_turns
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.turns import greedy_turns
 from rlsys.router.router import PinLost, Router
 from rlsys.types import EvalResult, Evaluated
 

@@ -22,7 +22,7 @@ from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluator import Evaluator
 from rlsys.rollout.figures import Figures
-from rlsys.rollout.generator import build_generator, sampling_turns
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Record, Repeat
@@ -32,6 +32,7 @@ from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.tools import tool_penalty
+from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.waiting import LOOK_SECONDS, Waiting
 from rlsys.router.router import Router
 from rlsys.types import (

@@ -8,17 +8,17 @@ from rlsys.config import Config
 from rlsys.data import SOURCES
 from rlsys.errors import UserError
 from rlsys.plugins import resolve
-from rlsys.rewards import REWARDS
+from rlsys.rewards import find_reward
 from rlsys.rewards.judges import find_judge
-from rlsys.rollout.generator import GENERATORS
+from rlsys.rollout.generator import find_generator
 
 
 def check_names(config: Config) -> None:
     """Raises UserError, one line, for an unknown name or an import path that leads nowhere; makes none of them."""
     resolve("data.source", config.data.source, SOURCES)
     for spec in config.data.reward:
-        resolve("data.reward", spec.name, REWARDS)
-    resolve("rollout.generator", config.rollout.generator, GENERATORS)
+        find_reward(spec.name)
+    find_generator(config.rollout.generator)
     if (judge := config.data.judge) is not None:
         if "://" in judge or judge.partition(":")[2][:1].isdigit():
             _check_url("data.judge", judge)

@@ -13,7 +13,7 @@ import asyncio
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from rlsys.config import Config, identity
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.reader import RunReader
+from rlsys.rollout.turns import Speak, within
 from rlsys.router.router import Router
 from rlsys.types import Sample, SampleGroup, Status
 
@@ -110,16 +111,23 @@ class Repeat:
             await self._moved.wait()
         return stop
 
-    def turns(self, router: Router, config: Config) -> Callable[[Sample], Awaitable[None]]:
-        """Turns of the model, as generator.sampling_turns."""
+    def turns(self, router: Router, config: Config) -> Speak:
+        """Turns of the model, as turns.sampling_turns."""
         r = config.rollout
 
-        async def speak(sample: Sample) -> None:
+        async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
+            budget = within(r.max_response_tokens, most)
             while not sample.status.terminal:
                 stop = await self.next_stop(sample)
-                limit = r.max_response_tokens if stop.last else stop.end
-                await router.generate(sample, max_response_tokens=limit, temperature=r.temperature)
-                if sample.status is Status.TRUNCATED and not stop.last:
+                limit = budget if stop.last else min(budget, stop.end)
+                await router.generate(
+                    sample,
+                    max_response_tokens=limit,
+                    temperature=r.temperature,
+                    truncation=r.truncation,
+                    stop_texts=stop_texts,
+                )
+                if sample.status is Status.TRUNCATED and not stop.last and sample.tokens < budget:
                     sample.status = Status.PARKED
 
         return speak

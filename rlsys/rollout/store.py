@@ -283,10 +283,12 @@ class Stored(NamedTuple):
     routes: int = 0
     sampled: int = 0
     """Of the tokens: those that a model sampled, and not a tool wrote."""
+    support: int = 0
+    """Bytes."""
 
     @classmethod
     def of(cls, sample: Sample) -> Stored:
-        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens)
+        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens, len(sample.support))
 
 
 def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample, stored: Stored) -> Stored:
@@ -314,6 +316,10 @@ def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample
         new = now.tokens - stored.tokens
         payload = ids + mu + routes
         record = encode(Kind.TOKENS, sample.sample_id, stored.tokens, new, payload, len(routes))
+        _add_piece(db, sample.sample_id, segments.append(record))
+    if now.support != stored.support:
+        kept = bytes(sample.support[stored.support :])
+        record = encode(Kind.SUPPORT, sample.sample_id, stored.tokens, now.tokens - stored.tokens, kept)
         _add_piece(db, sample.sample_id, segments.append(record))
     return now
 

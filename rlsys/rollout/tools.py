@@ -16,7 +16,8 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.errors import RunError, UserError
 from rlsys.rewards.answer import count_answers
-from rlsys.rollout.assembly import stop_ids
+from rlsys.rollout.assembly import turn_ends
+from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Status
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
@@ -43,7 +44,7 @@ class ToolTurns:
         tokenizer: Tokenizer,
         tool: Tool,
         *,
-        stop_ids: frozenset[int],
+        ends: TurnEnds,
         call: tuple[str, str],
         answer: tuple[str, str],
         max_turns: int,
@@ -54,7 +55,7 @@ class ToolTurns:
         self._speak = speak
         self._tokenizer = tokenizer
         self._tool = tool
-        self._stop_ids = stop_ids
+        self._ends = ends
         self._call = re.compile(f"{re.escape(call[0])}(.*?){re.escape(call[1])}", re.DOTALL)
         self._answer = answer
         self._max_turns = max_turns
@@ -80,10 +81,10 @@ class ToolTurns:
         turns = len(sample.observed) + 1
         if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
             return None
-        if sample.response_ids[-1] not in self._stop_ids:
+        turn = sample.response_ids[sample.observed[-1].end if sample.observed else 0 :]
+        if not self._ends.ended(turn):
             return None
-        start = sample.observed[-1].end if sample.observed else 0
-        calls = self._call.findall(self._tokenizer.decode(sample.response_ids[start:]))
+        calls = self._call.findall(self._tokenizer.decode(turn))
         return calls[-1] if calls else None
 
 
@@ -101,7 +102,7 @@ def calculator(
         speak,
         tokenizer,
         Calculator(),
-        stop_ids=stop_ids(config, tokenizer),
+        ends=turn_ends(config, tokenizer),
         call=(opens, closes),
         answer=around_answer(tokenizer, role),
         max_turns=max_turns,

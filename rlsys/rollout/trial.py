@@ -26,6 +26,7 @@ from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.turns import within
 from rlsys.router.router import RefusedPrompt
 from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
 
@@ -158,8 +159,8 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     """One response by the run's generator, of a model that says RESPONSE at each turn."""
     said = [*tokenizer.encode(RESPONSE), tokenizer.eos_id]
 
-    async def speak(sample: Sample) -> None:
-        room = config.rollout.max_response_tokens - sample.tokens
+    async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
+        room = within(config.rollout.max_response_tokens, most) - sample.tokens
         ids = said[: max(room, 0)]
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
         sample.status = Status.FINISHED if ids == said else Status.TRUNCATED

@@ -22,7 +22,7 @@ from rlsys.identity import Identity, engine_identity
 from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rollout.evaluation import respond
-from rlsys.rollout.generator import sampling_turns
+from rlsys.rollout.turns import sampling_turns
 from rlsys.router.router import EVALUATION
 from rlsys.types import Sample
 

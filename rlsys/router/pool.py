@@ -48,6 +48,8 @@ class Flight:
     tokens: int = 0  # prompt and response, as far as they are here
     blocked: bool = False  # its client does not read, and so nothing is read from the engine
     pinned: bool = False  # of an evaluation that has the engine for itself
+    arrived: int = 0  # tokens of it that came
+    dropped: int = 0  # those of them that came behind the end of the turn
     why: str = ""  # its prompt may be in the engine's cache, see Router.stats
 
 

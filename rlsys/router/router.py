@@ -23,7 +23,8 @@ from rlsys.router.limits import Limits, RefusedPrompt
 from rlsys.router.pool import EngineState, Flight, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish
-from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
+from rlsys.router.turn_ends import TurnEnds, shortened
+from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, Truncation
 
 __all__ = ["PinLost", "Poisonous", "RefusedPrompt", "Router"]
 
@@ -55,7 +56,7 @@ class Router:
     """Belongs to one event loop. Starts with the gate closed: `resume` opens it.
 
     context_length: the most tokens an engine can hold of one sample, the smaller of the model's context and the
-    engine's KV pool. stop_ids: tokens that end a response, all that the engines know. routes: ask for the experts of
+    engine's KV pool. stop_ids, stop_texts: what ends a turn, see TurnEnds. routes: ask for the experts of
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
     patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
     with the weights that they start with, and nobody pushes others.
@@ -74,10 +75,12 @@ class Router:
         interruption: Interruption = "abort",
         patience: float = 300.0,
         trusted: bool = False,
+        stop_texts: Sequence[str] = (),
+        decode: Callable[[Sequence[int]], str] = lambda ids: "",
     ) -> None:
         self._pool = Pool(engines, trusted=trusted)
         self._limits = Limits(vocab_size, context_length)
-        self._stop_ids = sorted(stop_ids)
+        self._ends = TurnEnds(stop_ids, stop_texts, decode)
         self._routes = routes
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
@@ -116,15 +119,23 @@ class Router:
         self._limits.check_prompt(prompt_ids)
 
     async def generate(
-        self, sample: Sample, *, max_response_tokens: int, temperature: float, pinned: bool = False
+        self,
+        sample: Sample,
+        *,
+        max_response_tokens: int,
+        temperature: float,
+        truncation: Truncation | None = None,
+        stop_texts: Sequence[str] = (),
+        pinned: bool = False,
     ) -> Sample:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
 
         `pinned`: by the engine that is pinned; PinLost when that has died.
 
-        `max_response_tokens` counts over all segments. Raises RefusedPrompt before anything is sent, and Poisonous
-        when too many engines died with the sample or answered with an error. Cancel it after an interrupt only: the
-        sample then stays PARKED with its tokens; in an engine it would lose some.
+        `max_response_tokens` counts over all segments. `stop_texts`: further texts that end this turn. Raises
+        RefusedPrompt before anything is sent, and Poisonous when too many engines died with the sample or answered
+        with an error. Cancel it after an interrupt only: the sample then stays PARKED with its tokens; in an engine
+        it would lose some.
         """
         try:
             self.check(sample.prompt_ids)
@@ -132,6 +143,7 @@ class Router:
             self._counts["refused"] += 1
             raise
         limit = min(max_response_tokens, self._limits.room - len(sample.prompt_ids))
+        ends = self._ends.also(stop_texts)
         evaluation = sample.sample_id == EVALUATION
 
         def priority() -> tuple[int, ...]:
@@ -139,7 +151,7 @@ class Router:
 
         last = ""
         while not sample.status.terminal:
-            sample.status = self._status(sample, None, limit)
+            sample.status = self._status(sample, None, limit, ends)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
             if sample.deaths >= DEATHS_CENSORED:
@@ -155,7 +167,9 @@ class Router:
                     engine = await self._dispatcher.admit(
                         priority, lambda: self._wish(sample), evaluation=evaluation
                     )
-                if fault := await self._segment(engine, sample, limit, temperature, pinned=pinned):
+                if fault := await self._segment(
+                    engine, sample, limit, temperature, truncation, ends, pinned=pinned
+                ):
                     last = f", the last one: {fault}"
         return sample
 
@@ -184,13 +198,20 @@ class Router:
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        stop_texts: Sequence[str] = (),
         *,
         evaluation: bool = False,
     ) -> Segment:
         """The same, sampled. `evaluation`: by the pinned engine, where there is one."""
         probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
         pinned = evaluation and self._pin is not None
-        await self.generate(probe, max_response_tokens=max_new_tokens, temperature=temperature, pinned=pinned)
+        await self.generate(
+            probe,
+            max_response_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_texts=stop_texts,
+            pinned=pinned,
+        )
         finish = "stop" if probe.status is Status.FINISHED else "length"
         return Segment(probe.response_ids, probe.mu, probe.spans, finish)
 
@@ -263,7 +284,15 @@ class Router:
         return Wish(prefer, version, sample.seed)
 
     async def _segment(
-        self, engine: EngineState, sample: Sample, limit: int, temperature: float, *, pinned: bool = False
+        self,
+        engine: EngineState,
+        sample: Sample,
+        limit: int,
+        temperature: float,
+        truncation: Truncation | None,
+        ends: TurnEnds,
+        *,
+        pinned: bool = False,
     ) -> str:
         """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
         error that ended it, in words."""
@@ -287,15 +316,17 @@ class Router:
                         max_new_tokens=limit - start,
                         temperature=temperature,
                         seed=sample.seed,
-                        stop_ids=self._stop_ids,
+                        stop_ids=sorted(ends.ids),
+                        stop_texts=ends.texts,
                         routes_from=self._routes_from(sample),
                         cache_key=self._cache_key(engine, sample),
+                        truncation=truncation,
                     )
                     async with aclosing(stream):
                         async for segment in stream:
-                            finish = await self._receive(engine, flight, segment)
+                            finish = await self._receive(engine, flight, segment, ends)
                             if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
-                                engine.received -= len(sample.response_ids) - start
+                                engine.received -= flight.arrived
         except DeadEngine as e:
             sample.deaths += 1
             self._tell_failure(sample)
@@ -312,7 +343,7 @@ class Router:
             self._tell_failure(sample)
             return str(e)
         finally:
-            sample.status = self._status(sample, finish, limit)
+            sample.status = self._status(sample, finish, limit, ends)
         return ""
 
     def _tell_failure(self, sample: Sample) -> None:
@@ -342,18 +373,21 @@ class Router:
             return None
         return str(sample.spans[0].version if sample.spans else engine.version)
 
-    def _status(self, sample: Sample, finish: str | None, limit: int) -> Status:
+    def _status(self, sample: Sample, finish: str | None, limit: int, ends: TurnEnds) -> Status:
         """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the
         response: SGLang then still calls it aborted, and going on would write past the end.
         """
         if finish in _ENDED:
             return _ENDED[finish]
-        if sample.response_ids and not sample.observed_last and sample.response_ids[-1] in self._stop_ids:
+        if not sample.observed_last and ends.ended(_turn(sample, ends)):
             return Status.FINISHED
         return Status.TRUNCATED if len(sample.response_ids) >= limit else Status.PARKED
 
-    async def _receive(self, engine: EngineState, flight: Flight, segment: Segment) -> str | None:
-        """Add what came to the sample. Returns how the request ended, None while it goes on."""
+    async def _receive(
+        self, engine: EngineState, flight: Flight, segment: Segment, ends: TurnEnds
+    ) -> str | None:
+        """Add what came to the sample, up to a text that ends the turn. Returns how the request ended, None while it
+        goes on."""
         sample, tokens = flight.sample, len(segment.ids)
         assert sample is not None
         try:
@@ -366,14 +400,28 @@ class Router:
             if not await self._attested(engine, versions):
                 return None
             self._counts["discarded_tokens"] -= tokens
+        engine.received += tokens
+        flight.arrived += tokens
+        ended = False
+        if ends.texts:
+            turn = _turn(sample, ends)
+            end = 0 if ends.ended(turn) else ends.text_ends_after(turn, segment.ids)
+            ended = end is not None
+            if end is not None:
+                flight.dropped += tokens - end
+                segment = shortened(segment, end, flight.dropped)
+                self._counts["discarded_tokens"] += tokens - end
+                tokens = end
         sample.append(segment)
         if tokens:
             sample.deaths = sample.faults = 0
             self._clear(sample)
-        engine.received += tokens
         self._dispatcher.works(engine)
         self._dispatcher.grow(engine, flight, tokens)
         self._counts["received_tokens"] += tokens
+        if ended and tokens and segment.finish is None:
+            # The engine has not seen it. What else it makes is dropped, but its routes, which come last, are not.
+            await engine.client.abort(flight.rid)
         if sample.sample_id == EVALUATION:
             self._counts["evaluation_tokens"] += tokens
             return segment.finish
@@ -385,6 +433,10 @@ class Router:
             self._prefills[flight.why][1] += segment.prompt_tokens
             sample.cached_tokens += segment.cached_tokens
             sample.prefilled_tokens += segment.prompt_tokens
+        elif (
+            ended and tokens
+        ):  # the engine has not seen it; what else it makes is dropped, its routes are not
+            await engine.client.abort(flight.rid)
         return segment.finish
 
     async def _attested(self, engine: EngineState, versions: set[int]) -> bool:
@@ -521,3 +573,9 @@ class Router:
             "engines_serving": len(self._pool.serving()),
             "weight_version": self._pool.version,
         }
+
+
+def _turn(sample: Sample, ends: TurnEnds) -> list[int]:
+    """The last ids of the turn that is made, as many as matter for its end."""
+    start = sample.observed[-1].end if sample.observed else 0
+    return sample.response_ids[max(start, len(sample.response_ids) - ends.reach - 1) :]

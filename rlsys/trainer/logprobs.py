@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from rlsys.trainer.entropy import logprob_and_entropy, sum_pi_squared
 from rlsys.trainer.share import Share
+
+NEVER = -1e30
+"""Logit of an id that cannot be drawn. Its probability is exactly 0; minus infinity times that would be no number."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,12 @@ def token_scores(
     """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
     was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen."""
     critic = None if values is None else share.aligned(values)
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits.div_(temperature)
+    logits = _as_drawn(logits, share, temperature)
     squared = (
         share.aligned(sum_pi_squared(logits)) if squares else None
     )  # first: the others overwrite the logits
     if not entropy:
-        return Scores(token_logprobs(logits, share, 1.0), None, critic, squared)
+        return Scores(_of_following(logits, share), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
     return Scores(share.aligned(logp), share.aligned(spread), critic, squared)
 
@@ -52,7 +54,30 @@ def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
     `logits` are those of `share`: its tokens, and this tensor-parallel rank's columns `V / tp`. They are
     overwritten: no second copy is made, neither by the temperature nor by megatron's cross entropy.
     """
+    return _of_following(_as_drawn(logits, share, temperature), share)
+
+
+def _of_following(logits: Tensor, share: Share) -> Tensor:
+    return share.aligned(-vocab_parallel_cross_entropy(logits, share.following))
+
+
+def _as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
+    """The logits of the distributions that the share's following tokens were drawn from: at this temperature, and
+    where sampling had cut ids off, without these (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+
+    What was cut off needs no gradient: its probability is 0 in all that is computed here, and with it the gradient.
+    """
     logits = logits.float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    return share.aligned(-vocab_parallel_cross_entropy(logits, share.following))
+    if share.support_at is None or share.support_ids is None:
+        return logits
+    columns = logits.shape[-1]
+    ids = share.support_ids - parallel_state.get_tensor_model_parallel_rank() * columns
+    mine = (ids >= 0) & (ids < columns)
+    at, ids = share.support_at[mine], ids[mine]
+    with torch.no_grad():
+        kept = logits[at, ids]
+        logits.index_fill_(0, share.support_at.unique(), NEVER)
+        logits[at, ids] = kept
+    return logits

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlsys import support
 from rlsys.algo.batch import Batch
 from rlsys.algo.segments import sum_by
 from rlsys.records import Arrays, SegmentReader
@@ -35,7 +36,8 @@ class TrainSample:
     """One sample; mu, versions, `trained` and `behaviour` have one entry per response token.
 
     `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
-    in the sample table. `transferred`: mu is of the same response to another prompt.
+    in the sample table. `transferred`: mu is of the same response to another prompt. `support`: a row for each
+    response token of the ids that sampling had kept (rlsys/support.py); empty: it kept all.
     """
 
     prompt_ids: Sequence[int]
@@ -47,6 +49,7 @@ class TrainSample:
     behaviour: Values = ()
     routes: Sequence[RouteSpan | LayerRoutes] = ()
     transferred: bool = False
+    support: bytes | bytearray = b""
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -73,7 +76,7 @@ class TrainSample:
             sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
-            behaviour, () if transferred else read(held.routes), transferred,
+            behaviour, () if transferred else read(held.routes), transferred, held.support,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -112,11 +115,16 @@ class Unread:
 class MicroBatch(Batch):
     """`mask` is 1 on response tokens that are trained, `transferred` on those whose mu is of another prompt.
 
+    `support_at`, `support_ids`: of each token that was drawn from a part of the vocabulary, the ids of that part,
+    itself among them, and where the token stands. None: all tokens were drawn from all of it.
+
     `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, kept by the first scoring
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
     transferred: Tensor | None = None  # [T] bool
+    support_at: Tensor | None = None  # [N] in 0 .. T-1
+    support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
 
@@ -263,8 +271,11 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
     tokens = per_token(0, [s.response_ids for s in samples], np.int64)
     for s, start in zip(samples, starts, strict=False):
         tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
+    at, ids = _supports(samples, starts) if any(s.support for s in samples) else (None, None)
     return MicroBatch(
         tokens=tokens,
+        support_at=at,
+        support_ids=ids,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor([s.row for s in samples]),
         mu=per_token(0.0, [s.mu for s in samples], np.float32),
@@ -282,6 +293,17 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
             for span in s.routes
         ],
     )
+
+
+def _supports(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    found = [
+        (start + len(s.prompt_ids) + rows, ids)
+        for s, start in zip(samples, starts, strict=False)
+        if s.support
+        for rows, ids in [support.decode(s.support, s.response_ids)]
+    ]
+    at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
+    return at, ids
 
 
 def _masked(sample: TrainSample) -> MicroBatch:

@@ -49,6 +49,7 @@ class Share:
 
     `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered. `source`
     `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether another follows it.
+    `support_at`, `support_ids` `[N]`: where `following` was drawn from a part of the vocabulary, that part's ids.
     """
 
     tokens: Tensor
@@ -60,6 +61,8 @@ class Share:
     source: Tensor
     predicts: Tensor
     cp_group: ProcessGroup
+    support_at: Tensor | None = None
+    support_ids: Tensor | None = None
 
     @classmethod
     def of(
@@ -82,6 +85,8 @@ class Share:
 
         follows = torch.ones(len(micro.tokens), dtype=torch.bool).index_fill(0, ends - 1, False)
         tokens = micro.tokens.cpu()
+        source = spread(torch.arange(len(tokens)), -1)[mine]
+        support_at, support_ids = _own_support(micro, source)
         positions = torch.cat([torch.arange(n) for n in padded])
         return cls(
             tokens=spread(tokens)[mine].to(device),
@@ -90,9 +95,11 @@ class Share:
             packed=PackedSequences.of(padded, device, place if cp > 1 else None),
             place=place[at].to(device),
             first=starts.to(device),
-            source=spread(torch.arange(len(tokens)), -1)[mine].to(device),
+            source=source.to(device),
             predicts=spread(follows)[mine].to(device),
             cp_group=cp_group,
+            support_at=None if support_at is None else support_at.to(device),
+            support_ids=None if support_ids is None else support_ids.to(device),
         )
 
     def aligned(self, following: Tensor) -> Tensor:
@@ -107,3 +114,14 @@ class Share:
                 following, tensor_parallel_output_grad=False, group=self.cp_group
             )
         return following[self.place].roll(1).index_fill(0, self.first, 0.0)
+
+
+def _own_support(micro: MicroBatch, source: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of the tokens that those of this rank predict: `source` as in Share."""
+    if micro.support_at is None or micro.support_ids is None:
+        return None, None
+    here = source.new_full((len(micro.tokens),), -1)
+    real = source >= 0
+    here[source[real]] = torch.arange(len(source))[real]
+    at = here[micro.support_at.cpu() - 1]  # no first token of a sequence is drawn
+    return at[at >= 0], micro.support_ids.cpu()[at >= 0]

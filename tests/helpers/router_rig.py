@@ -39,6 +39,7 @@ class Rig:
         interruption: Interruption = "abort",
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
         identity: Identity = NOBODY,
+        **options: Any,
     ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]
         network: Any = Network(*self.engines)
@@ -51,6 +52,7 @@ class Rig:
             routes=True,
             patience=patience,
             interruption=interruption,
+            **options,
         )
         self.version = 0
 

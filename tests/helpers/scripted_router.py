@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlsys.router.router import RefusedPrompt
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, VersionSpan
@@ -70,7 +71,7 @@ class ScriptedRouter:
 
     # What the manager calls
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, temperature: float) -> Sample:
+    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
         if self.refuse(sample):
             raise RefusedPrompt("the prompt has 900 tokens, the context 512")
         while not sample.status.terminal:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys import support
 from rlsys.config import Config
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
@@ -68,6 +69,18 @@ def with_routes(
     return out
 
 
+def with_support(plain: list[TrainSample], vocab_size: int = 96, most: int = 8) -> list[TrainSample]:
+    """Each token drawn from a few random ones; those of the fourth sample from all."""
+    rng = random.Random(2)
+
+    def kept(token: int) -> list[int]:
+        return list({token, *rng.sample(range(vocab_size), rng.randint(1, most))})
+
+    rows = [[kept(int(token)) for token in s.response_ids] for s in plain]
+    encoded = [support.encode(r, [int(t) for t in s.response_ids]) for r, s in zip(rows, plain, strict=True)]
+    return [dataclasses.replace(s, support=b"" if i == 3 else encoded[i]) for i, s in enumerate(plain)]
+
+
 def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """A clipped objective of the shape that GRPO has, and one metric."""
     logp = scores.logp
@@ -80,7 +93,8 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
     """[loss, gradient norm, metric, figures of routing] of `n` optimizer steps on the same samples."""
-    batch = trainer.passes.pack(with_routes(samples()))  # looked at where trainer.replay = engine
+    made = with_routes(samples())  # looked at where trainer.replay = engine
+    batch = trainer.passes.pack(with_support(made) if trainer.config.rollout.top_k else made)
     out = []
     for _ in range(n):
         result = trainer.update(batch, policy_loss, lr)
@@ -123,10 +137,18 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         trainer["balance_rate"] = 0.01
     if "balance" in layout:
         trainer["balance_loss"] = 0.1
-    return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}}
+    rollout = {"top_k": 8} if "support" in layout else {}
+    return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}, "rollout": rollout}
 
 
-KINDS = ("replay", "balance", "deepseek", "tied", "uneven")  # words of a layout that change numbers
+KINDS = (
+    "replay",
+    "balance",
+    "deepseek",
+    "tied",
+    "uneven",
+    "support",
+)  # words of a layout that change numbers
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
     "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},

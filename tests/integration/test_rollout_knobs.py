@@ -20,7 +20,7 @@ from rlsys.config import Config, identity
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient, make_session
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.generator import build_generator, sampling_turns
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
@@ -28,6 +28,7 @@ from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.tools import Calculator, around_answer
+from rlsys.rollout.turns import sampling_turns
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router

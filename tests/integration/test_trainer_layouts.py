@@ -100,6 +100,7 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
     [
         pytest.param(2, AXES, id="each axis", marks=pytest.mark.gate),
         pytest.param(2, ON_TWO, id="two ranks"),
+        pytest.param(2, ("tp=2,support", "cp=2,support"), id="cut distributions"),
         pytest.param(4, ON_FOUR, id="four ranks"),
     ],
 )

@@ -21,6 +21,7 @@ BASE = {
     "precision",
     "records",
     "route_records",
+    "support",
     "obs",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -76,6 +77,7 @@ TORCH_FREE = (
     "precision",
     "records",
     "route_records",
+    "support",
     "obs",
     "plugins",
     "rewards",

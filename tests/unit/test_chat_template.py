@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlsys.config import Config, load_config
+from rlsys.config import Config
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
 from rlsys.rewards import Rewards
-from rlsys.rollout.assembly import build_scorer, stop_ids
+from rlsys.rollout.assembly import build_scorer, turn_ends
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"b": 1, "a": "ä<'"}}}]
 CHAT: list[dict[str, Any]] = [
@@ -127,12 +127,13 @@ def test_a_template_that_cannot_take_a_message_is_one_line(model: Path, tmp_path
         Tokenizer(folder).apply_chat(CHAT)
 
 
-async def test_a_stop_text_is_a_token_that_ends_a_response_and_leaves_its_answer(model: Path) -> None:
+async def test_a_stop_text_ends_a_response_and_leaves_its_answer(model: Path) -> None:
     config = Config.model_validate(
         {"model": {"path": model}, "rollout": {"stop": ["</answer>"]}, "data": {"reward": "exact_answer"}}
     )
     tokenizer = Tokenizer(model)
-    assert stop_ids(config, tokenizer) == {tokenizer.eos_id, *tokenizer.encode("</answer>")}
+    ends = turn_ends(config, tokenizer)
+    assert (ends.ids, ends.texts) == ({tokenizer.eos_id}, ("</answer>",))
     rewards = Rewards(config)
     try:
         scorer = build_scorer(config, rewards, tokenizer)
@@ -147,17 +148,3 @@ def build_prompt(tokenizer: Tokenizer) -> Any:
     from rlsys.types import Prompt
 
     return Prompt(0, "", tokenizer.encode("1+2="), {"answer": "3"})
-
-
-def test_a_stop_text_of_several_tokens_is_refused(model: Path) -> None:
-    config = Config.model_validate({"model": {"path": model}, "rollout": {"stop": ["END"]}})
-    with pytest.raises(UserError, match=r"rollout\.stop: 'END' is 3 tokens of this tokenizer, expected 1"):
-        stop_ids(config, Tokenizer(model))
-
-
-@pytest.mark.parametrize("field", ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.min_p=0.1"])
-def test_what_would_make_mu_wrong_is_refused_with_its_reason(field: str) -> None:
-    with pytest.raises(
-        UserError, match=r"there is no such field: the engine's log-prob mu is that of the whole"
-    ):
-        load_config(Path("quickstart"), [field])

@@ -141,7 +141,8 @@ def test_a_script_of_verl(
         found["eval"]["every"],
     ) == (10, 20, 5)
     assert "algorithm.made_up = 3 no counterpart is known" in told
-    assert "actor_rollout_ref.rollout.top_p = 0.9 a restricted distribution" in told
+    assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)
+    assert "rollout.top_k = 1024: top_p needs a bound" in told
     assert "trainer.steps = 500: set 15 (total_epochs) x rows" in told
     assert cli.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 

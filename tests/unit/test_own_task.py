@@ -12,7 +12,7 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.rewards import REWARDS, make_scores
 from rlsys.rewards.marks import read_mark
 from rlsys.rewards.signatures import guess
-from rlsys.rollout.assembly import stop_ids
+from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.trial import try_rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-task.md"
@@ -38,7 +38,7 @@ def answered(config: Config, answer: str) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])
 def test_a_config_of_the_page_passes_the_trial(folder: Path, name: str) -> None:
     config = load_config(Path(name))
-    stop_ids(config, Tokenizer(config.model.path))
+    assert turn_ends(config, Tokenizer(config.model.path)).texts == tuple(config.rollout.stop)
     try_rollout(config)
 
 

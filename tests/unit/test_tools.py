@@ -19,6 +19,7 @@ from rlsys.rollout import tools
 from rlsys.rollout.calculator import evaluate, refusal
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.tools import CALCULATOR, Calculator, ToolFailed, ToolTurns, around_answer
+from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, settle
 
@@ -117,7 +118,7 @@ async def double(call: str) -> str:
 def turns(speak: Any, tool: Any = double, max_turns: int = 3, budget: int = 30) -> ToolTurns:
     words: Any = Words()
     return ToolTurns(
-        speak, words, tool, stop_ids=frozenset({STOP}), call=(f"{CALL} ", f" {CALL}"), answer=("90 ", " 91"),
+        speak, words, tool, ends=TurnEnds({STOP}), call=(f"{CALL} ", f" {CALL}"), answer=("90 ", " 91"),
         max_turns=max_turns, max_response_tokens=budget,
     )  # fmt: skip
 
@@ -268,7 +269,7 @@ class Held:
 def held_tool(config: Config, tokenizer: Any, speak: Any) -> ToolTurns:
     words: Any = Words()
     return ToolTurns(
-        speak, words, Held.answer, stop_ids=frozenset({STOP}), call=("0 ", f" {STOP}"), answer=("90 ", " 91"),
+        speak, words, Held.answer, ends=TurnEnds({STOP}), call=("0 ", f" {STOP}"), answer=("90 ", " 91"),
         max_turns=3, max_response_tokens=config.rollout.max_response_tokens,
     )  # fmt: skip
 

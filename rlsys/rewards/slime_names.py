@@ -1,0 +1,225 @@
+"""The names of slime that functions written for it import: modules with as much behind them as a function needs that
+makes one response, or judges one. `install` puts them where `import slime...` looks, also where slime itself is
+there: its requests would go to a server that a run of ours has not.
+
+What a function asks engines through `post` goes to who made its sample (rlsys/rollout/slime_generator.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.errors import UserError
+
+PENDING = "pending"
+Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""(path, body of a request) -> the engine's answer."""
+
+conversations: dict[str, Answer] = {}
+"""By the host that a sample's requests name. Who makes the sample enters it, and takes it out."""
+
+
+@dataclass
+class Sample:
+    """One response, as slime's functions see and fill it."""
+
+    class Status(Enum):
+        PENDING = PENDING
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    prompt: Any = ""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    group_index: int | None = None
+    rollout_id: int | None = None
+    session_id: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    weight_versions: list[str] = field(default_factory=list)
+    reward: Any = None
+    remove_sample: bool = False
+    multimodal_inputs: dict[str, Any] | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    non_generation_time: float = 0.0
+    status: Status = Status.PENDING
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Tokens of the model with their log-probs, or (not `trainable`) of a tool. Raises ValueError when their
+        numbers differ."""
+        new = [int(t) for t in tokens or ()]
+        if new and trainable and log_probs is None:
+            raise ValueError(f"{len(new)} tokens of the model without their log-probs")
+        if log_probs is not None and len(log_probs) != len(new):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(new)} tokens")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.response += text or ""
+        self.tokens = [*self.tokens, *new]
+        self.response_length += len(new)
+        self.loss_mask += [int(trainable)] * len(new)
+        self.rollout_log_probs += [0.0] * len(new) if log_probs is None else map(float, log_probs)
+        if meta_info and update_terminal_info and "finish_reason" in meta_info:
+            self.status = ENDED[meta_info["finish_reason"]["type"]]
+
+    @property
+    def effective_response_length(self) -> int:
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward[args.reward_key] if args.reward_key else self.reward
+
+
+ENDED = {
+    "stop": Sample.Status.COMPLETED,
+    "length": Sample.Status.TRUNCATED,
+    "abort": Sample.Status.ABORTED,
+}
+"""By SGLang's finish reason."""
+
+
+class Options(SimpleNamespace):
+    """slime's options as far as ours have a counterpart, and those that the config adds."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"args.{name}: rlsys knows no such option of slime; give it as rollout.generator_params: "
+            f"{{{name}: ...}}, or for a reward as params"
+        )
+
+
+class HFTokenizer:
+    """A model folder's tokenizer, called as transformers' are."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_id
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+        ids = self.encode(text, **how)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
+        text = self._tokenizer.decode([ids] if isinstance(ids, int) else ids)
+        return self._tokenizer.without_special(text) if skip_special_tokens else text
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> Any:
+        text = self._tokenizer.apply_chat(conversation, generate=add_generation_prompt, tools=tools)
+        return self.encode(text) if tokenize else text
+
+
+class GenerateState:
+    """What slime keeps for all samples; here made anew, from what the arguments hold."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint)
+        self.processor = None
+        self.aborted = False  # interruptions are nothing that a function sees
+        self.sampling_params = sampling_params(args)
+
+
+_tokenizers: dict[str, HFTokenizer] = {}
+
+
+def load_tokenizer(folder: str, **_: Any) -> HFTokenizer:
+    if folder not in _tokenizers:
+        _tokenizers[folder] = HFTokenizer(Tokenizer(folder))
+    return _tokenizers[folder]
+
+
+def sampling_params(args: Any) -> dict[str, Any]:
+    """What slime calls a function with."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+    """Raises UserError for an address that is not the sample's own engine."""
+    parts = urlsplit(url)
+    answer = conversations.get(parts.hostname or "")
+    if answer is None:
+        raise UserError(
+            f"slime.utils.http_utils.post to {url}: it asks the run's engines only, at "
+            "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate; ask others with a client of your own"
+        )
+    return await answer(parts.path, payload)
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+_MODULES: dict[str, dict[str, Any]] = {
+    "slime": {},
+    "slime.utils": {},
+    "slime.utils.types": {"Sample": Sample},
+    "slime.utils.http_utils": {"post": post},
+    "slime.utils.processing_utils": {"load_tokenizer": load_tokenizer},
+    "slime.rollout": {},
+    "slime.rollout.sglang_rollout": {
+        "GenerateState": GenerateState, "Sample": Sample, "post": post, "get_model_url": get_model_url,
+    },
+}  # fmt: skip
+
+
+def install() -> None:
+    """Once in a process, before anybody's function is imported."""
+    for name, holds in _MODULES.items():
+        if getattr(sys.modules.get(name), "stands_in_for_slime", False):
+            continue
+        module = ModuleType(name)
+        vars(module).update(holds, stands_in_for_slime=True, __path__=[])
+        sys.modules[name] = module
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], last, module)

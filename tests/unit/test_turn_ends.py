@@ -1,0 +1,106 @@
+"""Where a turn ends: by an id or by a text, whatever tokens spell it and wherever an interruption cuts it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.router.turn_ends import TurnEnds, shortened
+from rlsys.types import RouteSpan, Segment, Status, VersionSpan
+from tests.helpers.router_rig import A, Rig, routing, sample
+from tests.helpers.scripted_engine import ScriptedEngine, token
+
+WORDS = {1: "a", 2: "b", 3: "ab", 4: "</", 5: "end", 6: ">", 7: "end>x", 8: "", 9: "."}
+
+
+def text(ids: Sequence[int]) -> str:
+    return "".join(WORDS.get(i, "?") for i in ids)
+
+
+ENDS = TurnEnds({9}, ["</end>", "aab"], text)
+
+
+def slow(ids: list[int]) -> int | None:
+    """By the definition: the first prefix that has a text."""
+    return next((n for n in range(1, len(ids) + 1) if any(t in text(ids[:n]) for t in ENDS.texts)), None)
+
+
+@given(st.lists(st.sampled_from(sorted(WORDS)), max_size=24), st.integers(0, 24))
+def test_a_text_is_found_at_its_token_however_it_arrives(ids: list[int], cut: int) -> None:
+    known, new = ids[:cut], ids[cut:]
+    first = slow(ids)
+    if first is None:
+        assert ENDS.text_ends_after(known, new) is None
+    elif first > len(known):
+        assert ENDS.text_ends_after(known, new) == first - len(known)
+
+
+def test_ends_by_hand() -> None:
+    assert ENDS.ended([1, 9])
+    assert ENDS.ended([4, 5, 6])
+    assert ENDS.ended([4, 7]), "the last token may go on behind the text"
+    assert not ENDS.ended([4, 5])
+    assert not ENDS.ended([])
+    assert ENDS.first_end([1, 4, 5, 6, 9]) == 4
+    assert ENDS.first_end([1, 9, 4, 5, 6]) == 2
+    assert ENDS.first_end([1, 2]) is None
+    assert TurnEnds({9}).also(["."]).text_ends_after([], [9]) is None, "nothing decodes there"
+    assert ENDS.also(["?"]).first_end([1, 44]) == 2
+
+
+def test_a_segment_is_shortened_with_all_that_belongs_to_its_tokens() -> None:
+    whole = Segment(
+        [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)], "length",
+        routes=RouteSpan(10, 14, bytes(range(8))), call_spans=[VersionSpan(1, 0, 9), VersionSpan(2, 9, 12)],
+        support=b"\1\0\0\2\2\0\0",
+    )  # fmt: skip
+    cut = shortened(whole, 2, 2)
+    assert (cut.ids, cut.mu, cut.spans, cut.finish) == ([5, 6], [-1.0, -2.0], [VersionSpan(1, 0, 2)], "stop")
+    assert cut.routes == RouteSpan(10, 12, bytes(range(4)))
+    assert cut.call_spans == [VersionSpan(1, 0, 9), VersionSpan(2, 9, 10)]
+    assert cut.support == b"\1\0\0"
+
+
+def stopping_at(*ids: int) -> tuple[str, ...]:
+    return ("".join(f"<{i}>" for i in ids),)
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("interrupt_at", [None, 8, 9, 10, 11])
+async def test_a_text_over_an_interruption_ends_the_response_where_it_would_have(
+    interrupt_at: int | None,
+) -> None:
+    """The engine of this test looks for no texts: what it makes behind them is dropped, its routes are not."""
+    made = [token(3, 4 + i, 1) for i in range(36)]
+    engine = ScriptedEngine(A, chunk=4)
+    async with routing(engine, stop_texts=stopping_at(*made[9:12]), decode=spelled) as rig:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        if interrupt_at is not None:
+            await reached(rig, engine, interrupt_at)
+            await rig.router.interrupt()
+            rig.router.resume()
+        await task
+        assert (s.response_ids, s.status) == (made[:12], Status.FINISHED)
+        assert len(s.mu) == 12
+        assert s.routes[-1].end == len(s.prompt_ids) + 12 - 1
+        await rig.router.interrupt()
+        stats = rig.router.stats()
+        assert stats["lost"] == 0
+        assert stats["received_tokens"] == 12
+        assert sum(len(r.made) for r in engine.history) == 12 + stats["discarded_tokens"]
+
+
+async def reached(rig: Rig, engine: ScriptedEngine, tokens: int) -> None:
+    """The engine has made so many tokens, of which it has sent whole chunks only."""
+    while not any(len(r.made) >= tokens for r in engine.requests.values()):
+        await asyncio.sleep(0.001)
