@@ -24,7 +24,7 @@ from rlsys.types import GroupState, Prompt, SampleGroup, Taken
 from tests.helpers.engine_stack import SLOW, until
 from tests.helpers.servers import ROOT, running_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.gate]
+pytestmark = pytest.mark.integration
 
 QUESTIONS = [f"{a}+{b}+{c}" for a in (3, 17) for b in (4, 28) for c in (5, 9, 31, 77)]
 GROUP_SIZE = 4
