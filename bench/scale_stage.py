@@ -36,7 +36,8 @@ from rlsys.router.router import Router
 from rlsys.types import Canary, Prompt
 
 PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
-"""Tokens of a prompt; of one event of a stream, as SGLang's stream_interval has it."""
+"""Tokens of a prompt; of one event of a stream, where the rollout's config does not say (rlsys before it derived
+them); a response has a multiple of these."""
 TOKEN, LOGP = 54_321, -0.123456
 TAIL = (1, 1, 1, 1, 2, 2, 3, 8)
 """Lengths of responses, times the mean's half: a long tail, mean 2.4 of these."""
@@ -73,6 +74,7 @@ class Engine:
         self._name, self._mean = name, mean
         self._shape = layers, topk
         self._writer: Any = None
+        self._interval = CHUNK
         self._label = b"0"
         self._stop: dict[str, asyncio.Event] = {}
         self._made = 0
@@ -94,10 +96,13 @@ class Engine:
         return web.json_response({"success": True})
 
     async def _run(self, request: web.Request) -> web.Response:
-        """From now on it belongs to the run in this folder, and writes routes there for those who ask for it."""
+        """From now on it belongs to the run in this folder: it writes routes there for those who ask for it, and
+        streams as that run's config says."""
         from rlsys.engine.route_writer import RouteWriter  # an older checkout's rollout also runs this file
 
-        segments = Path((await request.json())["folder"]) / "segments"
+        body = await request.json()
+        self._interval = body["interval"]
+        segments = Path(body["folder"]) / "segments"
         segments.mkdir(exist_ok=True)
         self._writer = RouteWriter(segments, 0, self._name, 1, 0)
         return web.json_response({"success": True})
@@ -134,19 +139,22 @@ class Engine:
         left = length_of(body["sampling_params"]["sampling_seed"], self._mean) - (have - PROMPT)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        made = 0
-        while made + CHUNK < left and not stop.is_set():
-            await stream.write(event(CHUNK, None, 0).replace(b"LABEL", self._label))
-            made += CHUNK
+        made, may = 0, body["sampling_params"].get("custom_params", {})
+        while made + self._interval < left and not stop.is_set():
+            await stream.write(event(self._interval, None, 0).replace(b"LABEL", self._label))
+            made += self._interval
             await asyncio.sleep(0)
-        rows = have + made + CHUNK - 1 - body.get("routed_experts_start_len", 0)
-        self._made += made + CHUNK
+        rest = min(left - made, CHUNK if stop.is_set() else self._interval)
+        made += rest
+        rows = have + made - 1 - body.get("routed_experts_start_len", 0)
+        self._made += made
         del self._stop[body["rid"]]
         asked = bool(body.get("return_routed_experts"))
-        points = asked and "rlsys_routes" in body["sampling_params"].get("custom_params", {})
+        points = asked and "rlsys_routes" in may
         layers, topk = self._shape
         inline = 4 * layers * topk * rows if asked and not points else 0
-        last = event(CHUNK, "abort" if made + CHUNK < left else "stop", inline).replace(b"LABEL", self._label)
+        last = event(rest, "abort" if made < left else "stop", inline)
+        last = last.replace(b"LABEL", self._label)
         if points:
             pointer = self._writer.append(chosen(rows, layers, topk), body["routed_experts_start_len"])
             said = b'"routed_experts": "' + base64.b64encode(pointer) + b'", "weight_version"'
@@ -251,8 +259,8 @@ class Rollout:
 async def roll(args: argparse.Namespace) -> dict[str, float]:
     async with make_session() as session:
         rollout, lag = Rollout(args, session), Lag()
-        for i in range(args.engines if args.layers else 0):
-            told = {"folder": str(args.folder)}
+        told = {"folder": str(args.folder), "interval": getattr(rollout.config, "stream_interval", CHUNK)}
+        for i in range(args.engines):
             async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=told) as answer:
                 answer.raise_for_status()
         beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]

@@ -89,6 +89,16 @@ class Config(Section):
         return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
+    def stream_interval(self) -> int:
+        """Tokens between two stream chunks of an engine: one costs the rollout process as much as 100 tokens."""
+        return self.engine.stream_interval or min(256, max(16, self.rollout.max_response_tokens // 64))
+
+    @property
+    def flush_tokens(self) -> int:
+        """The most tokens that a crash may lose. A write of fewer than 64 costs more for its row than for them."""
+        return self.rollout.flush_tokens or max(16384, 64 * self.slots)
+
+    @property
     def slots(self) -> int:
         """Samples kept in flight over the whole pool; at the start, where over_provision is auto."""
         return round(self.over_provision * self.samples_per_step)

@@ -233,9 +233,9 @@ class RolloutConfig(Section):
     it to debug a run with over_provision above 1."""
     length_bias_bound: Fraction = 0.1
     """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
-    flush_tokens: Positive = 16384
+    flush_tokens: Positive | None = None
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
-    again. A smaller value writes to disk more often."""
+    again. A smaller value writes to disk more often. null: 64 for each sample in flight, but at least 16384."""
     keep_groups: NonNegative = 2
     """Groups of each train step whose tokens stay readable (rlsys samples, rlsys dash) when no checkpoint needs them
     any more, each with its log-probs and its advantage. A token takes 16 bytes on the disk."""
@@ -396,9 +396,9 @@ class EngineConfig(Section):
     max_total_tokens: Positive = 65536
     """Tokens that one engine's cache of keys and values can hold. It must hold the longest response and its
     prompt."""
-    stream_interval: Positive = 16
+    stream_interval: Positive | None = None
     """Tokens between two stream chunks of an engine. It is the most that an engine's sudden death can cost each
-    sample; a smaller value sends more messages."""
+    sample; a smaller value sends more messages. null: a 64th of rollout.max_response_tokens, but 16 to 256."""
     deterministic: bool = True
     """Make a sample's tokens depend on its seed alone, whatever else is in the batch (SGLang's deterministic
     inference). It makes decoding slower on GPUs."""

@@ -83,6 +83,7 @@ def make_session() -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=2**20,
+        json_serialize=_body,
     )
 
 
@@ -393,6 +394,11 @@ class EngineClient:
         if isinstance(data, dict) and data.get("success") is False:
             raise EngineError(f"{self.url}{path}: {data.get('message')}")
         return data
+
+
+def _body(body: Any) -> str:
+    """Faster than the standard library's: a resumed prompt has thousands of ids."""
+    return msgspec.json.encode(body).decode()
 
 
 def _parse(text: str) -> Any:

@@ -29,7 +29,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--max-running-requests", str(e.max_running_requests),
         "--max-total-tokens", str(e.max_total_tokens),
         "--random-seed", str(config.run.seed + index),
-        "--stream-interval", str(e.stream_interval),
+        "--stream-interval", str(config.stream_interval),
         "--incremental-streaming-output",
         "--enable-metrics",
         "--skip-server-warmup",

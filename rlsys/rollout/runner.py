@@ -175,7 +175,7 @@ class SampleRunner:
         if tokens:
             self._spans.heard(sample)
         self._unsaved_tokens += tokens
-        if self._unsaved_tokens >= self._config.rollout.flush_tokens:
+        if self._unsaved_tokens >= self._config.flush_tokens:
             self._buffer.save(s for s in self._running() if self._buffer.unsaved(s))
             self._unsaved_tokens = 0
             self.flush()

@@ -394,7 +394,9 @@ class Router:
             self._limits.check_ids(segment.ids)
         except RefusedPrompt as e:  # the next engine that is sent it would die of it
             raise EngineError(f"{engine.url}: {e}", _SERVER_FAULT) from None
-        versions = {s.version for s in [*segment.spans, *(segment.call_spans or [])]}
+        versions = {s.version for s in segment.spans}
+        if segment.call_spans is not None:
+            versions.update(s.version for s in segment.call_spans)
         if not engine.pushed.issuperset(versions):
             self._counts["discarded_tokens"] += tokens
             if not await self._attested(engine, versions):
