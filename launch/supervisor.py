@@ -8,8 +8,8 @@
 
 A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
 the one before. After launch.max_restarts of them without a train step the run stops; where the role is an engine,
-and launch.min_engines others are left, the run goes on without it. Only the supervisor restarts anything: torchrun,
-engines and a scheduler's actors do not.
+and launch.min_engines others are left, the run goes on without it, and tries it again after a minute, then after two,
+up to a quarter of an hour. Only the supervisor restarts anything: torchrun, engines and a scheduler's actors do not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import signal
 import sys
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
-from urllib.parse import quote
 
 from launch import diagnosis
 from launch.backends import Backend
@@ -44,6 +44,10 @@ _STOP_MARGIN = 5.0
 _STACKS_SECONDS = 1.0
 _OPENING_SECONDS = 5.0
 """Between two lines about a ledger that is being opened."""
+_AGAIN_SECONDS, _LONGEST_AWAY = 60.0, 900.0
+"""Until an engine that was given up is tried again; twice as long each time."""
+_PROBES = 64
+"""At once, of roles that start: one that does not answer holds up no other."""
 _ENDING_SHARE = 1 / 3
 """Of the time that a preemption leaves, kept for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
@@ -79,8 +83,13 @@ class Supervisor:
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
         """Of each unit, since the last train step."""
-        self._given_up: set[str] = set()
-        """Units of engines that the run goes on without."""
+        self._given_up: dict[str, float] = {}
+        """Units of engines that the run goes on without, and when each is tried again."""
+        self._given_up_before: Counter[str] = Counter()
+        """How often each was, since it was last there."""
+        self._probes = ThreadPoolExecutor(_PROBES, "probe")
+        self._asked: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
+        """Roles that start, and what they answer."""
         self._starts = run_dir.starts
         self._hurried = False
         self._unsaid = 0
@@ -117,6 +126,7 @@ class Supervisor:
             self._observe()
         finally:
             self._end_all(sys.exception())
+            self._probes.shutdown(wait=False)
 
     def _start(self, role: Role) -> None:
         self._starts[role.name] += 1
@@ -125,6 +135,8 @@ class Supervisor:
             write_config(config_path(self._run_dir.path, role.unit), engine_identity(owner, role.engine))
         env = self._plan.environment(role) | owner.environment(self._starts[role.name])
         log = self._run_dir.log(role.log_name)
+        if (before := self._processes.get(role.name)) is not None:
+            self._asked.pop(before, None)
         self._processes[role.name] = RoleProcess(self._backend, role, env, log)
 
     def _stop_signal(self) -> int:
@@ -139,6 +151,7 @@ class Supervisor:
     def _watch(self) -> None:
         if any(self._died(p) for p in self._processes.values()):
             self._on_death()
+        self._try_again()
         for process in self._processes.values():
             if not process.ready and process.exit_code is None:
                 self._check_ready(process)
@@ -188,22 +201,22 @@ class Supervisor:
         fewest = self._config.launch.min_engines
         if fewest is None or role.unit not in engines or left < fewest:
             raise error
-        self._given_up.add(role.unit)
+        wait = min(_AGAIN_SECONDS * 2.0 ** self._given_up_before[role.unit], _LONGEST_AWAY)
+        self._given_up_before[role.unit] += 1
+        self._given_up[role.unit] = time.monotonic() + wait
         self._say(
-            f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}): {error}"
+            f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}), for {wait:.0f} s: "
+            f"{error}"
         )
         self._end([p for p in self._processes.values() if p.role.unit == role.unit], now=True)
-        self._tell_given_up()
 
-    def _tell_given_up(self) -> None:
-        """The rollout process must not wait for them; one that starts later is told when it is ready."""
-        rollout = self._processes.get("rollout")
-        if rollout and rollout.ready and rollout.role.ready_url:
-            for role in self._plan.pool():
-                if role.unit in self._given_up:
-                    engine = quote((role.ready_url or "").removesuffix("/health"), safe="")
-                    url = rollout.role.ready_url.replace("/status", f"/leave_out?engine={engine}")
-                    self._get(url, data=b"")
+    def _try_again(self) -> None:
+        """Engines whose time has come. The rollout process takes one in when it answers."""
+        now = time.monotonic()
+        for unit in [unit for unit, again in self._given_up.items() if now >= again]:
+            del self._given_up[unit]
+            self._say(f"trying {unit} again")
+            self._restart({unit}, 0)
 
     def _settled(self) -> list[RoleProcess]:
         """Who is dead. Roles fall like dominoes, and a dying one is often noticed by the others first: give them a
@@ -256,12 +269,15 @@ class Supervisor:
         if role.ready_url is None:
             process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
             return
-        code, body = self._probe(role)
+        if process not in self._asked:
+            self._asked[process] = self._probes.submit(self._probe, role)
+        code, body = NO_ANSWER, b""
+        if self._asked[process].done():
+            code, body = self._asked.pop(process).result()
         if code == OK:
             process.ready = True
+            self._given_up_before.pop(role.unit, None)
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
-            if role.kind == "rollout":
-                self._tell_given_up()
         elif code == NOT_YET and role.kind == "rollout":
             self._tell_opening(body.decode(errors="replace"))
         elif role.start_timeout is not None and process.seconds > role.start_timeout:

@@ -482,7 +482,8 @@ class LaunchConfig(Section):
     max_restarts: NonNegative = 3
     """How often a role may be restarted without a train step in between. One more death stops the run."""
     min_engines: Positive | None = None
-    """Fewest engines to go on with when others do not start or die too often. Unset: all of them."""
+    """Fewest engines to begin with, and to go on with when others do not start or die too often, which are tried
+    again from time to time. Unset: all of them."""
     srun_args: list[str] = Field(default_factory=list)
     """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None

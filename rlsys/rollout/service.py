@@ -70,12 +70,8 @@ def make_app(
     manager: RolloutManager,
     ready: Callable[[], bool],
     owner: Owner,
-    leave_out: Callable[[str], None] | None = None,
 ) -> web.Application:
-    """The HTTP side of a manager. `ready`: whether every engine has answered. Commands carry the key of `owner`.
-
-    `leave_out`: told the URL of an engine that will not come; None for a pool that nobody watches.
-    """
+    """The HTTP side of a manager. `ready`: have enough engines answered? Commands carry the key of `owner`."""
     access, once = Access(owner), Once()
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
@@ -102,12 +98,6 @@ def make_app(
     async def leave(request: web.Request) -> web.Response:
         access.check_key(request)
         await manager.leave(float(request.query["seconds"]))
-        return web.json_response(manager.status())
-
-    async def go_without(request: web.Request) -> web.Response:
-        access.check_key(request)
-        assert leave_out is not None
-        leave_out(request.query["engine"])
         return web.json_response(manager.status())
 
     def command(
@@ -139,8 +129,6 @@ def make_app(
             web.post("/commit", command(StepRequest, lambda r: manager.commit(r.train_step))),
         ]
     )
-    if leave_out is not None:
-        app.add_routes([web.post("/leave_out", go_without)])
     return app
 
 
@@ -203,25 +191,27 @@ def _command(
 
 
 class EngineWatch:
-    """Waits for every engine's first answer, then lets the router look after those that die and come back."""
+    """Waits for the first answers of so many engines as a run begins with, and of all `references`; then lets the
+    router look after engines, also after those that come later, or die and come back."""
 
-    def __init__(self, engines: list[EngineClient], router: Router) -> None:
-        self._engines = engines
+    def __init__(
+        self, engines: list[EngineClient], references: list[EngineClient], fewest: int, router: Router
+    ) -> None:
+        self._engines, self._references, self._fewest = engines, references, fewest
         self._router = router
         self.ready = False
 
     async def run(self) -> None:
-        while not all(await asyncio.gather(*(e.healthy() for e in self._engines))):
+        while not await self._enough():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
         await self._router.watch()
 
-    def leave_out(self, url: str) -> None:
-        """It will not come: the run goes on with the others. Once more is no mistake."""
-        if engine := next((e for e in self._engines if e.url == url), None):
-            log.warning("%s does not come up; going on without it", url)
-            self._engines.remove(engine)
-            self._router.remove_engine(url)
+    async def _enough(self) -> bool:
+        asked = [*self._references, *self._engines]
+        here = await asyncio.gather(*(e.healthy() for e in asked))
+        split = len(self._references)
+        return all(here[:split]) and sum(here[split:]) >= self._fewest
 
 
 async def serve(config: Config, port: int, urls: list[str], reference: str | None, owner: Owner) -> None:
@@ -281,13 +271,13 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
             sets = await open_until_stopped.enter_async_context(open_sets(config, tokenizer, router))
             spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
             manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer, sets, spans)
-            watch = EngineWatch([*engines, *references], router)
+            watch = EngineWatch(engines, references, config.launch.min_engines or len(engines), router)
 
             def rewards_in_flight() -> str:
                 asked = ", ".join(str(p.index) for p in scorer.scoring) or "none"
                 return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
 
-            app = make_app(manager, lambda: watch.ready, owner, watch.leave_out)
+            app = make_app(manager, lambda: watch.ready, owner)
             with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
                 await _serve_until(stop, app, port, watch.run())
             log.info("stopping: parking what is in flight")

@@ -88,7 +88,7 @@ class RolloutRole:
             lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
         )
         self.manager = RolloutManager(config, self.buffer, router, Numbers(), scorer, planning)
-        watch = EngineWatch(clients, router)
+        watch = EngineWatch(clients, [], len(clients), router)
         app = make_app(self.manager, lambda: watch.ready, self._launch.owner)
         app.freeze()
         self.app = app

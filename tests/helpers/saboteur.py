@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,26 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.push import WeightPush
+from rlsys.types import Prompt
 
 FOLDER = "killed"
 """In the run folder: a file of the name of each boundary at which it was killed."""
 
 
 def reward(config: Config) -> Callable[..., Any]:
-    folder = config.run.dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    if left := [name for name in BOUNDARIES if not (folder / name).exists()]:
-        _arm(left[0], folder)
-    return reasoning_gym(config)
+    """Armed in the rollout process alone: `rlsys train` makes the reward too, to try it before the run."""
+    main = sys.modules["__main__"].__spec__
+    if main is not None and main.name == "rlsys.rollout.service":
+        folder = config.run.dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        if left := [name for name in BOUNDARIES if not (folder / name).exists()]:
+            _arm(left[0], folder)
+    score = reasoning_gym(config)
+
+    async def in_this_process(prompt: Prompt, text: str) -> Any:
+        return score(prompt, text)
+
+    return in_this_process
 
 
 def _in_flight(dispatcher: Dispatcher) -> bool:

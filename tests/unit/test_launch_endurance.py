@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
+import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from launch import supervisor
 from launch.backends.local import LocalBackend
 from launch.backends.slurm import SlurmBackend
 from launch.plan import LaunchPlan, Role
@@ -20,6 +24,7 @@ from launch.supervisor import Supervisor
 from rlsys import cli
 from rlsys.config import Config
 from rlsys.errors import RlsysError, UserError
+from rlsys.rollout.service import EngineWatch
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 # -- an engine that the run can spare ------------------------------------------------------------------------
@@ -42,31 +47,58 @@ def engines_of(stage: Stage, second: str, **options: Any) -> list[Role]:
     ]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
-    ("second", "options", "told"),
+    ("failing", "options", "told"),
     [
         ("sys.exit(1)", {}, "exited with code 1"),
-        ("while True: signal.pause()", {"start_timeout": 0.5}, "did not answer within engine.start_timeout"),
+        ("while True: signal.pause()", {"start_timeout": 2.0}, "did not answer within engine.start_timeout"),
     ],
     ids=["dies", "never answers"],
 )
-def test_a_run_goes_on_without_an_engine_that_does_not_come_up(
-    tmp_path: Path, second: str, options: dict[str, Any], told: str
+def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back(
+    tmp_path: Path, failing: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It fails twice: each time it is away for longer. Before: it was never tried again."""
+    monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.1)
     stage = stage_with(tmp_path, min_engines=1)
-    roles = engines_of(stage, second, **options)
+    second = f"name = 'engine-1'\nnote('second')\nif count('second') < 3:\n  {failing}\n{SERVE_FOREVER}"
     stage.run(
-        *roles,
+        *engines_of(stage, second, **options),
         stage.role("rollout", SERVE_FOREVER, serves=True),
-        stage.role("trainer", "wait_for('rollout asked /leave_out')"),
+        stage.role("trainer", "wait_for('engine-1 probed')"),
     )
-    assert any(
-        p.startswith("going on without engine-1, with 1 engines (launch.min_engines = 1)") and told in p
-        for p in stage.display.phases
-    ), stage.display.phases
-    url = (roles[1].ready_url or "").removesuffix("/status")
-    asked = next(note for note in stage.notes if note.startswith("rollout asked"))
-    assert url.rpartition(":")[2] in asked
+    without = [p for p in stage.display.phases if p.startswith("going on without engine-1, with 1 engines")]
+    assert len(without) >= 2 and all(told in p for p in without[:2]), stage.display.phases
+    assert stage.display.phases.count("trying engine-1 again") >= 2
+
+
+async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
+    """Lognormal starts; some of the engines never come. The last of the quorum opens the run, no later one."""
+    rng = random.Random(0)
+    comes = [math.inf, *(rng.lognormvariate(3, 1) for _ in range(255))]
+    now, watched = 0.0, asyncio.Event()
+
+    class Engine:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        async def healthy(self) -> bool:
+            return now >= self.at
+
+    class Routing:
+        async def watch(self) -> None:
+            watched.set()
+
+    fewest = 230
+    last = sorted(comes)[fewest - 1]
+    engines, router = cast(Any, [Engine(at) for at in comes]), cast(Any, Routing())
+    watch = EngineWatch(engines, [], fewest, router)
+    now = math.nextafter(last, 0)
+    assert not await watch._enough()
+    now = last
+    await watch.run()
+    assert watch.ready and watched.is_set()
 
 
 @pytest.mark.gate
