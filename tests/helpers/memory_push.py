@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
     rank, port = dist.get_rank(), [0]
     if rank == 0:
         server = HTTPServer(("127.0.0.1", 0), Engine)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         port = [server.server_port]
     dist.broadcast_object_list(port)
     weights = {"bucket_mb": 16 / 2**20}

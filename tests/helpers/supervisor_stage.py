@@ -38,7 +38,7 @@ def serve():
         def log_message(self, *_): pass
     http.server.HTTPServer.allow_reuse_address = True
     server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
 note(name + " began " + str(os.getpid()))
 """
 SERVE_FOREVER = "serve()\nwhile True: signal.pause()"
