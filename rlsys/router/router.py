@@ -547,10 +547,11 @@ class Router:
         whether it has the current weights and may be sent samples, now or when a push or a train step is over.
         """
         current = self._pool.version
+        left_out = {e.url for e in self._pool.engines if e.quarantined or e.draining or e.pinned}
         return {
             e.url: {
                 "state": e.state,
-                "serving": e.alive and e.quarantined is None and not e.draining and e.version == current,
+                "serving": e.alive and e.url not in left_out and e.version == current,
                 "requests": e.load,
                 "tokens": e.tokens,
                 "weight_version": e.version if e.version >= 0 else None,

@@ -73,7 +73,7 @@ export function lineChart(host, { lines, log = false, floor = null }) {
   const scale = log ? Math.log10 : (v) => v;
   let low = Math.min(...all.map(([, y]) => scale(y))), high = Math.max(...all.map(([, y]) => scale(y)));
   if (floor !== null && !log) low = Math.min(low, floor);
-  if (high === low) { high += Math.abs(high) * 0.1 || 0.5; if (floor === null || low > floor) low -= Math.abs(low) * 0.1 || 0.5; }
+  if (high === low) { high += Math.abs(high) * 0.1 || 1; if (floor === null || low > floor) low -= Math.abs(low) * 0.1 || 1; }
   const step = stepOf(low, high, 4);
   if (!log) {
     [low, high] = [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];

@@ -39,7 +39,7 @@ export async function overview(main, runs, chosen) {
   const hosts = shown.map(() => el("div", { class: "chart tall" }));
   if (times.some((steps) => steps.length)) {
     const lanes = shown.map((run, i) => el("div", { class: "card" }, el("h3", {}, run.name), hosts[i]));
-    parts.push(el("h2", {}, "Where the time went", el("small", {}, "seconds of each of the last 60 steps")), legend(), el("div", { class: "grid" }, ...lanes));
+    parts.push(el("h2", {}, "Where the time went", el("small", {}, "seconds of each of the last 60 steps")), legend(), el("div", { class: "grid lanes" }, ...lanes));
   }
   main.replaceChildren(...parts);
 
