@@ -59,8 +59,8 @@ def convert_to_megatron(args: argparse.Namespace) -> int:
     with _bar(f"{args.hf} -> {args.out}") as advance:
         done = hf_to_megatron(args.hf, args.out, layout, advance)
     print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
-    if done.skipped:
-        print(f"left out: {done.skipped} tensors of layers for multi-token prediction")
+    if done.carried:
+        print(f"carried along unchanged: {done.carried} tensors of layers for multi-token prediction")
     return 0
 
 

@@ -18,6 +18,7 @@ from rlsys.convert.folder import INDEX, MXFP4_BLOCKS, Place, find_tensors
 from rlsys.convert.output import partial_of
 from rlsys.convert.quantised import from_fp8, from_mxfp4
 from rlsys.convert.stack import part_of
+from rlsys.convert.table import carried_names
 from rlsys.errors import UserError
 from rlsys.precision import BLOCK
 
@@ -41,6 +42,8 @@ class HFTensors:
     def __init__(self, folder: Path, config: HFConfig) -> None:
         """Raises UserError as find_tensors does: every tensor of the model is there, and none beside."""
         self._places = find_tensors(folder, config)
+        self.carried = carried_names(config, self.names)
+        """Those of them that nobody trains."""
 
     @property
     def names(self) -> frozenset[str]:

@@ -54,8 +54,9 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def left_out(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Tensors of layers after the model's own: they predict several tokens at once, and nobody here trains them."""
+def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
+    """Tensors of layers after the model's own: they predict several tokens at once, and nobody here trains them
+    (rlsys.convert.carried)."""
     layers = range(config.layers, config.layers + config.prediction_layers)
     return frozenset(n for n in present if (m := _LAYER.match(n)) and int(m[1]) in layers)
 
@@ -63,7 +64,7 @@ def left_out(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
 def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
     """Every tensor accounted for. Raises UserError that names the first missing or unknown tensor."""
     expected = {name for entry in entries(config) for name in entry.hf}
-    present -= left_out(config, present)
+    present -= carried_names(config, present)
     if config.tied:
         present -= {"lm_head.weight"}
     if missing := sorted(expected - present):

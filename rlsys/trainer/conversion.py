@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rlsys.config import Config, explain_error, load_config
 from rlsys.config.sections import ModelConfig, ParallelConfig
+from rlsys.convert.carried import carried, save_carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
@@ -26,7 +28,7 @@ from rlsys.convert.layout import sections, to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
 from rlsys.convert.rules import Rule
 from rlsys.convert.stack import stacked
-from rlsys.convert.table import Entry, entries, left_out
+from rlsys.convert.table import Entry, entries
 from rlsys.convert.torch_dist import DistReader, DistWriter
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import checkpoint, manifest, setup
@@ -41,11 +43,11 @@ _NOT_THE_MODEL = ("optimizer.", "average.", "reference.", "value_head.", "critic
 
 @dataclass(frozen=True)
 class Done:
-    """What was converted. `skipped`: tensors for multi-token prediction, which nobody here trains."""
+    """What was converted. `carried`: tensors for multi-token prediction, which nobody here trains."""
 
     tensors: int
     elements: int
-    skipped: int = 0
+    carried: int = 0
 
 
 # -- Hugging Face -> Megatron -------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
     check_layout(config, hf)
     tensors = HFTensors(folder, hf)
     total = _elements(hf)
-    done = Done(0, 0, len(left_out(hf, tensors.names)))
+    done = Done(0, 0, len(tensors.carried))
     partial, size = partial_of(out), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     with new_folder(out, size), _one_rank(folder) as alone:
         shutil.rmtree(partial, ignore_errors=True)
@@ -69,9 +71,10 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
                 for rank, start, length in pieces(entry, address, config, hf):
                     part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
                     writer.put(rank, address.key, address.shape, address.box(start, length), part)
-                done = Done(done.tensors + len(entry.hf), done.elements + full.numel(), done.skipped)
+                done = Done(done.tensors + len(entry.hf), done.elements + full.numel(), done.carried)
                 advance(done.elements, total)
         writer.finish({"step": 0})
+        save_carried(partial, tensors)
         _copy_side_files(folder, partial)
         manifest.write(partial, 0, None, {})
         publish(partial, out)
@@ -142,7 +145,7 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
                     done = Done(done.tensors + 1, done.elements + tensor.numel())
                     advance(done.elements, total)
 
-            write_hf(out, model, stacked(tensors(), hf))
+            write_hf(out, model, chain(stacked(tensors(), hf), carried(model, hf)))
     return done
 
 

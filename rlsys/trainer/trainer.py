@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.convert.carried import carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
@@ -268,7 +270,8 @@ class Trainer:
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder that serves by itself. Atomic."""
         if self.is_main:
-            write_hf(folder, self.config.model.path, self.named_hf_tensors())
+            source = self.config.model.path
+            write_hf(folder, source, chain(self.named_hf_tensors(), carried(source, self.hf)))
         else:
             for _ in self.named_hf_tensors():
                 pass

@@ -5,13 +5,14 @@ tests/integration/test_real_models.py compares the engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
@@ -138,3 +139,26 @@ def test_a_folder_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     before, after = tensors_of(folder), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_layers_for_multi_token_prediction_go_along(tmp_path: Path, start: Callable[..., Trainer]) -> None:
+    """Through a checkpoint and back, and from a run that began with either."""
+    folder = tiny.write(tmp_path / "model", TINY["deepseek-v3"])
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
+    tensors = tensors_of(folder)
+    more = {
+        "model.layers.4.eh_proj.weight": torch.randn(64, 128),
+        "model.layers.4.enorm.weight": torch.ones(64),
+    }
+    save_file(tensors | more, folder / "model.safetensors")
+    there = tmp_path / "megatron"
+    done = hf_to_megatron(folder, there, {"ep": 2}, lambda *_: None)
+    assert (done.tensors, done.carried) == (len(tensors), 2)
+    megatron_to_hf(there, tmp_path / "back", lambda *_: None)
+    for name, source in (("folder", folder), ("checkpoint", there)):
+        start(source).export_hf(tmp_path / name)
+    for name in ("back", "folder", "checkpoint"):
+        found = tensors_of(tmp_path / name)
+        assert found.keys() == (tensors | more).keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in (tensors | more).items())

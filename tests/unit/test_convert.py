@@ -144,7 +144,7 @@ def test_deepseek_shapes_come_from_its_ranks_and_head_sizes() -> None:
     assert shapes[at + "mlp.gate.e_score_correction_bias"] == (4,)
 
 
-def test_layers_for_multi_token_prediction_are_left_out() -> None:
+def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
     config = config_of(architecture="DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
     names = frozenset(names_of(config))
     check_names(config, names | {"model.layers.3.eh_proj.weight"}, "here")
