@@ -54,8 +54,8 @@ class HFConfig:
 
     `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
     multi-token prediction, which are carried along unchanged. `window`: tokens that a query sees, its own among
-    them, in the layers of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig. `quantised`: how
-    the folder holds weights (rlsys.convert.quantised).
+    them, in the layers of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig. `quantised`:
+    how the folder holds weights (rlsys.convert.quantised).
     """
 
     family: Family
