@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.stack import part_of, stacked
 from rlsys.convert.table import entries
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import buckets
+from tests.helpers import tiny
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=30), st.integers(4, 400))
@@ -111,3 +113,56 @@ def test_latent_attentions_two_first_projections_share_a_bucket() -> None:
     for name in (n for b in made for n in b if ".q_a_proj." in n):
         (bucket,) = (b for b in made if name in b)
         assert name.replace("q_a_proj", "kv_a_proj_with_mqa") in bucket, f"{name} is alone in {bucket}"
+
+
+GPT_OSS = HFConfig.of(tiny.raw_config(tiny.TINY["gpt-oss"]), "config.json")
+
+
+def experts_of(hf: HFConfig) -> dict[str, Tensor]:
+    """Each expert's tensors, as the trainer has them."""
+    torch.manual_seed(0)
+    return {
+        name: torch.randn(shape)
+        for entry in entries(hf)
+        for name, shape in entry.hf.items()
+        if entry.expert is not None
+    }
+
+
+def test_stacked_experts_are_transposed_and_interleaved() -> None:
+    experts = experts_of(GPT_OSS)
+    made = dict(stacked(experts.items(), GPT_OSS))
+    at = "model.layers.1.mlp.experts."
+    whole, bias = made[at + "gate_up_proj"], made[at + "gate_up_proj_bias"]
+    assert (whole.shape, bias.shape) == ((8, 64, 64), (8, 64))
+    for i, part in enumerate(("gate", "up")):
+        assert torch.equal(whole[3][:, i::2].t(), experts[f"{at}3.{part}_proj.weight"])
+        assert torch.equal(part_of(whole[3], i, 2), experts[f"{at}3.{part}_proj.weight"])
+        assert torch.equal(bias[3][i::2], experts[f"{at}3.{part}_proj.bias"])
+    assert torch.equal(made[at + "down_proj"][5].t(), experts[at + "5.down_proj.weight"])
+    assert len(made) == 4 * GPT_OSS.layers
+
+
+def test_a_missing_expert_is_no_stack() -> None:
+    experts = experts_of(GPT_OSS)
+    del experts["model.layers.2.mlp.experts.7.up_proj.bias"]
+    with pytest.raises(
+        ValueError, match=r"not all experts came for model\.layers\.2\.mlp\.experts\.gate_up_proj_bias"
+    ):
+        dict(stacked(experts.items(), GPT_OSS))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_checksums_of_stacked_experts_are_those_of_the_engines_layout(rank: int) -> None:
+    """Experts' weights as [experts, out, in], cut over ranks along what is inside an expert."""
+    made = dict(stacked(experts_of(GPT_OSS).items(), GPT_OSS))
+    checksums = EngineChecksums(GPT_OSS, 2)
+    for _ in checksums.watch(made.items()):
+        pass
+    found, at = checksums.digests()[rank], "model.layers.0.mlp.experts."
+    half = slice(32 * rank, 32 * rank + 32)
+    assert found[at + "w13_weight"] == sha(made[at + "gate_up_proj"].transpose(1, 2)[:, half])
+    assert found[at + "w13_weight_bias"] == sha(made[at + "gate_up_proj_bias"][:, half])
+    down = made[at + "down_proj"].transpose(1, 2)
+    assert found[at + "w2_weight"] == sha(down[:, :, 16 * rank : 16 * rank + 16])
+    assert found[at + "w2_weight_bias"] == sha(made[at + "down_proj_bias"])
