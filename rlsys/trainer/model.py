@@ -248,6 +248,9 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill =
         if ".experts." in name:
             # One optimizer shape for any ep; must precede DDP.
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # Megatron marks experts' biases as shared by tensor-parallel ranks, which have tokens or experts of their
+            # own, and would add up their gradients.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
     return chunks
 
 
