@@ -122,8 +122,11 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
     for entry in entries(hf):
         for name in local.here(entry):
             weight = local[name]
-            if entry.rule.cut is not None and not hasattr(weight, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut, 1)
+            # No two tensor-parallel ranks have the same expert and tokens, also where they do not cut it: its second
+            # bias, which megatron would count on the first of them only.
+            part = entry.rule.cut is not None or entry.expert is not None
+            if part and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut or 0, 1)
 
 
 def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
