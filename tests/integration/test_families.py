@@ -40,15 +40,18 @@ COSINE = 0.99999
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    started: list[Trainer] = []
+    """Make a trainer; the one before it is closed, and the last one at the end."""
+    open_ones: list[Trainer] = []
 
-    def trainer_of(folder: Path, **sections: Any) -> Trainer:
-        started.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
-        return started[-1]
+    def make(folder: Path, **sections: Any) -> Trainer:
+        while open_ones:
+            open_ones.pop().close()
+        open_ones.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
+        return open_ones[0]
 
-    yield trainer_of
-    for trainer in started:
-        trainer.close()
+    yield make
+    while open_ones:
+        open_ones.pop().close()
 
 
 def reference(folder: Path, gradients: Path) -> Tensor:
