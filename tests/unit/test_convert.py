@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlsys.convert import hf as hf_module
+from rlsys.convert.carried import carried, save_carried
 from rlsys.convert.config import HFConfig, Routing
 from rlsys.convert.families import FAMILIES
 from rlsys.convert.flops import crossover_length
@@ -150,6 +151,23 @@ def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
     check_names(config, names | {"model.layers.3.eh_proj.weight"}, "here")
     with pytest.raises(UserError, match=r"no place in the model, first: model\.layers\.4\.eh_proj"):
         check_names(config, names | {"model.layers.4.eh_proj.weight"}, "here")
+
+
+def test_they_go_along_from_a_folder_and_from_a_checkpoint(tmp_path: Path) -> None:
+    """In files of bounded size."""
+    raw = raw_config("DeepseekV3ForCausalLM", **DEEPSEEK, num_nextn_predict_layers=1)
+    config = HFConfig.of(raw, "config.json")
+    more = {f"model.layers.3.{name}.weight": torch.randn(16) for name in ("enorm", "hnorm", "eh_proj")}
+    folder, checkpoint = tmp_path / "folder", tmp_path / "checkpoint"
+    for path in (folder, checkpoint):
+        path.mkdir()
+    save_file(random_tensors(config) | more, folder / "model.safetensors")
+    save_carried(checkpoint, HFTensors(folder, config), max_file_bytes=100)
+    assert len(list(checkpoint.iterdir())) == 2
+    for source in (folder, checkpoint):
+        found = dict(carried(source, config))
+        assert found.keys() == more.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
 
 
 def test_queries_keys_and_values_are_interleaved_by_group() -> None:
