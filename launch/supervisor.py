@@ -149,12 +149,12 @@ class Supervisor:
         return all(p.exit_code == 0 for p in self._processes.values() if p.role.kind == "trainer")
 
     def _watch(self) -> None:
+        for process in self._processes.values():  # first: one that answered and died has worked
+            if not process.ready and (process.exit_code is None or process in self._asked):
+                self._check_ready(process)
         if any(self._died(p) for p in self._processes.values()):
             self._on_death()
         self._try_again()
-        for process in self._processes.values():
-            if not process.ready and process.exit_code is None:
-                self._check_ready(process)
 
     def _died(self, process: RoleProcess) -> bool:
         """Engines and the rollout process end when they are told to, never by themselves."""
@@ -269,10 +269,10 @@ class Supervisor:
         if role.ready_url is None:
             process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
             return
-        if process not in self._asked:
+        if process not in self._asked and process.exit_code is None:
             self._asked[process] = self._probes.submit(self._probe, role)
         code, body = NO_ANSWER, b""
-        if self._asked[process].done():
+        if process in self._asked and self._asked[process].done():
             code, body = self._asked.pop(process).result()
         if code == OK:
             process.ready = True
@@ -280,6 +280,8 @@ class Supervisor:
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
         elif code == NOT_YET and role.kind == "rollout":
             self._tell_opening(body.decode(errors="replace"))
+        elif process.exit_code is not None:
+            return
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             if not self._restarts[role.unit]:
                 limit = f"engine.start_timeout = {role.start_timeout:g} s"

@@ -136,6 +136,7 @@ class ScriptedRouter:
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        stop_texts: Sequence[str] = (),
         *,
         evaluation: bool = False,
     ) -> Segment:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,10 @@ def added_up(value: Tensor) -> Tensor:
 def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     """What the trainer does under context parallelism: a rank computes the tokens behind those of its chunks."""
     assert dist.group.WORLD is not None
-    share = Share.of(part, 1, dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    packed: Any = SimpleNamespace(
+        tokens=part.tokens, cu_seqlens=part.cu_seqlens, support_at=None, support_ids=None
+    )
+    share = Share.of(packed, 1, dist.group.WORLD, torch.device("cpu"))
     behind = values.roll(-1)[share.source.clamp(min=0)]
     return share.aligned(torch.where(share.source >= 0, behind, torch.zeros_like(behind)))
 

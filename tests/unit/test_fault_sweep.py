@@ -210,6 +210,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0))
     monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
+    monkeypatch.setattr(checkpoint, "_replicas", lambda: None)
     monkeypatch.setattr(checkpoint, "Writing", WrittenAtOnce)
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: None)
     acknowledged: dict[Path, int] = {}

@@ -75,6 +75,7 @@ def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(bootstrap, "pip", lambda label, *args: asked.append(args))
     monkeypatch.setattr(bootstrap, "make_venv", lambda *_: None)
     monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
     monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
     monkeypatch.setenv(bootstrap.DEVICE, "cuda")
