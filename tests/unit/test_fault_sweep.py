@@ -210,7 +210,8 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0))
     monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
-    monkeypatch.setattr(checkpoint, "_replicas", lambda: None)
+    for made in ("_replicas", "get_default_save_sharded_strategy", "FullyParallelSaveStrategyWrapper"):
+        monkeypatch.setattr(checkpoint, made, lambda *_: None)
     monkeypatch.setattr(checkpoint, "Writing", WrittenAtOnce)
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: None)
     acknowledged: dict[Path, int] = {}
