@@ -85,8 +85,8 @@ class Supervisor:
         """Of each unit, since the last train step."""
         self._given_up: dict[str, float] = {}
         """Units of engines that the run goes on without, and when each is tried again."""
-        self._given_up_before: Counter[str] = Counter()
-        """How often each was, since it was last there."""
+        self._away: dict[str, float] = {}
+        """Of units that were given up since they were last there: how long the next time lasts."""
         self._probes = ThreadPoolExecutor(_PROBES, "probe")
         self._asked: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
         """Roles that start, and what they answer."""
@@ -126,7 +126,7 @@ class Supervisor:
             self._observe()
         finally:
             self._end_all(sys.exception())
-            self._probes.shutdown(wait=False)
+            self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, role: Role) -> None:
         self._starts[role.name] += 1
@@ -201,8 +201,8 @@ class Supervisor:
         fewest = self._config.launch.min_engines
         if fewest is None or role.unit not in engines or left < fewest:
             raise error
-        wait = min(_AGAIN_SECONDS * 2.0 ** self._given_up_before[role.unit], _LONGEST_AWAY)
-        self._given_up_before[role.unit] += 1
+        wait = self._away.get(role.unit, _AGAIN_SECONDS)
+        self._away[role.unit] = min(2 * wait, _LONGEST_AWAY)
         self._given_up[role.unit] = time.monotonic() + wait
         self._say(
             f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}), for {wait:.0f} s: "
@@ -276,7 +276,7 @@ class Supervisor:
             code, body = self._asked.pop(process).result()
         if code == OK:
             process.ready = True
-            self._given_up_before.pop(role.unit, None)
+            self._away.pop(role.unit, None)
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
         elif code == NOT_YET and role.kind == "rollout":
             self._tell_opening(body.decode(errors="replace"))
