@@ -435,10 +435,6 @@ class Router:
             self._prefills[flight.why][1] += segment.prompt_tokens
             sample.cached_tokens += segment.cached_tokens
             sample.prefilled_tokens += segment.prompt_tokens
-        elif (
-            ended and tokens
-        ):  # the engine has not seen it; what else it makes is dropped, its routes are not
-            await engine.client.abort(flight.rid)
         return segment.finish
 
     async def _attested(self, engine: EngineState, versions: set[int]) -> bool:
