@@ -35,7 +35,8 @@ ROUTES_VARIABLE = "RLSYS_ROUTES"
 """Tells an engine's process its folder but for EPOCH and START: RUN/segments/UNIT."""
 ASK = "rlsys_routes"
 """A key of a request's custom_params, which stock SGLang ignores: answer with a pointer if you can."""
-_FILE = re.compile(r"(\d{6})-([\w-]+)-(\d+)/(\d+)-(\d{6})\.seg", re.ASCII)
+_FILE = re.compile(r"(\d{6})-([\w-]{1,100})-(\d{1,9})/(\d{1,9})-(\d{6})\.seg", re.ASCII)
+"""Bounded: a longer name is an error of the disk in the process that looks for the file."""
 _POINTER = b"rlsyspt1"
 """What a pointer begins with. The stock answer begins with an expert's id as int32, and none is so large."""
 _TABLE = struct.Struct("<HHI")

@@ -128,7 +128,13 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
         read_routes(lambda _, o, n: bytes(record[o : o + n]), RouteSpan(4, 7, b"", place), None)
 
 
-@pytest.mark.parametrize("name", ["../x.seg", "/etc/passwd", "000001-e-1/../1-000001.seg", "a/b", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.seg", "/etc/passwd", "000001-e-1/../1-000001.seg", "a/b", "", f"000001-{'e' * 300}-1/0-000001.seg",
+        f"000001-e-{'1' * 300}/0-000001.seg", f"000001-e-1/{'1' * 300}-000001.seg",
+    ],
+)  # fmt: skip
 def test_an_answer_points_nowhere_else(name: str) -> None:
     assert RouteFile.of(name) is None
     with pytest.raises(ValueError, match="routes in"):
