@@ -280,6 +280,7 @@ class RolloutManager:
                 raise RunError(f"commit({train_step}) after {self._done_steps} steps: no such checkpoint yet")
             t = self._config.trainer
             check_conservation(self._buffer.ledger())
+            self._runner.save_running()  # what nobody has claimed of the engines' files may go with them
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
             self._runner.flush()
 

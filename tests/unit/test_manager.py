@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
+from rlsys.records import SegmentReader
 from rlsys.rollout.figures import quantile
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.schedule import admission_capacity, sample_seed
-from rlsys.types import Prompt, Sample, SampleGroup, Status
+from rlsys.route_records import in_hand, read_pointer
+from rlsys.types import Prompt, RouteSpan, Sample, SampleGroup, Segment, Status
+from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import (
     APRIL,
     Numbers,
@@ -30,6 +33,7 @@ from tests.helpers.rollout_rig import (
     settle,
     slow_group_zero,
 )
+from tests.helpers.route_cases import chosen, writer
 
 # Admission and seeds
 
@@ -555,6 +559,32 @@ async def test_commit_prunes_up_to_the_oldest_kept_checkpoint(tmp_path: Path) ->
             r.buffer.restore(1)
         await r.start(2)
         assert ids((await r.take(3)).groups) == [4, 5]
+
+
+async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> None:
+    """They have come with an earlier turn, and its file is full; nothing has saved the sample since."""
+    kept = {"checkpoint_every": 1, "keep_checkpoints": 1}
+    config = make_config(tmp_path, **APRIL, trainer=kept, launch={"placement": "disaggregated"})
+    async with rig(config, slow_group_zero) as r:
+        await r.start()
+        await r.take(1)
+        await r.push()
+        await settle()
+        r.router.give(0, 1)
+        running = r.buffer.groups[0].samples[0]
+        assert running.status is Status.IN_FLIGHT and running.tokens
+        positions = len(running.prompt_ids) + running.tokens - 1
+        made = writer(tmp_path, size=1)  # a file for each record
+        place = read_pointer(made.append(chosen(positions), 0), 0, positions)
+        assert place is not None
+        running.append(Segment([], [], [], None, routes=RouteSpan(0, positions, b"", place)))
+        for _ in range(2):
+            made.append(chosen(1), 0)
+        await r.manager.commit(1)
+        r.buffer.save([running])
+        (saved,) = (s for s in loaded(tmp_path, r.buffer.unloaded([0]))[0].samples if s.index == 0)
+        with SegmentReader(tmp_path) as reader:
+            assert [s.end for s in in_hand(reader, saved).routes] == [positions]
 
 
 async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
