@@ -25,7 +25,7 @@ def real_ranks(folder: Path, ranks: int, layouts: list[str]) -> dict[str, list[d
     """What each rank saw of the step in each layout."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    subprocess.run([*torchrun, cases.__file__, str(folder), *layouts], check=True, env=env)
+    subprocess.run([*torchrun, "-m", cases.__name__, str(folder), *layouts], check=True, env=env)
     return {
         layout: [json.loads((folder / f"{layout}.{rank}.json").read_text()) for rank in range(ranks)]
         for layout in layouts

@@ -372,7 +372,9 @@ def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     layouts = ["dp=2", "cp=2", "pp=2"]
-    subprocess.run([*torchrun, notes.__file__, str(tmp_path), *layouts], check=True, env=env, timeout=400)
+    subprocess.run(
+        [*torchrun, "-m", notes.__name__, str(tmp_path), *layouts], check=True, env=env, timeout=400
+    )
     notes.train_recorded(tmp_path / "alone")
     step = cases.recorded().train_step
     alone = read_trained(tmp_path / "alone", step)
@@ -394,7 +396,7 @@ def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_
     plain = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "ATEN_CPU_CAPABILITY": "default"}
     env = {**os.environ, **plain}
     layouts = ["dp=2", "cp=2"]
-    subprocess.run([*torchrun, cases.__file__, str(tmp_path), *layouts], check=True, env=env)
+    subprocess.run([*torchrun, "-m", cases.__name__, str(tmp_path), *layouts], check=True, env=env)
     seen = json.loads((tmp_path / "seen.json").read_text())
     wrong = [
         (layout, recipe, name, value, got[name])

@@ -113,7 +113,7 @@ def test_every_layout_trains_as_one_rank_does(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     (workplace / "seen.jsonl").unlink(missing_ok=True)
-    command = [*torchrun, cases.__file__, str(workplace), *layouts]
+    command = [*torchrun, "-m", cases.__name__, str(workplace), *layouts]
     subprocess.run(command, check=True, env=env)
     seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
     assert tuple(seen) == layouts
@@ -125,8 +125,8 @@ def test_every_layout_trains_as_one_rank_does(
         assert got["sums"] == pytest.approx(one["sums"], rel=1e-5), layout
         assert got["loaded"] == 3
         assert near(got["fourth"], one["fourth"], rtol=1e-5), layout
-    (saved,) = (layout for layout in layouts if "save" in layout)
-    trainer = Trainer(cases.config_of(workplace / "model", workplace / saved))
-    assert trainer.load_checkpoint() == 3
-    assert near(cases.steps(trainer, 1, cases.LR), alone("run")["fourth"], rtol=1e-5)
-    trainer.close()
+    if saved := next((layout for layout in layouts if "save" in layout), None):
+        trainer = Trainer(cases.config_of(workplace / "model", workplace / saved))
+        assert trainer.load_checkpoint() == 3
+        assert near(cases.steps(trainer, 1, cases.LR), alone("run")["fourth"], rtol=1e-5)
+        trainer.close()
