@@ -112,7 +112,7 @@ class Rewrite(ast.NodeTransformer):
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self._inside_try = False
-        self._no_triton = importlib.util.find_spec("triton") is None
+        self.no_triton = importlib.util.find_spec("triton") is None
 
     def _count(self, kind: str) -> None:
         self.found[kind] = self.found.get(kind, 0) + 1
@@ -130,13 +130,13 @@ class Rewrite(ast.NodeTransformer):
         return [ast.copy_location(ast.Assign([ast.Name(n, ast.Store())], value), node) for n in names]
 
     def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.stmt]:
-        bare = not self._inside_try and self._no_triton
+        bare = not self._inside_try and self.no_triton
         if bare and all(a.name.split(".")[0] == "triton" for a in node.names):
             return self._stub(node, [a.asname or "triton" for a in node.names])
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
-        bare = not self._inside_try and self._no_triton and not node.level
+        bare = not self._inside_try and self.no_triton and not node.level
         if bare and (node.module or "").split(".")[0] == "triton":
             return self._stub(node, [a.asname or a.name for a in node.names])
         return node
@@ -200,16 +200,16 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
         source = self.get_data(self.get_filename(fullname))
         cache = importlib.util.cache_from_source(self.path, optimization="oncpu")
-        stamp = importlib.util.source_hash(source + _OWN_SOURCE)
+        rewrite = Rewrite()
+        stamp = importlib.util.source_hash(source + _OWN_SOURCE + bytes(rewrite.no_triton))
         found, code = _kept(cache, stamp) or (None, None)
         if code is None:
-            rewrite = Rewrite()
             tree = ast.fix_missing_locations(rewrite.visit(ast.parse(source, self.path)))
             found, code = rewrite.found, compile(tree, self.path, "exec", dont_inherit=True)
-            if (
-                not sys.dont_write_bytecode
-            ):  # a folder that cannot be written to is passed over, as by Python itself
-                self.set_data(cache, stamp + marshal.dumps((found, code)))
+            # A folder that cannot be written to is passed over, as by Python itself.
+            if not sys.dont_write_bytecode:
+                made = marshal.dumps((found, code))
+                self.set_data(cache, stamp + importlib.util.source_hash(made) + made)
         if found:
             self.rewritten[fullname] = found
         return code
@@ -224,11 +224,12 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
 
 
 def _kept(cache: str, stamp: bytes) -> tuple[dict[str, int], types.CodeType] | None:
-    """What was found and the bytecode, if it is of this source and of this file's rewriting."""
-    with contextlib.suppress(FileNotFoundError):
+    """What was found and the bytecode, if it is whole, of this source and of this file's rewriting."""
+    with contextlib.suppress(OSError):
         kept = Path(cache).read_bytes()
-        if kept.startswith(stamp):
-            found, code = marshal.loads(memoryview(kept)[len(stamp) :])
+        made = kept[2 * len(stamp) :]
+        if kept[: 2 * len(stamp)] == stamp + importlib.util.source_hash(made):
+            found, code = marshal.loads(made)
             return found, code
     return None
 

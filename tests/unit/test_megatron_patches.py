@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,6 +67,26 @@ def test_a_rewritten_module_is_kept_until_its_source_changes(
         cpu_import.CpuLoader("fused", str(source)).exec_module(module)
         assert module.f() is cpu_import.CUDA_ON_CPU and len(rewrites) == known
         assert cpu_import.CpuLoader.rewritten.pop("fused") == {"torch.cuda": 1, "torch.compile": 1}
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[:-9], lambda b: b[:16] + bytes(len(b) - 16)], ids=["cut", "zeros"]
+)
+def test_bytecode_that_a_crash_left_torn_is_made_again(
+    spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: EOFError, or ValueError of marshal, at each start of a trainer."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    source = tmp_path / "torn.py"
+    source.write_text("import torch\ndef f(): return torch.cuda\n")
+    for _ in range(2):
+        module = ModuleType("torn")
+        cpu_import.CpuLoader("torn", str(source)).exec_module(module)
+        assert module.f() is cpu_import.CUDA_ON_CPU
+        (kept,) = (tmp_path / "__pycache__").iterdir()
+        whole = kept.read_bytes()
+        kept.write_bytes(spoil(whole))
+    cpu_import.CpuLoader.rewritten.pop("torn")
 
 
 def test_nothing_for_a_cpu_is_active_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
