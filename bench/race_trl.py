@@ -96,18 +96,10 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
         model.eval()
         answers = model.generate(**asked, max_new_tokens=self._longest, do_sample=False)[:, width:].tolist()
         model.train()
-        stops = {tokenizer.eos_token_id}
-        right = [
-            self._task.reward(p, _until(ids, stops)) >= 1.0
-            for p, ids in zip(self._asked, answers, strict=True)
-        ]
+        end = tokenizer.eos_token_id
+        whole = [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
+        right = [self._task.reward(p, ids) >= 1.0 for p, ids in zip(self._asked, whole, strict=True)]
         return sum(right) / len(right)
-
-
-def _until(ids: list[int], stops: set[int]) -> list[int]:
-    """Up to its end token, that included."""
-    ends = [i for i, token in enumerate(ids) if token in stops]
-    return ids[: ends[0] + 1] if ends else ids
 
 
 def main() -> None:

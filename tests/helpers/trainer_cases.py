@@ -1,6 +1,6 @@
 """What the trainer's tests share: tiny models, a fixed batch, and steps that one rank and several ranks run alike.
 
-Run under torchrun it takes the same steps in other layouts: `trainer_cases.py WORKPLACE LAYOUT...`.
+Run under torchrun it takes the same steps in other layouts: `-m tests.helpers.trainer_cases WORKPLACE LAYOUT...`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,22 @@ def config_of(folder: Path, run: Path, **sections: dict[str, Any]) -> Config:
     for name, values in sections.items():
         made[name] = {**made.get(name, {}), **values}
     return Config.model_validate(made)
+
+
+@contextmanager
+def one_at_a_time(run: Path) -> Iterator[Callable[..., Trainer]]:
+    """Makes a trainer of a model folder; the one before it is closed, and the last one at the end."""
+    open_ones: list[Trainer] = []
+
+    def make(folder: Path, **sections: Any) -> Trainer:
+        while open_ones:
+            open_ones.pop().close()
+        open_ones.append(Trainer(config_of(folder, run, **sections)))
+        return open_ones[0]
+
+    yield make
+    while open_ones:
+        open_ones.pop().close()
 
 
 def samples(vocab_size: int = 96, n: int = 10) -> list[TrainSample]:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -40,18 +39,8 @@ COSINE = 0.99999
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Make a trainer; the one before it is closed, and the last one at the end."""
-    open_ones: list[Trainer] = []
-
-    def make(folder: Path, **sections: Any) -> Trainer:
-        while open_ones:
-            open_ones.pop().close()
-        open_ones.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
-        return open_ones[0]
-
-    yield make
-    while open_ones:
-        open_ones.pop().close()
+    with cases.one_at_a_time(tmp_path / "run") as make:
+        yield make
 
 
 def reference(folder: Path, gradients: Path) -> Tensor:

@@ -31,18 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Make a trainer; the one before it is closed, and the last one at the end."""
-    open_ones: list[Trainer] = []
-
-    def make(folder: Path, **sections: Any) -> Trainer:
-        while open_ones:
-            open_ones.pop().close()
-        open_ones.append(Trainer(cases.config_of(folder, tmp_path / "run", **sections)))
-        return open_ones[0]
-
-    yield make
-    while open_ones:
-        open_ones.pop().close()
+    with cases.one_at_a_time(tmp_path / "run") as make:
+        yield make
 
 
 @functools.lru_cache(maxsize=1)
