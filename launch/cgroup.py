@@ -3,8 +3,9 @@
 Used where this user may make one: in a container with a cgroup file system of its own, in a systemd session that has
 its part delegated, as root. Elsewhere guard and keeper find a role's processes one by one (launch/guard.py).
 
-A group has the same name at each start of its role in one run folder. So a launch that finds processes in it, left by
-one that was killed with all its guards and keepers, kills them before it starts its own.
+A role's group has the same name at each start in one run folder, and each start has a group of its own inside it. So
+a launch that finds processes there, left by one that was killed with all its guards and keepers, kills them before it
+starts its own; and a keeper that ends late, after the next start, kills nothing but what was its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -45,20 +47,24 @@ def home() -> Path | None:
 
 
 def make(name: str) -> Path | None:
-    """An empty group below this process's own; what an earlier one of the name held is killed. None: not here."""
+    """An empty group for one start of a role; what earlier starts left is killed. None: not here."""
     if (above := home()) is None:
         return None
-    group = above / name
+    role = above / name
+    start = role / secrets.token_hex(4)
     try:
-        group.mkdir(exist_ok=True)
+        role.mkdir(exist_ok=True)
+        if not (role / "cgroup.kill").exists():  # Linux before 5.14
+            role.rmdir()
+            return None
+        kill(role)
+        _give_up(*role.glob("*/"))
+        while not start.exists():  # a keeper that ends late may give the role's group up at this moment
+            with contextlib.suppress(FileNotFoundError):
+                start.mkdir(parents=True)
     except OSError:
         return None
-    if not (group / "cgroup.kill").exists():  # Linux before 5.14
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        return None
-    kill(group)
-    return group
+    return start
 
 
 def enter(group: Path) -> None:
@@ -68,17 +74,30 @@ def enter(group: Path) -> None:
 
 
 def kill(group: Path) -> None:
-    """Kill every process in it, and wait until they have left. Harmless for a group that is gone."""
+    """Kill every process in it and in the groups inside it, and wait until they have left. Harmless on one that is gone."""
     with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + _EMPTY_SECONDS
-        while (group / "cgroup.procs").read_text().strip() and time.monotonic() < deadline:
+        while "populated 1" in (group / "cgroup.events").read_text() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
 
+def end_start(start: Path) -> None:
+    """Kill what is left of one start, and give its group up; the role's group too, unless another start uses it."""
+    kill(start)
+    _give_up(start, start.parent)
+
+
 def end(name: str) -> None:
-    """Kill what is left of a role that this process started, and give its group up."""
-    if (above := home()) is not None:
-        kill(above / name)
+    """Kill what is left of a role, whichever start it is from, and give its groups up."""
+    if (above := home()) is None:
+        return
+    kill(above / name)
+    _give_up(*(above / name).glob("*/"), above / name)
+
+
+def _give_up(*groups: Path) -> None:
+    """Those that hold no process and no group."""
+    for group in groups:
         with contextlib.suppress(OSError):
-            (above / name).rmdir()
+            group.rmdir()

@@ -68,10 +68,12 @@ class Keeper:
                 cgroup.enter(group)
             end_with(keeper, signal.SIGKILL)
 
-        self._pid = subprocess.Popen(
+        # Held as long as the keeper lives: a Popen that is dropped collects its process, and one that was killed at its
+        # birth would then never be seen to have ended.
+        self._command = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
             env=os.environ if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible(gpus)},
-        ).pid  # fmt: skip
+        )  # fmt: skip
 
     def _listen(self) -> int:
         """Signals and the lifeline wake one selector: no polling, no signal lost between two looks."""
@@ -97,7 +99,7 @@ class Keeper:
             self._sleep(None)
         deadline = time.monotonic() + self._grace
         if self._exit_code is None:
-            os.kill(self._pid, signal.SIGTERM)
+            os.kill(self._command.pid, signal.SIGTERM)
         self._wait_for_end(deadline, lambda: self._exit_code is not None)
         self._signal_rest(signal.SIGTERM)  # what the command should have ended, and did not
         self._wait_for_end(deadline, lambda: not self._rest())
@@ -138,7 +140,7 @@ class Keeper:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
-                if pid == self._pid:
+                if pid == self._command.pid:
                     code = os.waitstatus_to_exitcode(status)
                     self._exit_code = code if code >= 0 else 128 - code
 
@@ -178,7 +180,7 @@ def main() -> int:
     group = cgroup.make(args.cgroup) if args.cgroup else None
     code = guarded(lambda guard: keep(args, guard, group), group)
     if group is not None:
-        cgroup.end(args.cgroup)
+        cgroup.end_start(group)
     return code
 
 

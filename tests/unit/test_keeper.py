@@ -87,7 +87,6 @@ def name() -> Iterator[str]:
     name = f"rlsys-test-{secrets.token_hex(4)}"
     if cgroup.make(name) is None:
         pytest.skip("no writable cgroup v2 tree on this machine")
-    cgroup.end(name)
     yield name
     cgroup.end(name)
 
@@ -112,6 +111,7 @@ def kill_guard_and_keeper(grandchild: psutil.Process) -> None:
         process.kill()
 
 
+@pytest.mark.gate
 def test_nothing_outlives_guard_and_keeper_killed_together(tmp_path: Path, name: str) -> None:
     """Who started them kills the control group. Without one, what had called setsid lived on under init."""
     keeper, grandchild = kept(tmp_path, name)
@@ -124,6 +124,7 @@ def test_nothing_outlives_guard_and_keeper_killed_together(tmp_path: Path, name:
     assert home is not None and not (home / name).exists()
 
 
+@pytest.mark.gate
 def test_a_launch_kills_what_an_earlier_one_left_in_a_roles_group(tmp_path: Path, name: str) -> None:
     """All guards and keepers were killed, and the supervisor with them: nobody was left to end the role."""
     _, grandchild = kept(tmp_path, name)
@@ -134,6 +135,35 @@ def test_a_launch_kills_what_an_earlier_one_left_in_a_roles_group(tmp_path: Path
     ) as keeper:
         assert keeper.wait(60) == 0
     grandchild.wait(60)
+
+
+def test_a_keeper_that_ends_late_spares_the_next_start(tmp_path: Path, name: str) -> None:
+    """Ray says that a role is gone while its keeper still ends it: that keeper was seen to kill the next engine."""
+    late = cgroup.make(name)
+    keeper, grandchild = kept(tmp_path, name)
+    assert late is not None
+    cgroup.end_start(late)
+    home = cgroup.home()
+    assert home is not None and (home / name).exists()
+    assert grandchild.is_running() and keeper.exit_code is None
+    keeper.order(b"Q")
+    grandchild.wait(60)
+    wait_until(lambda: keeper.exit_code is not None)
+    keeper.release()
+
+
+def test_a_command_that_is_killed_at_its_birth_has_ended() -> None:
+    """Between fork and exec: the keeper had waited for ever for the end of a process that nobody knew any more."""
+    keep = (
+        "import os, signal, sys; from launch import cgroup, keeper\n"
+        "cgroup.make = lambda name: __import__('pathlib').Path('/')\n"
+        "cgroup.kill = cgroup.end_start = lambda group: None\n"
+        "cgroup.enter = lambda group: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(keeper.main())"
+    )
+    argv = [sys.executable, "-c", keep, "--cgroup", "x", "--", sys.executable, "-c", ""]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 128 + signal.SIGKILL
 
 
 def test_a_command_that_ends_leaves_no_group(tmp_path: Path, name: str) -> None:
@@ -162,14 +192,15 @@ def test_without_a_tree_that_one_may_write_to_there_is_no_group(
 def test_what_is_written_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that stands for a group, also on a machine that has none."""
     monkeypatch.setattr(cgroup, "home", lambda: tmp_path)
-    group = tmp_path / "rlsys-x-engine-0"
-    group.mkdir()
-    for file in ("cgroup.kill", "cgroup.procs"):
-        (group / file).touch()
-    assert cgroup.make(group.name) == group
-    assert (group / "cgroup.kill").read_text() == "1"
-    cgroup.enter(group)
-    assert (group / "cgroup.procs").read_text() == "0"
+    role = tmp_path / "rlsys-x-engine-0"
+    role.mkdir()
+    (role / "cgroup.kill").touch()
+    (role / "cgroup.events").write_text("populated 0\nfrozen 0\n")
+    start = cgroup.make(role.name)
+    assert start is not None and start.parent == role and start.is_dir()
+    assert (role / "cgroup.kill").read_text() == "1"
+    cgroup.enter(start)
+    assert (start / "cgroup.procs").read_text() == "0"
 
 
 def test_a_group_belongs_to_the_folder_and_the_role(tmp_path: Path) -> None:
