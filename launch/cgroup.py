@@ -74,7 +74,7 @@ def enter(group: Path) -> None:
 
 
 def kill(group: Path) -> None:
-    """Kill every process in it and in the groups inside it, and wait until they have left. Harmless on one that is gone."""
+    """Kill every process in it and in the groups inside it, and wait until they have left. Harmless if it is gone."""
     with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + _EMPTY_SECONDS

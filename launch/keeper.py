@@ -68,8 +68,8 @@ class Keeper:
                 cgroup.enter(group)
             end_with(keeper, signal.SIGKILL)
 
-        # Held as long as the keeper lives: a Popen that is dropped collects its process, and one that was killed at its
-        # birth would then never be seen to have ended.
+        # Held as long as the keeper lives: a Popen that is dropped collects its process, and the end of one that was
+        # killed at its birth would never be seen.
         self._command = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
             env=os.environ if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible(gpus)},
