@@ -34,10 +34,10 @@ from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, load_config
-from rlsys.config.foreign import told_of_options
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
+from rlsys.foreign.explain import told_of_options
 from rlsys.gateway.command import add_router
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics

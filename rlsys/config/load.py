@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rlsys.config.foreign import explain_foreign
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import find_config, find_model
+from rlsys.foreign.explain import explain_foreign
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Draft:
     settings: dict[str, Any]
     """Theirs, by name; a flag without a value is True."""
     names: Mapping[str, str]
-    """Theirs -> our field, with what there is to say of it (rlsys/config/foreign.py)."""
+    """Theirs -> our field, with what there is to say of it (VERL, SLIME)."""
     config: dict[str, Any] = field(default_factory=dict)
     mapped: list[Row] = field(default_factory=list)
     needless: list[Row] = field(default_factory=list)

@@ -9,11 +9,66 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.foreign import SLIME
 from rlsys.errors import UserError
 from rlsys.foreign.draft import Draft
 from rlsys.foreign.shell import Script
 from rlsys.foreign.sizes import Sizes, put_anchor, put_sizes, source_of
+
+SLIME = {
+    "--hf-checkpoint": "model.path",
+    "--load": "run.dir: the same command with the same folder goes on",
+    "--save": "run.dir",
+    "--save-interval": "trainer.checkpoint_every",
+    "--prompt-data": "data.params.path, with data.source=jsonl",
+    "--eval-prompt-data": "data.params.heldout_path",
+    "--input-key": "data.keys.prompt",
+    "--label-key": "data.keys.answer",
+    "--tool-key": "data.keys.tools",
+    "--apply-chat-template-kwargs": "data.chat_template_args",
+    "--rollout-stop": "rollout.stop",
+    "--rm-type": "data.reward",
+    "--custom-rm-path": "data.reward=path/to/file.py:function",
+    "--custom-generate-function-path": "rollout.generator=path/to/file.py:function",
+    "--num-rollout": "trainer.steps",
+    "--rollout-batch-size": "rollout.groups_per_step",
+    "--n-samples-per-prompt": "rollout.group_size",
+    "--global-batch-size": "algo.minibatches, the number of mini-batches in a train step",
+    "--num-steps-per-rollout": "algo.minibatches",
+    "--over-sampling-batch-size": "rollout.over_provision, as a multiple of what a step trains",
+    "--partial-rollout": "rollout.over_provision, with rollout.max_staleness",
+    "--dynamic-sampling-filter-path": "algo.planners=[dapo]",
+    "--rollout-max-response-len": "rollout.max_response_tokens",
+    "--rollout-temperature": "rollout.temperature",
+    "--rollout-top-p": "rollout.top_p",
+    "--rollout-top-k": "rollout.top_k",
+    "--eval-interval": "eval.every",
+    "--advantage-estimator": "algo.advantage",
+    "--use-kl-loss": "algo.loss=[clip, kl]",
+    "--kl-loss-coef": "algo.loss=[clip, {name: kl, beta: X}]",
+    "--kl-coef": "algo.shaping=[{name: kl_reward, beta: X}]",
+    "--entropy-coef": "algo.loss=[clip, {name: entropy, coefficient: X}]",
+    "--eps-clip": "algo.loss=[{name: clip, clip_low: X, clip_high: X}]",
+    "--eps-clip-high": "algo.loss=[{name: clip, clip_high: X}]",
+    "--use-tis": "algo.corrections=[tis]",
+    "--lr": "trainer.lr",
+    "--lr-decay-style": "trainer.schedule",
+    "--weight-decay": "trainer.weight_decay",
+    "--clip-grad": "trainer.grad_clip",
+    "--tensor-model-parallel-size": "parallel.tp",
+    "--pipeline-model-parallel-size": "parallel.pp",
+    "--context-parallel-size": "parallel.cp",
+    "--expert-model-parallel-size": "parallel.ep",
+    "--expert-tensor-parallel-size": "parallel.etp",
+    "--max-tokens-per-gpu": "trainer.token_budget",
+    "--recompute-granularity": "trainer.recompute",
+    "--rollout-num-gpus": "engine.count, the number of engines",
+    "--rollout-num-gpus-per-engine": "engine.tp",
+    "--actor-num-nodes": "launch.nodes",
+    "--actor-num-gpus-per-node": "launch.gpus_per_node",
+    "--colocate": "launch.placement=colocated, the default",
+}
+"""Of slime's options (some are Megatron's), those that its own example scripts use most -> our field, and how it
+differs, if it does."""
 
 ADVANTAGES = {
     "grpo": "grpo", "gspo": "grpo", "reinforce_plus_plus": "reinforce_pp",

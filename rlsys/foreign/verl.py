@@ -9,11 +9,68 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlsys.config.foreign import VERL
 from rlsys.errors import UserError
 from rlsys.foreign.draft import Draft
 from rlsys.foreign.shell import Script
 from rlsys.foreign.sizes import Sizes, put_anchor, put_sizes, source_of
+
+VERL = {
+    "data.train_files": "data.params.path, with data.source=parquet",
+    "data.val_files": "data.params.heldout_path",
+    "data.prompt_key": "data.keys.prompt",
+    "data.tools_key": "data.keys.tools",
+    "data.apply_chat_template_kwargs": "data.chat_template_args",
+    "data.train_batch_size": "rollout.groups_per_step",
+    "data.max_response_length": "rollout.max_response_tokens",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "trainer.recompute=[layer]",
+    "actor_rollout_ref.actor.optim.lr": "trainer.lr",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "actor_rollout_ref.actor.optim.weight_decay": "trainer.weight_decay",
+    "actor_rollout_ref.actor.grad_clip": "trainer.grad_clip",
+    "actor_rollout_ref.actor.optim.clip_grad": "trainer.grad_clip",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algo.minibatches, the number of mini-batches in a train step",
+    "actor_rollout_ref.actor.ppo_epochs": "algo.epochs",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "trainer.token_budget, the tokens of a micro-batch",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.token_budget",
+    "actor_rollout_ref.actor.clip_ratio": "algo.loss=[{name: clip, clip_low: X, clip_high: X}]",
+    "actor_rollout_ref.actor.clip_ratio_low": "algo.loss=[{name: clip, clip_low: X}]",
+    "actor_rollout_ref.actor.clip_ratio_high": "algo.loss=[{name: clip, clip_high: X}]",
+    "actor_rollout_ref.actor.use_kl_loss": "algo.loss=[clip, kl]",
+    "actor_rollout_ref.actor.kl_loss_coef": "algo.loss=[clip, {name: kl, beta: X}]",
+    "actor_rollout_ref.actor.entropy_coeff": "algo.loss=[clip, {name: entropy, coefficient: X}]",
+    "actor_rollout_ref.actor.loss_agg_mode": "algo.reducer",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallel.tp",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "parallel.pp",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "parallel.cp",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "parallel.ep",
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": "parallel.etp",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tp",
+    "actor_rollout_ref.rollout.max_num_seqs": "engine.max_running_requests",
+    "algorithm.adv_estimator": "algo.advantage",
+    "algorithm.norm_adv_by_std_in_grpo": "algo.advantage=dr_grpo, which does not divide by the deviation",
+    "algorithm.use_kl_in_reward": "algo.shaping=[kl_reward]",
+    "algorithm.kl_ctrl.kl_coef": "algo.shaping=[{name: kl_reward, beta: X}]",
+    "algorithm.filter_groups.enable": "algo.planners=[dapo]",
+    "custom_reward_function.path": "data.reward=path/to/file.py:function",
+    "critic.optim.lr": "algo.critic.lr",
+    "trainer.total_epochs": "trainer.steps, the train steps of the whole run",
+    "trainer.total_training_steps": "trainer.steps",
+    "trainer.nnodes": "launch.nodes",
+    "trainer.n_gpus_per_node": "launch.gpus_per_node",
+    "trainer.save_freq": "trainer.checkpoint_every",
+    "trainer.test_freq": "eval.every",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.project_name": "run.dir",
+    "trainer.experiment_name": "run.dir",
+    "trainer.resume_mode": "run.dir: the same command with the same folder goes on",
+    "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
+}
+"""Of verl's YAML, the paths that its own example scripts use most -> our field, and how it differs, if it does."""
 
 SECTIONS = (
     "data",

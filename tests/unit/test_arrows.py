@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "plugins": {"types", "errors", "config"},
     "starter": {"errors"},
-    "foreign": {"errors", "config"},
+    "config": BASE | {"foreign"},
+    "foreign": {"errors"},
     "algo": {"types", "errors", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},

@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from rlsys.algo import check
 from rlsys.cli import main
 from rlsys.config import Config, ConfigError, dump_config, identity, load_config
-from rlsys.config.foreign import SLIME, VERL
 from rlsys.errors import UserError
+from rlsys.foreign.slime import SLIME
+from rlsys.foreign.verl import VERL
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

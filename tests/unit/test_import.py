@@ -12,11 +12,12 @@ import yaml
 
 from rlsys import cli
 from rlsys.config import load_config
-from rlsys.config.foreign import SLIME, VERL
 from rlsys.errors import UserError
 from rlsys.foreign import slime, verl
 from rlsys.foreign.draft import parsed
 from rlsys.foreign.shell import Script
+from rlsys.foreign.slime import SLIME
+from rlsys.foreign.verl import VERL
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "data" / "foreign"
