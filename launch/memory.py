@@ -179,7 +179,12 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     experts = size.routed * moe / (p.ep * p.expert_tp)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
     states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
-    states_held = states * (dense / (p.data_parallel * p.cp) + experts / expert_copies)
+    per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # which has one moment
+    copies = p.data_parallel * p.cp
+    matrices = divided / p.tp
+    states_held = states * (dense - matrices) / copies + per_matrix * (
+        matrices / copies + experts / expert_copies
+    )
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
     return Budget(
         weights=width * (dense + experts),

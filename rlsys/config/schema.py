@@ -158,6 +158,11 @@ class Config(Section):
                 f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "
                 f"which keeps float32 weights in the optimizer; here it is {self.model.dtype}"
             )
+        if t.offload_optimizer and t.optimizer == "muon":
+            raise ValueError(
+                f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW can be "
+                "updated in host memory; use adamw, or offload_optimizer = 0"
+            )
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "

@@ -267,8 +267,12 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     steps: NonNegative = 60
     """Train steps of the whole run. Raise it to continue a finished run."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the weights. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
+    the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
+    (docs/trainer.md). Use it for weights that Muon made, such as Moonlight's and Kimi-K2's."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: NonNegative = 3
     """Train steps in which the learning rate rises linearly from 0 to lr."""
     schedule: Schedule = "constant"

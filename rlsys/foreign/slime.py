@@ -75,6 +75,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "ppo": "gae",
 }  # fmt: skip
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
 MATHEMATICS = ("math", "deepscaler", "dapo", "f1")
 NEEDLESS = (
     (r"^--(num-layers|hidden-size|ffn-|num-attention|group-query|num-query|kv-channels|vocab|make-vocab|rotary|use-rotary|"
@@ -86,7 +87,7 @@ NEEDLESS = (
      "one folder starts the run: model.path; the reference is its first weights"),
     (r"^--(sequence-parallel|use-dynamic-batch|balance-data|micro-batch|recompute-(method|num)|log-probs-|"
      r"accumulate-allreduce|attention-|hidden-dropout|moe-(enable|token)|bf16|fp16|use-distributed|overlap|"
-     r"use-precision|optimizer$|no-gradient|transformer-impl|deterministic|data-parallel-random|train-memory|"
+     r"use-precision|no-gradient|transformer-impl|deterministic|data-parallel-random|train-memory|"
      r"update-weight|log-probs)",
      "ours always does so, or chooses it: packing, float32 sums, kernels"),
     (r"^--(sglang|use-slime-router|slime-router|router|rollout-function|rollout-health|use-fault)",
@@ -307,6 +308,10 @@ def _trainer(d: Draft) -> None:
             parts.get(str(d.get("--recompute-granularity")), []),
             "--recompute-granularity",
         )
+    if (optimizer := str(d.get("--optimizer", "adam"))) not in OPTIMIZERS:
+        d.refuse("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
+    elif OPTIMIZERS[optimizer] != "adamw":
+        d.put("trainer.optimizer", OPTIMIZERS[optimizer], "--optimizer")
     if d.get("--optimizer-cpu-offload"):
         d.put("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
     for name, place, otherwise in (

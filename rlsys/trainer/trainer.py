@@ -39,6 +39,7 @@ from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores, token_scores
 from rlsys.trainer.model import build_model
+from rlsys.trainer.muon import add_muon
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import LossFn, Passes
 from rlsys.trainer.routing import Routing
@@ -98,6 +99,8 @@ class Trainer:
         self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
         self._models = setup.data_parallel(self._chunks, config.parallel.overlap)
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
+        if config.trainer.optimizer == "muon":
+            add_muon(self._optimizer, self._chunks, self.hf)
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self.segments = SegmentReader(config.run.dir, f"trainer rank {self.rank}")

@@ -155,6 +155,8 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         trainer["balance_rate"] = 0.01
     if "balance" in layout:
         trainer["balance_loss"] = 0.1
+    if "muon" in layout:
+        trainer["optimizer"] = "muon"
     rollout = {"top_k": 8} if "support" in layout else {}
     return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}, "rollout": rollout}
 
@@ -166,6 +168,7 @@ KINDS = (
     "tied",
     "uneven",
     "support",
+    "muon",
 )  # words of a layout that change numbers
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},

@@ -60,6 +60,13 @@ ON_FOUR = (
     "tp=2,ep=2,etp=1,dp=2,save",
     "pp=2,dp=2,resume",
 )
+MUON_ON_TWO = ("tp=2,muon", "pp=2,vpp=2,muon", "dp=2,muon", "ep=2,muon", "tp=2,ep=2,etp=1,muon,save")
+MUON_ON_FOUR = (
+    "tp=2,ep=2,dp=2,muon",
+    "pp=2,ep=2,dp=2,overlap,muon",
+    "cp=2,dp=2,muon,save",
+    "tp=2,pp=2,muon,resume",
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +109,8 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
         pytest.param(2, ON_TWO, id="two ranks"),
         pytest.param(2, ("tp=2,support", "cp=2,support"), id="cut distributions"),
         pytest.param(4, ON_FOUR, id="four ranks"),
+        pytest.param(2, MUON_ON_TWO, id="muon on two ranks", marks=pytest.mark.full),
+        pytest.param(4, MUON_ON_FOUR, id="muon on four ranks"),
     ],
 )
 def test_every_layout_trains_as_one_rank_does(
@@ -126,7 +135,8 @@ def test_every_layout_trains_as_one_rank_does(
         assert got["loaded"] == 3
         assert near(got["fourth"], one["fourth"], rtol=1e-5), layout
     if saved := next((layout for layout in layouts if "save" in layout), None):
-        trainer = Trainer(cases.config_of(workplace / "model", workplace / saved))
+        on_one = {**cases.sections(saved), "parallel": {}}
+        trainer = Trainer(cases.config_of(workplace / cases.model_of(saved), workplace / saved, **on_one))
         assert trainer.load_checkpoint() == 3
-        assert near(cases.steps(trainer, 1, cases.LR), alone("run")["fourth"], rtol=1e-5)
+        assert near(cases.steps(trainer, 1, cases.LR), alone(cases.kind(saved))["fourth"], rtol=1e-5)
         trainer.close()

@@ -160,6 +160,15 @@ def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names
         assert field is not None and told[name].startswith(field[0]), name
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("adam", None), ("dist_muon", "muon"), ("sgd", None)])
+def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
+    text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
+    draft = slime.translate(slime.settings_of(text, None, {}), ())
+    assert draft.config["trainer"].get("optimizer") == ours
+    refused = [row.theirs for row in draft.refused]
+    assert ("--optimizer" in refused) == (theirs == "sgd")
+
+
 def test_yaml_of_verl_is_its_dotted_names(tmp_path: Path) -> None:
     settings = verl.settings_of(
         "", {"data": {"train_batch_size": 8, "val_files": None}, "trainer": {"nnodes": 2}}, {}

@@ -193,6 +193,14 @@ def test_recompute_and_offload_save_memory() -> None:
     assert lean.weights == full.weights
 
 
+def test_muon_keeps_one_moment_of_a_matrix() -> None:
+    """4 bytes less for each parameter of layers that is no norm."""
+    size = model_size(published("Qwen3-30B-A3B"))
+    adamw, muon = (budget(config(f"trainer.optimizer={name}"), size).optimizer for name in ("adamw", "muon"))
+    assert adamw == pytest.approx(8 * size.total)
+    assert muon == pytest.approx(adamw - 4 * (size.dense_of(range(size.layers))[0] + size.experts))
+
+
 def test_the_host_memory_of_a_checkpoint_is_told() -> None:
     """Twice float32 weight and moments of what the node's first ranks own, and the weights themselves."""
     made = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")

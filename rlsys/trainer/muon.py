@@ -1,0 +1,162 @@
+"""Muon for the matrices of the layers, beside AdamW for everything else.
+
+Keller Jordan 2024, "Muon: an optimizer for hidden layers in neural networks", with the scale of Liu et al. 2025,
+"Muon is Scalable for LLM Training" (Moonlight). The average of the gradient, with Nesterov's look ahead, is made
+orthogonal by five Newton-Schulz steps. The scale makes it as large as AdamW's update, so that learning rate and
+weight decay need not change. A matrix is one of the Hugging Face folder: query, key and value are three, gate and up
+two, each expert has its own. Embedding, head, norms, routers, biases and gates of one row are AdamW's.
+
+torch's Muon knows one process and computes in bfloat16 only. Megatron's (0.16.1) refuses the distributed optimizer,
+needs a package that is not installed, and takes gate and up for one matrix.
+
+Shapes: a parameter `[r, c]` on a tensor-parallel rank; of its r * c elements a data-parallel rank updates a run, the
+shard `[n]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.layout import to_hf, to_megatron
+from rlsys.convert.rules import Rule
+from rlsys.convert.table import Entry, entries
+from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.weights import LocalWeights, shard, unshard
+
+MOMENTUM = 0.95
+STEPS = 5
+SCALE = 0.2
+"""Root mean square of AdamW's updates, as Moonlight saw it."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_LEAST_NORM = 1e-7
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U V^T of `matrix = U S V^T`: `[r, c]` -> `[r, c]`, of `dtype`, in which it is computed.
+
+    Five steps of Jordan's quintic iteration leave singular values between about 0.7 and 1.2. Zeros stay zeros.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide.to(dtype)
+    x = x / x.norm().clamp(min=_LEAST_NORM)
+    for _ in range(STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide is matrix else x.T
+
+
+def is_matrix(entry: Entry) -> bool:
+    """Whether Muon updates it."""
+    of_layer = entry.layer is not None and "router" not in entry.rule.megatron
+    return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
+
+
+def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
+    """Let megatron's `optimizer` of these chunks update their matrices by Muon. Collective."""
+    local, rules = LocalWeights(chunks, hf), {}
+    for entry in entries(hf):
+        if is_matrix(entry):
+            rules.update({local[name]: entry.rule for name in local.here(entry)})
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:
+            _Muon(part, rules, hf, chunks.config.params_dtype)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A shard of a matrix; it begins at element `start` of `parameter`. `group`: settings of the optimizer."""
+
+    parameter: Any
+    shard: Tensor
+    start: int
+    rule: Rule
+    group: dict[str, Any]
+
+    @property
+    def in_gradient(self) -> Tensor:
+        """Its place in the gradient of the whole parameter."""
+        flat: Tensor = self.parameter.main_grad.view(-1)
+        return flat[self.start : self.start + self.shard.numel()]
+
+
+class _Muon:
+    """Steps before one of megatron's distributed optimizers does, and hides the matrices from its AdamW.
+
+    The average is kept as `exp_avg` in the optimizer's own state, so that checkpoints hold it as they hold AdamW's.
+    """
+
+    def __init__(self, distributed: Any, rules: dict[Tensor, Rule], hf: HFConfig, dtype: torch.dtype) -> None:
+        self._distributed, self._rules, self._hf, self._dtype = distributed, rules, hf, dtype
+        adam = distributed.optimizer
+        self._begin_states(adam)
+        adam.register_step_pre_hook(lambda *_: self._step())
+
+    def _begin_states(self, adam: torch.optim.Optimizer) -> None:
+        """All at once: where some are there, megatron takes all to be."""
+        counts = isinstance(adam, torch.optim.AdamW)  # Transformer Engine and Apex count steps by group
+        matrices = {id(piece.shard) for piece in self._pieces()}
+        for group in adam.param_groups:
+            for p in group["params"]:
+                state = {"exp_avg": torch.zeros_like(p)}
+                if id(p) not in matrices:
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                if counts:
+                    state["step"] = torch.zeros(())
+                adam.state[p] = state
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """In an order that tensor-parallel ranks have in common, as they have the shards."""
+        groups = self._distributed.optimizer.param_groups
+        for parameter, (group, place) in self._distributed.model_param_group_index_map.items():
+            if (rule := self._rules.get(parameter)) is not None:
+                start = self._distributed._get_model_param_range_map(parameter)["param"].start
+                yield _Piece(parameter, groups[group]["params"][place], start, rule, groups[group])
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        states = self._distributed.optimizer.state
+        pieces = list(self._pieces())
+        for piece in pieces:
+            gradient, state = piece.shard.grad, states[piece.shard]
+            assert gradient is not None
+            average = state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
+            piece.in_gradient.copy_(gradient.lerp(average, MOMENTUM))
+            piece.shard.grad = None
+            if "step" in state:
+                state["step"] += 1
+        self._gather()
+        for piece in pieces:
+            update = self._update(piece)[piece.start : piece.start + piece.shard.numel()]
+            lr = piece.group["lr"]
+            piece.shard.mul_(1 - lr * piece.group["weight_decay"]).sub_(update, alpha=lr)
+
+    def _gather(self) -> None:
+        """Every data-parallel rank's shards, into all ranks' gradient buffers: those of buckets with matrices."""
+        ranks = self._distributed.data_parallel_group
+        if ranks.size() == 1:
+            return
+        for buffer in self._distributed.buffers:
+            for bucket in buffer.buckets:
+                if not self._rules.keys().isdisjoint(bucket.params):
+                    own = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()]
+                    dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+
+    def _update(self, piece: _Piece) -> Tensor:
+        """Of this rank's part of the parameter, `[r * c]` in float32; tensor-parallel ranks compute it alike."""
+        parameter: Parameter = piece.parameter
+        whole = unshard(parameter.main_grad.view(parameter.shape), piece.rule)  # type: ignore[attr-defined]
+        made = [
+            orthogonal(matrix, self._dtype).float() * (SCALE * max(matrix.shape) ** 0.5)
+            for matrix in to_hf(piece.rule, whole, self._hf)
+        ]
+        return shard(to_megatron(piece.rule, made, self._hf), piece.rule).reshape(-1)
