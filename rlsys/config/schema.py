@@ -7,21 +7,11 @@ from typing import Self
 from pydantic import model_validator
 
 from rlsys.config.algo import AlgoSection
+from rlsys.config.data import DataConfig, EvalConfig
+from rlsys.config.launch import LaunchConfig, RunConfig
+from rlsys.config.rollout import EngineConfig, RolloutConfig, RouterConfig, WeightsConfig
 from rlsys.config.section import Section
-from rlsys.config.sections import (
-    DataConfig,
-    EngineConfig,
-    EvalConfig,
-    LaunchConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    RouterConfig,
-    RunConfig,
-    SFTConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from rlsys.config.trainer import ModelConfig, ParallelConfig, SFTConfig, TrainerConfig
 
 _SHORTEST_SECONDS = 60.0
 """A limit on an engine's answer below this would be about the machine's load, and not about the engine."""

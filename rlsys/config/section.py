@@ -51,7 +51,11 @@ FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_possible
 
 
 class Section(BaseModel):
-    """Frozen, knows all its keys, and takes each field's sentence from the docstring below it."""
+    """Frozen, knows all its keys, and takes each field's sentences from the docstring below it.
+
+    Every field has a type, a bound where one exists, and one to three sentences: what it does, when to change it,
+    what it costs. What can be derived is a property, not a field.
+    """
 
     model_config = ConfigDict(
         extra="forbid",

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.data import KeysConfig
 from rlsys.config.section import NonNegative, Section
-from rlsys.config.sections import KeysConfig
 from rlsys.data.row_source import RowSource
 from rlsys.data.source import PromptSource
 from rlsys.data.tables import Arrow

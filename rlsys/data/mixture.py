@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.data import KeysConfig
 from rlsys.config.section import Section
-from rlsys.config.sections import KeysConfig
 from rlsys.data.row_source import RowSource
 from rlsys.data.source import PromptSource, stable_hash
 from rlsys.errors import UserError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.config.sections import KeysConfig
+from rlsys.config.data import KeysConfig
 from rlsys.errors import UserError
 
 Entry = dict[str, Any]

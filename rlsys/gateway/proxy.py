@@ -29,15 +29,13 @@ from rlsys.engine.sse import END, events
 from rlsys.gateway import stitch
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
+from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, attempt
 from rlsys.router.pool import EngineState, Flight
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536
 KEY_CHARACTERS = 512
 OK = 200
-SERVER_FAULT = 500
-MOST_FAILURES = 2
-"""Engines that one request may see failing before it counts as the culprit."""
 JSON = "application/json"
 DONE = b"data: [DONE]"
 READER_SECONDS = 60.0
@@ -176,33 +174,26 @@ class Proxy:
     async def _attempt(self, job: Job, reply: Reply, engine: EngineState) -> web.StreamResponse | None:
         """None when it was interrupted, or its engine failed: what came is in the job."""
         before = self._dispatcher.interrupts
-        scope = asyncio.timeout(None)
-        flight = Flight(f"http-{next(self._order)}", None, scope)
-        try:
-            with self._dispatcher.flying(engine, flight, len(job.raw) // 4):
-                async with scope, engine.client.open(job.path, self._body(job)) as answer:
-                    if answer.status >= SERVER_FAULT and job.failures < MOST_FAILURES:
-                        job.suspects.append(engine)
-                        job.failures += 1
-                        return None
-                    if answer.status < SERVER_FAULT:
-                        self._blame(job, engine)
-                    if job.stream and answer.status == OK:
-                        return await self._relay(job, reply, answer, before, flight)
-                    whole = await self._whole(job, answer)
-                    if self._dispatcher.interrupts != before and self._interrupted(job, whole):
-                        return None
-                    return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
-        except DeadEngine:
-            if (
-                scope.expired() and flight.blocked
-            ):  # an interrupt did not wait for the client: no engine's fault
+        flight = Flight(f"http-{next(self._order)}", None, asyncio.timeout(None))
+        async with (
+            attempt(self._dispatcher, engine, flight, len(job.raw) // 4, job.path) as made,
+            engine.client.open(job.path, self._body(job)) as answer,
+        ):
+            if answer.status >= SERVER_FAULT and job.failures < HTTP_FAILURES:
+                raise EngineError(f"{engine.url}{job.path}: {answer.status}", answer.status)
+            if answer.status < SERVER_FAULT:
+                self._blame(job, engine)
+            if job.stream and answer.status == OK:
+                return await self._relay(job, reply, answer, before, flight)
+            whole = await self._whole(job, answer)
+            if self._dispatcher.interrupts != before and self._interrupted(job, whole):
                 return None
-            if not scope.expired():
-                engine.died()
-            job.failures += 1
-            if job.failures > MOST_FAILURES:
-                raise Unavailable(f"{job.failures} engines in a row died of the request or with it") from None
+            return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
+        job.failures += made.end in (End.DEATH, End.FAULT)
+        if made.end is End.FAULT:
+            job.suspects.append(engine)
+        elif job.failures > HTTP_FAILURES:
+            raise Unavailable(f"{job.failures} engines in a row died of the request or with it")
         return None
 
     def _blame(self, job: Job, engine: EngineState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.config.sections import RewardSpec
+from rlsys.config.data import RewardSpec
 from rlsys.data.environment import load_environment
 from rlsys.errors import UserError
 from rlsys.rewards.marks import SCORE

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.config.sections import RewardSpec
+from rlsys.config.data import RewardSpec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import call, expect_function

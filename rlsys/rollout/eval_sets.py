@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rlsys.config import Config
-from rlsys.config.sections import EvalSet
+from rlsys.config.data import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.source import stable_hash
 from rlsys.errors import RunError, UserError

@@ -15,7 +15,7 @@ from typing import cast
 
 from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
-from rlsys.config.sections import EvalSet
+from rlsys.config.data import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.errors import UserError
 from rlsys.plugins import tried

@@ -18,6 +18,8 @@ from rlsys.router.pool import EngineState, Flight, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
 
+EVALUATION = -1
+"""Id of samples and groups outside the ledger."""
 ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
 """Until the first repetition of an abort; twice as long from one to the next. A sample starts whenever one ends, so
 most interrupts overtake some request, and then this is what they wait for."""

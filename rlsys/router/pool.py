@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
+from rlsys.errors import RunError
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
 from rlsys.router.holdings import Match
@@ -257,14 +258,20 @@ class EngineState:
         return "without weights" if self.version == NEVER else f"version {self.version}"
 
 
+class PinLost(RunError):
+    """The engine that was pinned for an evaluation has died, and its weights are gone."""
+
+
 class Pool:
-    """All engines and the weight version that they should have."""
+    """All engines and the weight version that they should have. Owns the pin."""
 
     def __init__(self, clients: list[EngineClient], *, trusted: bool = False) -> None:
         self._trusted = trusted
         self.engines: list[EngineState] = []
         self.version = NEVER
         self._gone = {"generated": 0, "lost": 0, "deaths": 0}
+        self._pin: tuple[EngineState, int] | None = None
+        """The engine that answers an evaluation alone, and its weight version."""
         for client in clients:
             self.add(client)
 
@@ -303,6 +310,35 @@ class Pool:
         """Alive, but without the current weights: they serve after a push."""
         return [e for e in self.alive() if e.version != self.version and not e.pinned]
 
+    def pin(self) -> bool:
+        """See Router.pin."""
+        serving = self.serving()
+        if self._pin is not None or len(serving) < 2:
+            return False
+        engine = min(serving, key=lambda e: e.tokens)
+        engine.pinned = True
+        self._pin = engine, engine.version
+        return True
+
+    def unpin(self) -> None:
+        """See Router.unpin."""
+        if self._pin is not None:
+            engine, _ = self._pin
+            engine.pinned, self._pin = False, None
+
+    @property
+    def has_pin(self) -> bool:
+        return self._pin is not None
+
+    def pinned(self) -> EngineState:
+        """Raises PinLost."""
+        if self._pin is None:
+            raise PinLost("its engine is no longer pinned")
+        engine, version = self._pin
+        if not engine.alive or engine.version != version:
+            raise PinLost(f"{engine.url} had weight version {version}, it is {engine.state} now")
+        return engine
+
     @property
     def in_flight(self) -> int:
         return sum(e.load for e in self.engines)
@@ -319,6 +355,21 @@ class Pool:
     async def count(self) -> None:
         """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight."""
         await asyncio.gather(*(e.count() for e in self.alive() if not e.pinned))
+
+    def figures(self) -> dict[str, dict[str, object]]:
+        """See Router.engine_figures."""
+        left_out = {e.url for e in self.engines if e.quarantined or e.draining or e.pinned}
+        return {
+            e.url: {
+                "state": e.state,
+                "serving": e.alive and e.url not in left_out and e.version == self.version,
+                "requests": e.load,
+                "tokens": e.tokens,
+                "weight_version": e.version if e.version >= 0 else None,
+                "deaths": e.deaths,
+            }
+            for e in self.engines
+        }
 
     def totals(self) -> dict[str, int]:
         """Of all engines that ever were here."""

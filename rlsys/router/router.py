@@ -9,47 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import uuid
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 
-from rlsys.engine.client import Aborted, DeadEngine, EngineClient, EngineError
-from rlsys.errors import RunError, UserError
+from rlsys.engine.client import Aborted, EngineClient
+from rlsys.errors import UserError
+from rlsys.router.arrivals import Arrivals
 from rlsys.router.attest import Bounds
-from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
+from rlsys.router.ladder import Poisonous, Suspects, attempt
 from rlsys.router.limits import Limits, RefusedPrompt
-from rlsys.router.pool import EngineState, Flight, Pool
+from rlsys.router.pool import EngineState, Flight, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish
-from rlsys.router.turn_ends import TurnEnds, shortened
+from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, Truncation
 
-__all__ = ["PinLost", "Poisonous", "RefusedPrompt", "Router"]
+__all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 
-log = logging.getLogger("rlsys.router")
-
-EVALUATION = -1
-"""Id of samples and groups outside the ledger."""
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
-_SERVER_FAULT = 500
-DEATHS_SUSPECT = 2
-"""Engine deaths without a token in between, after which a sample goes on alone: no second suspect is in any engine
-until it has got a token. What dies then says something about this sample, and not about its neighbours."""
-DEATHS_CENSORED = 4
-"""Engine deaths without a token in between, after which a sample is given up: it may be what kills them."""
-FAULTS_CENSORED = 8
-"""Server errors (5xx) without a token in between, after which a sample is given up. More than deaths: they cost no
-other sample its place, and an only engine that is ill for a minute shall not censor, which its back-offs see to."""
-
-
-class Poisonous(RunError):
-    """A sample with which so many engines died, or answered with an error, that it is not sent again."""
-
-
-class PinLost(RunError):
-    """The engine that was pinned for an evaluation has died, and its weights are gone."""
 
 
 class Router:
@@ -84,6 +63,13 @@ class Router:
         self._routes = routes
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
+        self._suspects = Suspects(lambda sample: self.on_failure(sample))
+        self._arrivals = Arrivals(
+            self._dispatcher,
+            self._limits,
+            self._suspects,
+            lambda sample, tokens: self.on_tokens(sample, tokens),
+        )
         self._push = WeightPush(self._dispatcher, bounds, interruption, patience)
         self._order = itertools.count()
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
@@ -94,23 +80,7 @@ class Router:
         """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
         self._run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
-        self._pin: tuple[EngineState, int] | None = None
-        """The engine that answers an evaluation alone, and its weight version."""
-        self._counts = {
-            "received_tokens": 0,
-            "evaluation_tokens": 0,
-            "discarded_tokens": 0,
-            "cached_tokens": 0,
-            "prefilled_tokens": 0,
-            "resumes": 0,
-            "refused": 0,
-            "engine_faults": 0,
-            "poisonous": 0,
-        }
-        self._suspects = asyncio.Lock()
-        self._suspect: Sample | None = None
-        """Who holds the lock."""
-        self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
+        self._counts = {"resumes": 0, "refused": 0}
 
     # -- one sample ---------------------------------------------------------------------------------------------
 
@@ -149,44 +119,24 @@ class Router:
         def priority() -> tuple[int, ...]:
             return () if evaluation else self.priority(sample)
 
-        last = ""
+        fault = ""
         while not sample.status.terminal:
             sample.status = self._status(sample, None, limit, ends)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
-            if sample.deaths >= DEATHS_CENSORED:
-                self._counts["poisonous"] += 1
-                raise Poisonous(f"{sample.deaths} engines died while they worked on it")
-            if sample.faults >= FAULTS_CENSORED:
-                self._counts["poisonous"] += 1
-                raise Poisonous(f"{sample.faults} answers in a row were server errors{last}")
-            async with self._alone(sample) if sample.deaths >= DEATHS_SUSPECT else nullcontext():
+            self._suspects.check(sample, fault)
+            async with self._suspects.alone(sample):
                 if pinned:
-                    engine = self._pinned_engine()
+                    engine = self._pool.pinned()
                 else:
                     engine = await self._dispatcher.admit(
                         priority, lambda: self._wish(sample), evaluation=evaluation
                     )
-                if fault := await self._segment(
-                    engine, sample, limit, temperature, truncation, ends, pinned=pinned
-                ):
-                    last = f", the last one: {fault}"
+                fault = (
+                    await self._segment(engine, sample, limit, temperature, truncation, ends, pinned=pinned)
+                    or fault
+                )
         return sample
-
-    @asynccontextmanager
-    async def _alone(self, sample: Sample) -> AsyncIterator[None]:
-        """Until the sample gets a token, or its request ends."""
-        await self._suspects.acquire()
-        self._suspect = sample
-        try:
-            yield
-        finally:
-            self._clear(sample)
-
-    def _clear(self, sample: Sample) -> None:
-        if self._suspect is sample:
-            self._suspect = None
-            self._suspects.release()
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         """One greedy response outside the ledger, for evaluation. After an interruption it goes on like any."""
@@ -204,7 +154,7 @@ class Router:
     ) -> Segment:
         """The same, sampled. `evaluation`: by the pinned engine, where there is one."""
         probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
-        pinned = evaluation and self._pin is not None
+        pinned = evaluation and self._pool.has_pin
         await self.generate(
             probe,
             max_response_tokens=max_new_tokens,
@@ -218,29 +168,13 @@ class Router:
     def pin(self) -> bool:
         """Keep an engine for an evaluation, with the weights that it has, until `unpin`: it gets no push and nothing
         else to do. What it does now goes on, until it ends or is interrupted. False when no other engine serves."""
-        serving = self._pool.serving()
-        if self._pin is not None or len(serving) < 2:
-            return False
-        engine = min(serving, key=lambda e: e.tokens)
-        engine.pinned = True
-        self._pin = engine, engine.version
-        return True
+        return self._pool.pin()
 
     def unpin(self) -> None:
         """The engine serves again, after a push where it has missed one. Without a pin: nothing."""
-        if self._pin is not None:
-            engine, _ = self._pin
-            engine.pinned, self._pin = False, None
+        if self._pool.has_pin:
+            self._pool.unpin()
             self._dispatcher.wake()
-
-    def _pinned_engine(self) -> EngineState:
-        """Raises PinLost."""
-        if self._pin is None:
-            raise PinLost("its engine is no longer pinned")
-        engine, version = self._pin
-        if not engine.alive or engine.version != version:
-            raise PinLost(f"{engine.url} had weight version {version}, it is {engine.state} now")
-        return engine
 
     async def prompt_logprobs(self, ids: list[int]) -> list[float]:
         """Log-probs of `ids[1:]` under the weights that serve, outside the ledger. After an interrupt: once more.
@@ -248,33 +182,18 @@ class Router:
         Raises RefusedPrompt, RunError for what the engine refuses, and Poisonous as `generate` does.
         """
         self.check(ids)
-        deaths = faults = 0
+        asked, fault = Sample(EVALUATION, EVALUATION, 0, ids, seed=0), ""
         while True:
-            if deaths >= DEATHS_CENSORED or faults >= FAULTS_CENSORED:
-                self._counts["poisonous"] += 1
-                raise Poisonous(f"log-probs of a prompt: {deaths} engines died, {faults} server errors")
+            self._suspects.check(asked, fault)
             engine = await self._dispatcher.admit(lambda: (), lambda: Wish(None, None, 0))
             flight = Flight(f"{self._run_id}-{next(self._order)}.", None, asyncio.timeout(None))
-            try:
-                with self._dispatcher.flying(engine, flight, len(ids)):
-                    async with flight.scope:
-                        found = await engine.client.token_logprobs(ids, flight.rid)
-                        engine.received += 1
-                        self._dispatcher.works(engine)
-                        return found
-            except Aborted:
-                continue
-            except DeadEngine as e:
-                deaths += 1
-                if not flight.scope.expired():
-                    log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
-                    engine.died()
-            except EngineError as e:
-                if e.status < _SERVER_FAULT:
-                    raise RunError(f"log-probs of a prompt: {e}") from None
-                faults += 1
-                self._counts["engine_faults"] += 1
-                engine.failed()
+            async with attempt(self._dispatcher, engine, flight, len(ids), "log-probs of a prompt") as made:
+                with suppress(Aborted):
+                    found = await engine.client.token_logprobs(ids, flight.rid)
+                    engine.received += 1
+                    self._dispatcher.works(engine)
+                    return found
+            fault = self._suspects.blame(made, engine, asked) or fault
 
     def _wish(self, sample: Sample) -> Wish:
         """A prefix lives in an engine's cache for as long as the weights do."""
@@ -304,51 +223,30 @@ class Router:
         rid = f"{self._run_id}-{sample.sample_id}-{next(self._order)}."  # the point: not the beginning of another
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
-        scope = asyncio.timeout(None)  # no deadline; whoever finds the engine dead sets one
-        flight = Flight(rid, sample, scope, pinned=pinned, why=self._why(sample))
+        flight = Flight(rid, sample, asyncio.timeout(None), pinned=pinned, why=self._why(sample))
+        ids, what = sample.prompt_ids + sample.response_ids, f"sample {sample.sample_id}"
         try:
-            with self._dispatcher.flying(engine, flight, len(sample.prompt_ids) + start):
-                async with scope:
-                    ids = sample.prompt_ids + sample.response_ids
-                    stream = engine.client.generate(
-                        ids,
-                        rid=rid,
-                        max_new_tokens=limit - start,
-                        temperature=temperature,
-                        seed=sample.seed,
-                        stop_ids=sorted(ends.ids),
-                        stop_texts=ends.texts,
-                        routes_from=self._routes_from(sample),
-                        cache_key=self._cache_key(engine, sample),
-                        truncation=truncation,
-                    )
-                    async with aclosing(stream):
-                        async for segment in stream:
-                            finish = await self._receive(engine, flight, segment, ends)
-                            if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
-                                engine.received -= flight.arrived
-        except DeadEngine as e:
-            sample.deaths += 1
-            self._tell_failure(sample)
-            if not scope.expired():
-                log.warning("%s: a request broke off: %s", engine.url, e or type(e).__name__)
-                engine.died()
-        except EngineError as e:
-            if e.status < _SERVER_FAULT:
-                raise RunError(f"sample {sample.sample_id}: {e}") from None
-            self._counts["engine_faults"] += 1  # it goes on elsewhere, or here after a back-off
-            engine.counting = False  # it counts what it made, also what it could not say: that is made again
-            engine.failed()
-            sample.faults += 1
-            self._tell_failure(sample)
-            return str(e)
+            async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
+                stream = engine.client.generate(
+                    ids,
+                    rid=rid,
+                    max_new_tokens=limit - start,
+                    temperature=temperature,
+                    seed=sample.seed,
+                    stop_ids=sorted(ends.ids),
+                    stop_texts=ends.texts,
+                    routes_from=self._routes_from(sample),
+                    cache_key=self._cache_key(engine, sample),
+                    truncation=truncation,
+                )
+                async with aclosing(stream):
+                    async for segment in stream:
+                        finish = await self._arrivals.receive(engine, flight, segment, ends)
+                        if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
+                            engine.received -= flight.arrived
+            return self._suspects.blame(made, engine, sample)
         finally:
             sample.status = self._status(sample, finish, limit, ends)
-        return ""
-
-    def _tell_failure(self, sample: Sample) -> None:
-        if sample.sample_id != EVALUATION:
-            self.on_failure(sample)
 
     def _why(self, sample: Sample) -> str:
         """What could have put its prefix into the engine's cache."""
@@ -379,75 +277,9 @@ class Router:
         """
         if finish in _ENDED:
             return _ENDED[finish]
-        if not sample.observed_last and ends.ended(_turn(sample, ends)):
+        if not sample.observed_last and ends.ended(ends.turn_of(sample)):
             return Status.FINISHED
         return Status.TRUNCATED if len(sample.response_ids) >= limit else Status.PARKED
-
-    async def _receive(
-        self, engine: EngineState, flight: Flight, segment: Segment, ends: TurnEnds
-    ) -> str | None:
-        """Add what came to the sample, up to a text that ends the turn. Returns how the request ended, None while it
-        goes on."""
-        sample, tokens = flight.sample, len(segment.ids)
-        assert sample is not None
-        try:
-            self._limits.check_ids(segment.ids)
-        except RefusedPrompt as e:  # the next engine that is sent it would die of it
-            raise EngineError(f"{engine.url}: {e}", _SERVER_FAULT) from None
-        versions = {s.version for s in segment.spans}
-        if segment.call_spans is not None:
-            versions.update(s.version for s in segment.call_spans)
-        if not engine.pushed.issuperset(versions):
-            self._counts["discarded_tokens"] += tokens
-            if not await self._attested(engine, versions):
-                return None
-            self._counts["discarded_tokens"] -= tokens
-        engine.received += tokens
-        flight.arrived += tokens
-        ended = False
-        if ends.texts:
-            turn = _turn(sample, ends)
-            end = 0 if ends.ended(turn) else ends.text_ends_after(turn, segment.ids)
-            ended = end is not None
-            if end is not None:
-                flight.dropped += tokens - end
-                segment = shortened(segment, end, flight.dropped)
-                self._counts["discarded_tokens"] += tokens - end
-                tokens = end
-        sample.append(segment)
-        if tokens:
-            sample.deaths = sample.faults = 0
-            self._clear(sample)
-        self._dispatcher.works(engine)
-        self._dispatcher.grow(engine, flight, tokens)
-        self._counts["received_tokens"] += tokens
-        if ended and tokens and segment.finish is None:
-            # The engine has not seen it. What else it makes is dropped, but its routes, which come last, are not.
-            await engine.client.abort(flight.rid)
-        if sample.sample_id == EVALUATION:
-            self._counts["evaluation_tokens"] += tokens
-            return segment.finish
-        self.on_tokens(sample, tokens)
-        if segment.finish is not None:
-            self._counts["cached_tokens"] += segment.cached_tokens
-            self._counts["prefilled_tokens"] += segment.prompt_tokens
-            self._prefills[flight.why][0] += segment.cached_tokens
-            self._prefills[flight.why][1] += segment.prompt_tokens
-            sample.cached_tokens += segment.cached_tokens
-            sample.prefilled_tokens += segment.prompt_tokens
-        return segment.finish
-
-    async def _attested(self, engine: EngineState, versions: set[int]) -> bool:
-        """Tokens came of a version that nobody attested here. In a push: wait for it, as long as the request is not
-        cut off. Else the engine was restarted between two probes, or another run has pushed to it: these weights are
-        not what anybody pushed here.
-        """
-        while not engine.pushed.issuperset(versions):
-            if engine.attested.is_set():
-                engine.lost_weights()
-                return False
-            await engine.attested.wait()
-        return True
 
     # -- all samples --------------------------------------------------------------------------------------------
 
@@ -542,19 +374,7 @@ class Router:
         """URL -> what the engine does now: its requests, their tokens, its weight version (None: not known), and
         whether it has the current weights and may be sent samples, now or when a push or a train step is over.
         """
-        current = self._pool.version
-        left_out = {e.url for e in self._pool.engines if e.quarantined or e.draining or e.pinned}
-        return {
-            e.url: {
-                "state": e.state,
-                "serving": e.alive and e.url not in left_out and e.version == current,
-                "requests": e.load,
-                "tokens": e.tokens,
-                "weight_version": e.version if e.version >= 0 else None,
-                "deaths": e.deaths,
-            }
-            for e in self._pool.engines
-        }
+        return self._pool.figures()
 
     def stats(self) -> dict[str, float]:
         """Counts since the process started. `received_tokens` include `evaluation_tokens`; `cached_tokens` of the
@@ -564,17 +384,12 @@ class Router:
         weights or before a `turn`, or before an `update` of the weights, which empties caches unless they are kept.
         """
         return {
+            **self._arrivals.stats(),
             **self._counts,
+            **self._suspects.counts,
             **self._pool.totals(),
-            **{f"cache_share_{why}": cached / all for why, (cached, all) in self._prefills.items() if all},
             "in_flight": self._pool.in_flight,
             "waiting": self._dispatcher.waiting,
             "engines_serving": len(self._pool.serving()),
             "weight_version": self._pool.version,
         }
-
-
-def _turn(sample: Sample, ends: TurnEnds) -> list[int]:
-    """The last ids of the turn that is made, as many as matter for its end."""
-    start = sample.observed[-1].end if sample.observed else 0
-    return sample.response_ids[max(start, len(sample.response_ids) - ends.reach - 1) :]

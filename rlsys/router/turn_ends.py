@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from rlsys.types import Segment, VersionSpan
+from rlsys.types import Sample, Segment, VersionSpan
 
 LONGEST_CHARACTER = 4
 """Tokens that may be needed for one character: as many as it has bytes."""
@@ -47,6 +47,11 @@ class TurnEnds:
             middle = (few + enough) // 2
             few, enough = (few, middle) if self._has_text([*known, *new[:middle]]) else (middle, enough)
         return enough
+
+    def turn_of(self, sample: Sample) -> list[int]:
+        """The last ids of the turn that the sample is in, as many as matter for its end."""
+        start = sample.observed[-1].end if sample.observed else 0
+        return sample.response_ids[max(start, len(sample.response_ids) - self.reach - 1) :]
 
     def ended(self, turn: Sequence[int]) -> bool:
         """Whether the last id of a turn's is one that ends it."""

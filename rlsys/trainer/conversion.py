@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rlsys.config import Config, explain_error, load_config
-from rlsys.config.sections import ModelConfig, ParallelConfig
+from rlsys.config.trainer import ModelConfig, ParallelConfig
 from rlsys.convert.carried import carried, save_carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers

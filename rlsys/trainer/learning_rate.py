@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlsys.config.sections import Schedule, TrainerConfig
+from rlsys.config.trainer import Schedule, TrainerConfig
 
 
 def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from rlsys.cli import main as rlsys
 from rlsys.config import Config
-from rlsys.config.sections import ModelConfig, ParallelConfig
+from rlsys.config.trainer import ModelConfig, ParallelConfig
 from rlsys.convert import output
 from rlsys.convert.torch_dist import DistWriter
 from rlsys.errors import RunError

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlsys.config import Config
-from rlsys.config.sections import Schedule, TrainerConfig
+from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.data.quickstart_model import write_model
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup

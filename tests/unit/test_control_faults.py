@@ -31,7 +31,7 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.evaluation import answer_all
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.router.router import DEATHS_CENSORED, FAULTS_CENSORED, Poisonous
+from rlsys.router.ladder import DEATHS_CENSORED, FAULTS_CENSORED, Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt, Sample
 from tests.helpers.rollout_rig import make_config, rig
@@ -161,7 +161,8 @@ async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
         await asyncio.sleep(2)
         await stage.push()
         with pytest.raises(
-            Poisonous, match=f"log-probs of a prompt: 0 engines died, {FAULTS_CENSORED} server"
+            Poisonous,
+            match=f"{FAULTS_CENSORED} answers in a row were server errors, the last one: .*out of memory",
         ):
             await stage.router.prompt_logprobs([POISON % 100] * 3)
 

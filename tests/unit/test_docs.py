@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rlsys.config import Config
-from rlsys.config.sections import WeightsConfig
+from rlsys.config.rollout import WeightsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [

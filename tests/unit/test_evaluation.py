@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config, load_config
-from rlsys.config.sections import RewardSpec
+from rlsys.config.data import RewardSpec
 from rlsys.data import Tokenizer, build_source
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.config.sections import TrainerConfig
+from rlsys.config.trainer import TrainerConfig
 from rlsys.trainer.learning_rate import learning_rate
 
 

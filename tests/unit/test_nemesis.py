@@ -24,10 +24,10 @@ from rlsys.rollout.schedule import sample_seed
 from rlsys.rollout.service import Access
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.writer import StoreWriter
-from rlsys.router import router
+from rlsys.router import ladder
 from rlsys.router.attest import Agreement
+from rlsys.router.ladder import DEATHS_CENSORED
 from rlsys.router.push import WeightPush
-from rlsys.router.router import DEATHS_CENSORED
 from rlsys.types import Prompt, Segment, VersionSpan
 from tests.helpers import nemesis_launch
 from tests.helpers.history import History, judge
@@ -160,7 +160,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 8."""
-    monkeypatch.setattr(router, "DEATHS_CENSORED", 10**6)
+    monkeypatch.setattr(ladder, "DEATHS_CENSORED", 10**6)
     assert seen(folder, [], "poison", poison=POISON)
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from rlsys.config import Config, dump_config, load_config
-from rlsys.config.sections import KeysConfig
+from rlsys.config.data import KeysConfig
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import BLOCK, shares
 from rlsys.data.quickstart_model import write_model

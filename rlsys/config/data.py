@@ -1,0 +1,131 @@
+"""The config sections `data` and `eval`: prompts, their rewards, and held-out evaluations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from rlsys.config.section import NonNegative, Positive, Section
+
+
+class KeysConfig(Section):
+    prompt: str | None = None
+    """Where a row has its prompt, a text or a chat. Unset: prompt or messages."""
+    answer: str | None = None
+    """Where a row has the right answer; `a.b` is key b of key a. Unset: answer, label, ground_truth or
+    reward_model.ground_truth, whichever comes first."""
+    tools: str | None = None
+    """Where a row has the schemas of its tools. Unset: tools."""
+
+
+class RewardSpec(Section):
+    """One reward of several, or one with parameters: a name, or `{name: ..., weight: ..., params: ...}`."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """What its value is multiplied with before all are added."""
+    signature: Literal["auto", "rlsys", "verl", "slime", "trl", "verifiers"] = "auto"
+    """How the function is called: as rlsys, verl, slime, TRL or verifiers do it. auto looks at its parameters."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _short(self, whole: SerializerFunctionWrapHandler) -> Any:
+        """A name alone is written as it was."""
+        return self.name if self == RewardSpec(name=self.name) else whole(self)
+
+
+def _one_or_several(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+class DataConfig(Section):
+    source: str = "chain_sum_tail"
+    """Short name of a prompt source, or an import path `package.module:function`, or `path/to/file.py:function`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the prompt source."""
+    keys: KeysConfig = KeysConfig()
+    """Where the rows of jsonl, parquet and dataset have what a run needs, if not where it is looked for."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """What the model's chat template gets beside the messages, for example enable_thinking: false, or tools: [...].
+    A row's own tools come first."""
+    seed: NonNegative = 0
+    """Seed of the training prompts; run.seed is added to it."""
+    reward: Annotated[list[RewardSpec], BeforeValidator(_one_or_several)] = Field(
+        default=[RewardSpec(name="reasoning_gym")], min_length=1
+    )
+    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`; or
+    a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
+    reward_env: list[str] = Field(default_factory=list)
+    """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
+    no other variables of ours."""
+    reward_memory_gb: Annotated[float, Field(gt=0)] = 16.0
+    """Address space of one reward process, in GiB. A plain reward function that needs more gets a
+    MemoryError."""
+    judge: str | None = None
+    """Who gives verdicts to group rewards that ask for them: the URL of an OpenAI-compatible server, engines
+    (the run's own), chain_sum (a rule), or an import path."""
+    judge_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
+    count."""
+
+    @property
+    def reward_name(self) -> str:
+        """For messages."""
+        return " + ".join(spec.name for spec in self.reward)
+
+
+class EvalSet(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    """What its figures are called: NAME/accuracy, NAME/pass_4."""
+    data: DataConfig | None = None
+    """Its own prompts and reward, as in the section data; what it does not give has the defaults. Unset: the
+    run's."""
+    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
+    """Number of prompts, of those that its source holds out (all of data.params.heldout_path)."""
+    samples: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 up to all of them."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    max_response_tokens: Positive | None = None
+    """Longest response. Unset: that of training."""
+
+    @model_validator(mode="after")
+    def _spread(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0 are {self.samples} equal responses; use a "
+                "temperature above 0, or samples = 1"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    every: Positive = 10
+    """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
+    The next step waits for it, unless it runs in the background."""
+    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
+    """Number of held-out prompts. None of them is ever trained on. More prompts make the accuracy more exact
+    and the evaluation longer."""
+    seed: NonNegative = 999
+    """Seed of the held-out prompts."""
+    background: bool = False
+    """Evaluate beside training: an engine keeps its weights for it and gets no push and no samples until it is done.
+    Needs launch.placement = disaggregated and two engines. The last evaluation is waited for."""
+    sets: list[EvalSet] = Field(default_factory=list)
+    """Further named sets, each with its own prompts, reward and sampling. They are asked after the held-out
+    prompts, by the same weights."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [s.name for s in self.sets]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise ValueError(f"sets: the name {twice!r} is there {names.count(twice)} times")
+        return self

@@ -1,0 +1,177 @@
+"""The config sections `rollout`, `engine`, `router` and `weights`: how samples come about, and in whose hands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rlsys.config.section import FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.types import Truncation
+
+
+class RolloutConfig(Section):
+    groups_per_step: Positive = 16
+    """Groups (one prompt each) that one train step trains."""
+    group_size: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Samples per group, that is, responses to one prompt. More give a better baseline and cost as many more
+    tokens."""
+    over_provision: Annotated[float, Field(ge=1, le=16)] | Literal["auto"] = 1.0
+    """Samples in flight, as a multiple of groups_per_step * group_size. Above 1 is APRIL: long responses no
+    longer hold up a step, but groups wait over_provision - 1 steps on average. auto steers it to auto_share."""
+    auto_hold: Literal["off_policy", "idle"] = "off_policy"
+    """What over_provision = auto steers: off_policy, the share of trained tokens that older weights sampled, or
+    idle, the share of slots without a sample."""
+    auto_share: Fraction = 0.4
+    """The share that over_provision = auto aims at."""
+    resume_order: Literal["oldest", "nearest_done", "longest"] = "oldest"
+    """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest samples, or
+    the longest. It only matters when more samples wait than the engines decode at once."""
+    max_staleness: NonNegative = 0
+    """How old a group's oldest token may be when it is trained: the most train steps between the weights that
+    sampled it and the weights that the step starts from. 0 is on-policy. A small bound loses long responses, a
+    large one trains older tokens."""
+    staleness_policy: Literal["drop", "wait", "mask"] = "drop"
+    """What happens at max_staleness. drop: the group is discarded. wait: the step waits for groups that only it
+    can train. mask: the group is trained without its too old tokens."""
+    max_resumes: NonNegative | None = None
+    """How often a sample may be resumed; after that it is not interrupted again and the step waits for it.
+    Unset: no limit."""
+    group_deadline: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after which an unfinished group is censored, counted from the moment it may start in this
+    process. Only a take that waits for groups checks it. Unset: never."""
+    max_response_tokens: Positive = 256
+    """Longest response, in tokens, summed over all its segments. What reaches it is truncated."""
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature for training. Evaluation is greedy."""
+    top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
+    """Draw from so many most probable tokens only. The trainer restricts its softmax to the tokens that the engine
+    kept (Keep Sampling Mask, DeepSeek-V3.2). Unset: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of these, draw from the most probable ones that together have this mass. Needs top_k."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of these, draw from those that have this share of the largest probability. Needs top_k, and
+    engine.deterministic = false."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
+    generator: str = "single_turn"
+    """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
+    an import path `package.module:function`, or `path/to/file.py:function`."""
+    generator_params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the generator."""
+    repeat: FilePath | None = None
+    """Folder of an earlier run of the same config, whose groups, interruptions and tokens this run repeats. Use
+    it to debug a run with over_provision above 1."""
+    length_bias_bound: Fraction = 0.1
+    """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
+    flush_tokens: Positive | None = None
+    """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
+    again. A smaller value writes to disk more often. null: 64 for each sample in flight, but at least 16384."""
+    keep_groups: NonNegative = 2
+    """Groups of each train step whose tokens stay readable (rlsys samples, rlsys dash) when no checkpoint needs them
+    any more, each with its log-probs and its advantage. A token takes 16 bytes on the disk."""
+    reward_timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds for one reward. After them the sample is censored; after a group reward that is too slow, its
+    group."""
+    reward_concurrency: Positive = 4
+    """Rewards computed at the same time. A plain reward function gets up to this many processes; an async one
+    gets none."""
+    stall_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a new token or reward after which a waiting take stops the run with a message. The run
+    also stops when code in the rollout's event loop (an async reward) blocks it for so long."""
+
+    @property
+    def truncation(self) -> Truncation | None:
+        return None if self.top_k is None else Truncation(self.top_k, self.top_p, self.min_p)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        for name, value, off in (("top_p", self.top_p, 1.0), ("min_p", self.min_p, 0.0)):
+            if value != off and self.top_k is None:
+                raise ValueError(
+                    f"{name} = {value:g} needs top_k: the trainer must know which tokens an engine kept, and engines "
+                    "name them only where their number is bounded; top_k = 1024 bounds it and changes hardly anything"
+                )
+        return self
+
+
+OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
+"""Of SGLang: what tells an engine whose it is, and where. Beginnings of them count too, as they do for SGLang."""
+
+
+class EngineConfig(Section):
+    count: Annotated[int, Field(gt=0, le=16384)] = 1
+    """Number of SGLang engines."""
+    tp: Positive = 1
+    """Tensor parallel size of one engine."""
+    host: str = "127.0.0.1"
+    """Address that engines listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the first engine; the others count up from it. 0 chooses free ports."""
+    max_running_requests: Positive = 128
+    """Requests that one engine decodes at the same time. More give more throughput and need a larger cache."""
+    max_total_tokens: Positive = 65536
+    """Tokens that one engine's cache of keys and values can hold. It must hold the longest response and its
+    prompt."""
+    stream_interval: Positive | None = None
+    """Tokens between two stream chunks of an engine. It is the most that an engine's sudden death can cost each
+    sample; a smaller value sends more messages. null: a 64th of rollout.max_response_tokens, but 16 to 256."""
+    deterministic: bool = True
+    """Make a sample's tokens depend on its seed alone, whatever else is in the batch (SGLang's deterministic
+    inference). It makes decoding slower on GPUs."""
+    return_routes: bool = False
+    """Return the experts that each token was routed to, for trainer.replay = engine. Answers become larger."""
+    start_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds an engine may take to start. Unset: 240, plus 4 for each GB of the model's folder, plus 300 for
+    compilation on a GPU, plus 1,800 for FP8 kernels."""
+    reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
+    """Server with the reference weights that the planner lens compares prompts against: its URL. own starts one
+    more engine, which keeps the weights of model.path."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further arguments of sglang.launch_server, passed on unchanged."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_ours(cls, args: list[str]) -> list[str]:
+        """config.yaml and command lines are for everybody to read; keys and labels are the run's own."""
+        for arg in args:
+            name = arg.partition("=")[0]
+            if name.startswith("--") and len(name) > 4 and any(own.startswith(name) for own in OWN_ARGS):
+                raise ValueError(f"{name} is set by rlsys itself; the keys of a run are made at its start")
+        return args
+
+    @model_validator(mode="after")
+    def _ports(self) -> Self:
+        if self.port + self.count > 65536:
+            last = self.port + self.count - 1
+            raise ValueError(f"port = {self.port}: {self.count} engines reach port {last} > 65535")
+        return self
+
+
+class RouterConfig(Section):
+    strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
+    """Which engine a sample goes to. prefix_affinity: the one that has its prefix, unless that one is
+    overloaded. least_tokens: the one with the fewest tokens. power_of_two: the less busy of two. version_aware:
+    the same as prefix_affinity in a training run."""
+    interruption: Literal["abort", "retract", "in_place"] = "abort"
+    """What a weight push does to samples in flight (disaggregated engines). abort: they return, are saved, and
+    go on after the push. retract: the engine keeps them and computes their cache again. in_place: it keeps them
+    with the old cache, which is fastest and least exact."""
+
+
+class WeightsConfig(Section):
+    method: Literal["tensor", "broadcast", "disk", "disk_delta"] = "tensor"
+    """How weights travel. tensor: buckets that each engine takes from a trainer rank of its machine.
+    broadcast: buckets through a process group, to any machine. disk: a safetensors folder that all share.
+    disk_delta: the same, changed tensors only."""
+    bucket_mb: Annotated[float, Field(gt=0)] = 256.0
+    """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
+    canary_mean: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: 1e-6
+    for float32, 2e-2 for bfloat16."""
+    canary_p999: Annotated[float, Field(gt=0)] | None = None
+    """Largest 99.9th percentile of the same differences. Unset: 1e-4 for float32, 0.5 for bfloat16."""
+    uncompared: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Largest share of an engine's tensors in layouts that cannot be compared with the trainer's; an engine with
+    more does not serve. Such tensors must change when the trainer's do, and only then. Unset: 0, with model.fp8
+    0.75. Raise it for kernels that rearrange their weights."""

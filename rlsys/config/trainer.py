@@ -1,0 +1,157 @@
+"""The config sections `model`, `trainer`, `parallel` and `sft`: what is trained, and by how many ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class ModelConfig(Section):
+    path: FilePath
+    """Hugging Face folder that the run starts from: config.json, *.safetensors, tokenizer.json."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
+    and there trainer and engine agree to 1e-6."""
+    fp8: Literal["none", "rollout", "both"] = "none"
+    """What computes in FP8: nothing, the engines (rollout), or engines and trainer (both). It saves memory and
+    time and makes log-probs less exact. Needs dtype = bfloat16."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.fp8 != "none" and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16, here it is {self.dtype}")
+        return self
+
+
+class TrainerConfig(Section):
+    steps: NonNegative = 60
+    """Train steps of the whole run. Raise it to continue a finished run."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the weights. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
+    the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
+    (docs/trainer.md). Use it for weights that Muon made, such as Moonlight's and Kimi-K2's."""
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 3
+    """Train steps in which the learning rate rises linearly from 0 to lr."""
+    schedule: Schedule = "constant"
+    """The learning rate after the warm-up: constant, or falling to lr_end * lr at the last step."""
+    lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where a falling learning rate ends, as a share of lr."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """AdamW's two betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
+    nonfinite_limit: NonNegative = 2
+    """How many updates in a row may be skipped because their gradient is not finite. One more stops the run."""
+    recompute: list[
+        Literal["layer", "core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+    ] = Field(default_factory=list)
+    """Which parts compute their activations again in the backward pass instead of storing them; layer is all of
+    it. It saves memory and costs up to one more forward pass."""
+    offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the optimizer's state that is kept and updated in host memory. It saves GPU memory and makes
+    updates slower. Needs model.dtype = bfloat16."""
+    balance_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the routers' load-balancing loss (Switch Transformer, section 2.2), per token. 0 is off."""
+    balance_rate: Annotated[float, Field(ge=0)] = 0.0
+    """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
+    loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""
+    token_budget: Positive = 8192
+    """Most tokens in one packed micro-batch. More use the hardware better and need more memory for
+    activations."""
+    early_backward: bool = False
+    """Compute gradients of finished groups while the step's other groups are still generated (FlexMARL's
+    micro-batch pipeline). It hides training time. Needs launch.placement = disaggregated and an algorithm that
+    treats each group by itself."""
+    equal_lengths: bool = False
+    """Pad all micro-batches of a step to one length. It costs computation on padding; pipeline stages need not
+    exchange shapes, and parallel.dispatcher = allgather needs it."""
+    replay: Literal["off", "engine", "trainer"] = "off"
+    """Whose expert choices training uses. off: its own. engine: those made when the token was sampled (R3).
+    trainer: those of the scoring pass at the start of the step (R2). It removes mismatch between engine and
+    trainer; engine also needs engine.return_routes."""
+    checkpoint_every: Positive = 10
+    """Train steps between two checkpoints. A crash costs at most the steps since the last one."""
+    export_every: NonNegative = 0
+    """Train steps between two exports of a Hugging Face folder to exports/step-N in the run; 0 makes none."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """How many of the newest checkpoints stay on disk. The one with the best evaluation stays too."""
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    """Tensor parallel size: ranks that share each layer's weights."""
+    pp: Positive = 1
+    """Pipeline parallel size: ranks that each hold a part of the layers."""
+    vpp: Positive = 1
+    """Virtual pipeline stages per rank, interleaved. More of them shorten the pipeline's idle time and send
+    more messages. More than 1 needs pp > 1."""
+    cp: Positive = 1
+    """Context parallel size: ranks that share the tokens of each sequence. For long sequences."""
+    ep: Positive = 1
+    """Expert parallel size: ranks that share a layer's experts."""
+    etp: Positive | None = None
+    """Tensor parallel size of the experts. Unset: tp."""
+    dp: Positive | None = None
+    """Data parallel size: copies of the model that share the samples. Unset: the smallest that expert
+    parallelism allows."""
+    overlap: bool = False
+    """Reduce gradients over data-parallel ranks during the backward pass instead of after it."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts. alltoall sends each token to its experts only; allgather sends all tokens
+    everywhere and needs trainer.equal_lengths."""
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        if self.dp is not None:
+            return self.dp
+        need = self.ep * self.expert_tp
+        return need // math.gcd(need, self.tp * self.cp)
+
+    @property
+    def why_dp(self) -> str:
+        """Where a size that nobody gave comes from, for messages."""
+        if self.dp is not None or self.data_parallel == 1:
+            return ""
+        etp = f" * etp = {self.ep} * {self.expert_tp}" if self.expert_tp > 1 else f" = {self.ep}"
+        return f" (parallel.ep{etp} needs dp = {self.data_parallel})"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.data_parallel
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        lanes = self.tp * self.cp * self.data_parallel
+        need = self.ep * self.expert_tp
+        if lanes % need:
+            raise ValueError(
+                f"tp*cp*dp = {lanes} ranks cannot be divided by ep*etp = {need}; "
+                f"raise parallel.dp to a multiple of {need}"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} interleaves pipeline stages, but pp = 1; use pp >= 2")
+        return self
+
+
+class SFTConfig(Section):
+    traces: str = "chain_sum"
+    """Short name of what writes the traces of `rlsys sft`, or `package.module:function`,
+    or `path/to/file.py:function`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the trace writer."""
+    lr_end: Fraction = 0.02
+    """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""

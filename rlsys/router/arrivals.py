@@ -1,0 +1,109 @@
+"""What comes from engines: checked, added to its sample, and counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from rlsys.engine.client import EngineError
+from rlsys.router.dispatch import EVALUATION, Dispatcher
+from rlsys.router.ladder import SERVER_FAULT, Suspects
+from rlsys.router.limits import Limits, RefusedPrompt
+from rlsys.router.pool import EngineState, Flight
+from rlsys.router.turn_ends import TurnEnds, shortened
+from rlsys.types import Sample, Segment
+
+
+class Arrivals:
+    """Owns the counts of tokens. `told`: of a sample of the ledger, and how many tokens it has just got."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        limits: Limits,
+        suspects: Suspects,
+        told: Callable[[Sample, int], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._suspects = suspects
+        self._told = told
+        self._counts = {
+            "received_tokens": 0,
+            "evaluation_tokens": 0,
+            "discarded_tokens": 0,
+            "cached_tokens": 0,
+            "prefilled_tokens": 0,
+        }
+        self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
+
+    async def receive(
+        self, engine: EngineState, flight: Flight, segment: Segment, ends: TurnEnds
+    ) -> str | None:
+        """Add what came to the sample, up to a text that ends the turn. Returns how the request ended, None while it
+        goes on."""
+        sample, tokens = flight.sample, len(segment.ids)
+        assert sample is not None
+        try:
+            self._limits.check_ids(segment.ids)
+        except RefusedPrompt as e:  # the next engine that is sent it would die of it
+            raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
+        versions = {s.version for s in segment.spans}
+        if segment.call_spans is not None:
+            versions.update(s.version for s in segment.call_spans)
+        if not engine.pushed.issuperset(versions):
+            self._counts["discarded_tokens"] += tokens
+            if not await _attested(engine, versions):
+                return None
+            self._counts["discarded_tokens"] -= tokens
+        engine.received += tokens
+        flight.arrived += tokens
+        ended = False
+        if ends.texts:
+            turn = ends.turn_of(sample)
+            end = 0 if ends.ended(turn) else ends.text_ends_after(turn, segment.ids)
+            ended = end is not None
+            if end is not None:
+                flight.dropped += tokens - end
+                segment = shortened(segment, end, flight.dropped)
+                self._counts["discarded_tokens"] += tokens - end
+                tokens = end
+        sample.append(segment)
+        if tokens:
+            self._suspects.clear(sample)
+        self._dispatcher.works(engine)
+        self._dispatcher.grow(engine, flight, tokens)
+        self._counts["received_tokens"] += tokens
+        if ended and tokens and segment.finish is None:
+            # The engine has not seen it. What else it makes is dropped, but its routes, which come last, are not.
+            await engine.client.abort(flight.rid)
+        if sample.sample_id == EVALUATION:
+            self._counts["evaluation_tokens"] += tokens
+            return segment.finish
+        self._told(sample, tokens)
+        if segment.finish is not None:
+            self._counts["cached_tokens"] += segment.cached_tokens
+            self._counts["prefilled_tokens"] += segment.prompt_tokens
+            self._prefills[flight.why][0] += segment.cached_tokens
+            self._prefills[flight.why][1] += segment.prompt_tokens
+            sample.cached_tokens += segment.cached_tokens
+            sample.prefilled_tokens += segment.prompt_tokens
+        return segment.finish
+
+    def stats(self) -> dict[str, float]:
+        """See Router.stats."""
+        shares = {f"cache_share_{why}": cached / all for why, (cached, all) in self._prefills.items() if all}
+        return {**self._counts, **shares}
+
+
+async def _attested(engine: EngineState, versions: set[int]) -> bool:
+    """Tokens came of a version that nobody attested here. In a push: wait for it, as long as the request is not
+    cut off. Else the engine was restarted between two probes, or another run has pushed to it: these weights are
+    not what anybody pushed here.
+    """
+    while not engine.pushed.issuperset(versions):
+        if engine.attested.is_set():
+            engine.lost_weights()
+            return False
+        await engine.attested.wait()
+    return True
