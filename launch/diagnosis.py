@@ -93,7 +93,9 @@ def describe(
     if status is None:
         lines.append(f"  {'rollout':16} does not answer")
     else:
-        lines.append(f"  {'rollout':16} step {status.get('train_step')}; {status.get('waiting_for', '')}")
+        engines = ", ".join(f"{url} {state}" for url, state in status.get("engines", {}).items())
+        told_by = f"step {status.get('train_step')}; {status.get('waiting_for', '')}; engines: {engines}"
+        lines.append(f"  {'rollout':16} {told_by}")
     lines += ["", "processes"]
     for role in roles:
         state = "ready" if role.ready else "not ready"

@@ -45,7 +45,7 @@ class Waiting:
                     raise RunError(
                         f"no token and no reward for rollout.stall_timeout = {stall:g} s"
                         f"{f' and engine.start_timeout = {limit - stall:g} s' * away}; waiting for {what}: "
-                        f"{self.missing()}"
+                        f"{self.missing()}; engines: {self._engines()}"
                     )
             self._runner.raise_failure()
             return task.result()
@@ -57,15 +57,15 @@ class Waiting:
         return self._router.stats()["received_tokens"], self._runner.settled
 
     def missing(self) -> str:
-        """Who is waited for: the oldest unfinished groups, and the engines."""
+        """Who is waited for: the oldest unfinished groups."""
         waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
         shown = "; ".join(
             f"group {g.group_id}: "
             + ", ".join(f"sample {s.sample_id} {s.status} with {s.tokens} tokens" for s in rest[:3])
             for g, rest in waiting[:3]
         )
-        engines = ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
-        return (
-            f"{len(self._buffer.ready())} groups are ready, {len(waiting)} unfinished ({shown or 'none let in'}); "
-            f"engines: {engines}"
-        )
+        rest = f"{len(waiting)} unfinished ({shown})" if shown else "none unfinished"
+        return f"{len(self._buffer.ready())} groups are ready, {rest}"
+
+    def _engines(self) -> str:
+        return ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())

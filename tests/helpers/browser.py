@@ -64,7 +64,10 @@ class Page:
         """And wait until the page has drawn what the address names."""
         before = await self.evaluate("document.body ? Number(document.body.dataset.drawn ?? 0) : 0")
         same = await self.evaluate("location.href.split('#')[0]") == url.split("#")[0]
-        await self.call("Page.navigate", url=url)
+        if await self.evaluate("location.href") == url:  # a page that is there already does not draw again
+            await self.evaluate("dispatchEvent(new HashChangeEvent('hashchange')) && null")
+        else:
+            await self.call("Page.navigate", url=url)
         await self.until(f"Number(document.body?.dataset.drawn ?? 0) > {before if same else 0}")
 
     async def until(self, condition: str) -> None:

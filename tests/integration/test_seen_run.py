@@ -134,6 +134,9 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             await asyncio.to_thread(session.wait_for, lambda: all_roles_are_read(ask), 0.5)
             assert ask("ALERTS{alertstate='firing'}") == []
             await parked_samples_are_shown(page, pictures)
+            await asyncio.to_thread(session.wait_for, lambda: step_lines(run) >= 3)
+            await page.open(f"{page.home}#/")
+            await page.picture(pictures / "2_live.png", whole=True)
             await asyncio.to_thread(session.wait_for, lambda: step_lines(run) >= 4)
             kill_all(session)
             await asyncio.to_thread(wait_until, lambda: len(ask("up == 0")) == 2)
@@ -191,7 +194,7 @@ async def what_was_trained_is_shown(page: Page, run: Path, pictures: Path) -> No
     await page.open(f"{page.home}#/")
     await page.until("document.querySelectorAll('.chart polyline').length > 8")
     await page.picture(pictures / "4_ended.png", whole=True)
-    told = samples(run, "--resumed", "--longest")
+    told = [s for s in samples(run, "--resumed", "--longest") if s["kept"]]
     versions = {s["sample"]: {p["version"] for p in s["parts"]} for s in told}
     most = max(told, key=lambda s: (len(versions[s["sample"]]), s["tokens"]))
     assert len(versions[most["sample"]]) >= 3
@@ -203,7 +206,7 @@ async def what_was_trained_is_shown(page: Page, run: Path, pictures: Path) -> No
     shown = (await page.text(".tokens")).replace("interrupted", "")
     assert "".join(shown.split()) == "".join(most["response"].split())
     await page.picture(pictures / "5_versions.png")
-    scored = next(s for s in samples(run, "--step", str(STEPS), "--longest") if s["logp"])
+    scored = next(s for s in told if s["logp"] and any(s["advantages"]))
     await page.open(f"{page.home}#/sample?run=0&sample={scored['sample']}")
     for view in ("gap", "advantage"):
         await page.evaluate(f"document.querySelector('[data-view={view}]').click()")

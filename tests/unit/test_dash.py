@@ -348,6 +348,23 @@ async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_dra
 
 @needs_chromium
 @pytest.mark.gate
+async def test_beside_a_long_stop_the_steps_are_still_seen(page: Page) -> None:
+    """The axis ends at one and a half times the longest step's work: 15 s of 3,602. The stop's length is written."""
+    drawn = await page.evaluate(
+        "import('/static/chart.js').then(c => { const host = document.createElement('div');"
+        "host.className = 'chart'; document.querySelector('main').append(host);"
+        "c.stackedColumns(host, [{step: 1, work: 10, stopped: 0}, {step: 2, work: 2, stopped: 3600}],"
+        "[['work', 'work', 'red'], ['stopped', 'stopped', 'blue', true]]);"
+        "return {bars: [...host.querySelectorAll('rect')].map(r => r.height.baseVal.value),"
+        "told: [...host.querySelectorAll('.beyond')].map(t => t.textContent)}; })"
+    )
+    ten, two, stopped = drawn["bars"]
+    assert ten == pytest.approx(5 * two, rel=1e-3) and stopped == pytest.approx(1.3 * ten, rel=1e-3)
+    assert drawn["told"] == ["3,602 s"]
+
+
+@needs_chromium
+@pytest.mark.gate
 async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
     await page.open(f"{page.home}#/samples")
     assert (

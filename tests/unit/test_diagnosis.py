@@ -50,10 +50,18 @@ def test_a_stack_names_whom_it_waits_for() -> None:
 def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
     roles = [RoleState("engine-0", Node("n1").name, 137, True, 12.0, "bye", "engine-0")]
     stacks = {"trainer-rank1": IN_BROADCAST, "trainer-rank0": IN_TAKE}
-    text = describe("asked for", roles, {"train_step": 4, "waiting_for": "1 group"}, stacks)
+    status = {
+        "train_step": 4,
+        "waiting_for": "1 group",
+        "engines": {"http://n1:1": "dead", "http://n2:1": "version 3"},
+    }
+    text = describe("asked for", roles, status, stacks)
     lines = text.splitlines()
     assert lines[3].split(maxsplit=1) == ["trainer-rank0", f"waits for {waits_for(IN_TAKE)}"]
-    assert lines[5].split(maxsplit=1) == ["rollout", "step 4; 1 group"]
+    assert lines[5].split(maxsplit=1) == [
+        "rollout",
+        "step 4; 1 group; engines: http://n1:1 dead, http://n2:1 version 3",
+    ]
     assert "  engine-0         on n1, ended with code 137, 12 s old: bye" in lines
     assert "does not answer" in describe("silence", [], None, {})
 

@@ -112,11 +112,13 @@ export function lineChart(host, { lines, log = false, floor = null }) {
   return true;
 }
 
-// columns: [{step, name: seconds, ...}]; parts: [[key, label, colour]]
+// columns: [{step, name: seconds, ...}]; parts: [[key, label, colour, cut]]; a part with `cut` does not stretch the axis:
+// beside a night's stop, seconds would not be seen. What goes beyond the axis is cut off, and its length written there.
 export function stackedColumns(host, columns, parts) {
   if (!columns.length) return false;
   const sums = columns.map((c) => parts.reduce((sum, [key]) => sum + c[key], 0));
-  const high = Math.max(...sums) || 1;
+  const worked = columns.map((c) => parts.reduce((sum, [key, , , cut]) => sum + (cut ? 0 : c[key]), 0));
+  const high = Math.min(Math.max(...sums), 1.5 * Math.max(...worked) || Infinity) || 1;
   frame(host, (canvas, width, height) => {
     const inner = width - MARGIN.left - MARGIN.right, tall = height - MARGIN.top - MARGIN.bottom;
     const slot = inner / columns.length, wide = Math.max(1, Math.min(46, slot * 0.76));
@@ -133,10 +135,14 @@ export function stackedColumns(host, columns, parts) {
       let at = 0;
       for (const [key, , colour] of parts) {
         if (!(column[key] > 0)) continue;
-        const top = yOf(at + column[key]);
+        const top = yOf(Math.min(high, at + column[key]));
         canvas.append(svg("rect", { x: xOf(i) - wide / 2, y: top, width: wide, height: Math.max(0.5, yOf(at) - top), style: { fill: colour } }));
         at += column[key];
       }
+      if (sums[i] <= high) return;
+      const told = svg("text", { class: "beyond", x: xOf(i), y: MARGIN.top + 13, "text-anchor": "middle" });
+      told.textContent = `${number(Math.round(sums[i]))} s`;
+      canvas.append(told);
     });
     return (at) => {
       const i = Math.floor((at - MARGIN.left) / slot);

@@ -20,7 +20,7 @@ const CHARTS = [
 const PARTS = [
   ["rollout", "rollout", "var(--part-rollout)"], ["train", "train", "var(--part-train)"], ["sync", "push", "var(--part-sync)"],
   ["other", "rest of the step", "var(--part-other)"], ["between", "evaluation, checkpoint", "var(--part-between)"],
-  ["stopped", "stopped", "var(--part-stopped)"],
+  ["stopped", "stopped", "var(--part-stopped)", true],
 ];
 let further = "";
 
