@@ -13,13 +13,8 @@ from launch.memory import GB, RATES, budget, model_size, value_bytes
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
+from rlsys.machines import TRAINED_SHARE, machines
 
-PEAK = {"bfloat16": 989e12, "float32": 67e12}
-"""Dense FLOP/s of an H100 SXM (NVIDIA's data sheet)."""
-SHARE = 0.3
-"""Of the peak, that training reaches."""
-BANDWIDTH = 3.35e12
-"""Bytes a second of its memory (the same sheet). A decoded token of each request reads all weights once."""
 RECENT = 10
 
 
@@ -45,15 +40,16 @@ def estimated(config: Config, hf: HFConfig) -> str:
         return "not estimated without GPUs; the display tells it after the first steps"
     r, size = config.rollout, model_size(hf)
     passes = 3 + ("layer" in config.trainer.recompute)
+    gpu = machines()["h100"]
     flops = config.samples_per_step * passes * config.algo.epochs * forward_flops(hf, r.max_response_tokens)
-    train = flops / (config.parallel.world_size * SHARE * PEAK[config.model.dtype])
+    train = flops / (config.parallel.world_size * TRAINED_SHARE * gpu.tflops[config.model.dtype] * 1e12)
     waves = -(-config.samples_per_step // (config.engine.count * config.engine.max_running_requests))
-    generate = waves * r.max_response_tokens * budget(config, size).engine_weights / BANDWIDTH
+    generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
     push = value_bytes(config) * size.total / GB / RATES[config.weights.method]
     overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0
     step = max(train, generate) + push if overlaps else train + generate + push
     return (
         f"about {clock(step)} a step, {clock(step * config.trainer.steps)} in all: generation {clock(generate)}, "
-        f"training {clock(train)}, push {clock(push)} (H100s at {SHARE:.0%} of their peak, every response at its "
-        f"longest, {r.max_response_tokens} tokens; evaluations and checkpoints not counted)"
+        f"training {clock(train)}, push {clock(push)} (H100s at {TRAINED_SHARE:.0%} of their peak, every response "
+        f"at its longest, {r.max_response_tokens} tokens; evaluations and checkpoints not counted)"
     )

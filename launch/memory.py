@@ -307,8 +307,8 @@ def expected_staleness(config: Config) -> str:
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
-def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """What will not fit a GPU of `gpu_gb` GB, and sizes that do not suit each other."""
+def does_not_fit(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """What needs more memory than a GPU of `gpu_gb` GB has."""
     size = model_size(hf)
     b, found = budget(config, size), []
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine)):
@@ -321,6 +321,12 @@ def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         hint = "" if turns else "; see launch.release_memory"
         found.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
+    return found
+
+
+def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """What will not fit a GPU of `gpu_gb` GB, and sizes that do not suit each other."""
+    found = does_not_fit(config, hf, gpu_gb)
     if config.slots > (capacity := config.engine.count * config.engine.max_running_requests):
         found.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens

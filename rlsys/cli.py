@@ -46,6 +46,7 @@ from rlsys.obs.progress import evaluation_lines, make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import sentence
+from rlsys.planner.command import add_plan
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
 from rlsys.trackers.tracker import check_trackers
@@ -329,6 +330,7 @@ def make_parser() -> Parser:
     add_import(add)
     add_own(add, supervise, check_plugins)
     add_rehearse(add)
+    add_plan(add)
     add_router(add)
     add_model_commands(add)
     return parser

@@ -26,7 +26,7 @@ from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.protocol import SamplesAnswer
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
 from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.types import SampleGroup
+from rlsys.types import SampleGroup, Status
 
 
 class RunReader:
@@ -75,6 +75,14 @@ class RunReader:
                 return groups
         except RunError as e:
             raise UserError(str(e)) from None
+
+    def lengths(self) -> list[int]:
+        """Response tokens of every sample that ended by itself or at the limit. Raises UserError."""
+        ended = Status.FINISHED.value, Status.TRUNCATED.value
+        with self.database() as db:
+            return [
+                int(row[0]) for row in db.execute("SELECT tokens FROM samples WHERE status IN (?, ?)", ended)
+            ]
 
     def samples(self, query: SampleQuery) -> list[Seen]:
         """One page of them. On a local disk as of the writer's last commit, also while the run lives.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import selectors
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,39 +27,6 @@ from rlsys.route_records import ASK
 EOS = 2
 LATENCY = 0.001  # between a request's departure and its registration
 TOKEN_SECONDS = 0.01
-
-
-# The clock
-
-
-class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting, it moves the clock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        events = super().select(0)
-        if not events:
-            if timeout is None:
-                raise RuntimeError("nothing will ever happen again")
-            self.now += timeout
-        return events
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting costs nothing and always takes exactly as long as asked for."""
-
-    def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run_virtual(body: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(body)
 
 
 # The model

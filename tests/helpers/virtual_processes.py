@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import Context, ContextVar
 from typing import Any, cast
 
-from tests.helpers.scripted_engine import LATENCY, VirtualLoop
+from rlsys.planner.virtual_time import VirtualLoop
+from tests.helpers.scripted_engine import LATENCY
 
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 _KERNEL = Context()

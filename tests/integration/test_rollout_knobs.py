@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -48,6 +49,7 @@ from tests.helpers.engine_stack import (
     until,
     worst_gap,
 )
+from tests.helpers.loaded import loaded
 
 pytestmark = pytest.mark.integration
 
@@ -117,13 +119,13 @@ class Run:
         await self.manager.end_push(ticket, [Canary(ids, logprobs(seed, ids)) for ids in ticket.canaries])
 
     async def steps(self, n: int, models: int = 1) -> list[Taken]:
-        """Take and push, so many times; with so many models in turn."""
+        """Take and push, so many times; with so many models in turn. With the tokens that a trainer reads."""
         out = []
         for _ in range(n):
             self._step += 1
             taken = await self.manager.take(self._step)
             assert taken is not None
-            out.append(taken)
+            out.append(replace(taken, groups=loaded(self.config.run.dir, taken.groups)))
             await self.push(self._step % models)
         return out
 
@@ -227,7 +229,7 @@ async def test_mask_trains_all_but_the_old_tokens(start: Start) -> None:
 @pytest.mark.parametrize("most", [None, 1])
 async def test_no_sample_is_resumed_more_often_than_it_may(most: int | None, start: Start) -> None:
     async with start(over_provision=3, max_staleness=16, groups_per_step=4, max_resumes=most) as run:
-        taken = await run.steps(5)
+        taken = await run.steps(10)
         everywhere = [*samples(taken), *(s for g in run.buffer.groups.values() for s in g.samples)]
     resumes = max(s.resumes for s in everywhere)
     print(f"max_resumes {most}: at most {resumes}, age {average(taken, 'staleness_mean'):.2f}")

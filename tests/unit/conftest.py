@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.scripted_engine import VirtualLoop
+from rlsys.planner.virtual_time import VirtualLoop
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -23,6 +23,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
+from rlsys.planner.virtual_time import run_virtual
 from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
@@ -44,7 +45,6 @@ from tests.helpers.scripted_engine import (
     canary_logprobs,
     experts,
     logprob,
-    run_virtual,
     token,
 )
 

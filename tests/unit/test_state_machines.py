@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlsys.errors import RunError, UserError
+from rlsys.planner.virtual_time import VirtualLoop
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
@@ -26,7 +27,7 @@ from rlsys.types import GroupState, Prompt, Sample, Segment, Status, VersionSpan
 from tests.helpers.rollout_rig import abandon
 from tests.helpers.router_rig import A, B, Rig, sample
 from tests.helpers.router_rig import check as check_response
-from tests.helpers.scripted_engine import ScriptedEngine, VirtualLoop, logprob, token
+from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
 
 FEW = settings(max_examples=10, stateful_step_count=25)
 

@@ -1,0 +1,108 @@
+"""Which settings of a config are tried: where trainer and engines are, how many, N'/N, and how old tokens may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from launch.layout import lay_out, push_plan
+from launch.memory import does_not_fit
+from rlsys.config import Config
+from rlsys.config.mistakes import explain_error
+from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import check_layout
+from rlsys.errors import UserError
+from rlsys.machines import Machine
+
+PER_NODE = 8
+"""GPUs of a node, where more than so many are asked for."""
+_OVER = (1.0, 1.5, 2.0)
+_AGE = 4
+"""max_staleness that is tried with N'/N above 1, where the config has none."""
+_SHARES = (0.25, 0.5, 0.75)
+"""Of the GPUs, for the trainer of a disaggregated run."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    config: Config
+
+
+def as_written(config: Config) -> Setting:
+    return Setting("as it is", config)
+
+
+def settings(
+    config: Config, hf: HFConfig, gpus: int | None, machine: Machine | None
+) -> Iterator[Setting | str]:
+    """Each that can run; in words what stands against the others. `gpus` None: the config's own layout only."""
+    for where, layout in _layouts(config, gpus):
+        for over in _OVER:
+            ages = {0} if over == 1.0 else {config.rollout.max_staleness or _AGE}
+            if over == 1.0 and config.launch.placement == "disaggregated":
+                ages.add(config.rollout.max_staleness)
+            for age in sorted(ages):
+                name = f"{where}, N'/N {over:g}, {age} step{'s' * (age != 1)} old"
+                rollout = {"over_provision": over, "max_staleness": age}
+                try:
+                    made = _changed(config, {**layout, "rollout": rollout})
+                    check_layout(made, hf)
+                    push_plan(made, lay_out(made))
+                except UserError as e:
+                    yield f"{name}: {e}"
+                    continue
+                if machine is not None and (problems := does_not_fit(made, hf, machine.memory)):
+                    yield f"{name}: {problems[0]}"
+                else:
+                    yield Setting(name, made)
+
+
+def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """In words, and as changed fields by section."""
+    if gpus is None:
+        count, placement = config.engine.count, config.launch.placement
+        yield f"{placement}, {count} engine{'s' * (count > 1)}", {}
+        return
+    per_node = min(gpus, PER_NODE)
+    launch: dict[str, Any] = {"nodes": -(-gpus // per_node), "gpus_per_node": per_node}
+    if launch["nodes"] > 1 and config.launch.backend == "local":
+        launch["backend"] = "slurm"
+    p, tp = config.parallel, config.engine.tp
+    of_model = p.tp * p.pp * p.cp
+    yield (
+        f"colocated, {gpus // tp} engines",
+        {
+            "launch": {**launch, "placement": "colocated"},
+            "parallel": {"dp": gpus // of_model},
+            "engine": {"count": gpus // tp},
+            "weights": {"method": "tensor"},
+        },
+    )
+    least = math.lcm(of_model, p.pp * p.ep * p.expert_tp)
+    for_trainer = {max(least, round(share * gpus / least) * least) for share in _SHARES}
+    for trained_on in sorted(for_trainer):
+        count = (gpus - trained_on) // tp
+        yield (
+            f"disaggregated, {count} engines beside {trained_on} trainer GPUs",
+            {
+                "launch": {**launch, "placement": "disaggregated", "release_memory": False},
+                "parallel": {"dp": trained_on // of_model},
+                "engine": {"count": count},
+                "weights": {"method": "broadcast"},
+            },
+        )
+
+
+def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+    whole = config.model_dump()
+    for section, fields in changes.items():
+        whole[section] |= fields
+    try:
+        return Config.model_validate(whole)
+    except ValidationError as e:
+        raise UserError(explain_error(e, Config)) from None
