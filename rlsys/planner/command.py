@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,6 +100,18 @@ def plan(args: argparse.Namespace) -> int:
     else:
         _print(tried, against, _assumed(args, config, lengths))
     return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A simulated run's warnings are not about a run of anybody."""
+    logger = logging.getLogger("rlsys")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _basis(args: argparse.Namespace, config: Config) -> tuple[Callable[[Config], Costs], Lengths]:
