@@ -45,7 +45,7 @@ ALIVE_SECONDS = 2.0
 END_SECONDS = 60.0
 NODES = 2
 VICTIMS = {
-    "engine": ("sglang.launch_server",),
+    "engine": ("rlsys.engine.server",),
     "rollout": ("rlsys.rollout.service",),
     "trainer": ("rlsys.train", "--rollout"),
 }

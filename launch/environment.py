@@ -21,6 +21,7 @@ CPU_HOST = {
     **EVERYWHERE,
     "OMP_NUM_THREADS": "1",  # several processes share the cores
     "TORCH_COMPILE_DISABLE": "1",  # compiling costs minutes there and wins nothing
+    "TORCHDYNAMO_DISABLE": "1",  # nor is the compiler imported: a second of an engine's start
 }
 CUDA_HOST = {
     **EVERYWHERE,

@@ -49,6 +49,7 @@ class Loop:
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
+        self.sync.prepare()
         self.on_main(lambda: self.rollout.wait_ready(self.config.start_seconds))
         self.on_main(lambda: self.rollout.restore(self.step))
         self._write("run", event="resume" if self.step else "start")

@@ -20,7 +20,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     """argv and extra environment of engine `index` on `port`."""
     e = config.engine
     argv = [
-        sys.executable, "-m", "sglang.launch_server",
+        sys.executable, "-m", "rlsys.engine.server",
         "--model-path", str(config.model.path),
         "--host", e.host,
         "--port", str(port),

@@ -85,6 +85,17 @@ class Rewards:
         self._weights = [spec.weight for spec in specs]
         self._async_scores = {i: s for i, s in enumerate(make_scores(config)) if is_async(s)}
         self._workers = RewardWorkers(config)
+        self._beginning: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start the process of the plain functions now, so that the first score need not wait for it. One that does
+        not start says so at the first score, which tries again."""
+        if len(self._async_scores) < len(self._names):
+            self._beginning = asyncio.ensure_future(self._one_worker())
+
+    async def _one_worker(self) -> None:
+        async with self._workers.worker():
+            pass
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFn]:
@@ -109,6 +120,9 @@ class Rewards:
             yield reward_fn
 
     async def close(self) -> None:
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.gather(self._beginning, return_exceptions=True)
         await self._workers.close()
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,28 +40,47 @@ class RewardError(Exception):
 
 
 class RewardWorkers:
-    """Processes that score, started when they are needed and used again; as many as are held at once."""
+    """Processes that score, used again and again.
+
+    A start costs seconds, mostly imports, and most scores cost microseconds. So another worker starts only when none
+    has come free in the time that a start takes: that is never more than twice the shortest wait.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config.model_dump_json().encode()
         self._reward_env = config.data.reward_env
-        self._idle: list[Worker] = []
+        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        self._held = 0
+        self._next = asyncio.Lock()
+        """Held by the one that waits or starts for the next worker; the others are behind it, in their order."""
+        self._start_seconds = 0.0
         self.started = 0
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
         """A worker that is ready. It is killed when it has not answered by the end."""
-        worker = self._idle.pop() if self._idle else await self._start()
+        async with self._next:
+            worker = await self._free() or await self._start()
+        self._held += 1
         try:
             yield worker
         finally:
+            self._held -= 1
             if worker.busy:
                 await worker.kill()
             else:
-                self._idle.append(worker)
+                self._idle.put_nowait(worker)
+
+    async def _free(self) -> Worker | None:
+        """One that is idle, or comes free sooner than a new one would start."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._start_seconds if self._held else 0):
+                return await self._idle.get()
+        return None
 
     async def _start(self) -> Worker:
         self.started += 1
+        begin = time.monotonic()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -83,6 +103,7 @@ class RewardWorkers:
         finally:
             if worker.busy:
                 await worker.kill()
+        self._start_seconds = time.monotonic() - begin
         return worker
 
     def _environment(self) -> dict[str, str]:
@@ -93,9 +114,8 @@ class RewardWorkers:
         return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
     async def close(self) -> None:
-        for worker in self._idle:
-            await worker.kill()
-        self._idle.clear()
+        while not self._idle.empty():
+            await self._idle.get_nowait().kill()
 
 
 class Worker:

@@ -227,6 +227,7 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
     rewards = Rewards(config)
+    rewards.begin()  # beside the engines' start
     scorer = build_scorer(config, rewards, tokenizer)
 
     async def ask(question: str) -> str:

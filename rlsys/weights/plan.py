@@ -41,6 +41,11 @@ class PushPlan:
         """Whether several trainer ranks serve one engine."""
         return any(len(set(ranks)) > 1 for ranks in self.memory.values())
 
+    @property
+    def senders(self) -> set[int]:
+        """The trainer ranks that send to any engine, also to one that joins later."""
+        return {self.sender if self.group else 0, *(rank for ranks in self.memory.values() for rank in ranks)}
+
     def owners(self, engine: int | None, tp: int) -> tuple[int, ...] | None:
         """The trainer ranks that serve it by memory; None for one of the group. `engine` None: in no layout."""
         if engine is not None and engine in self.memory:

@@ -25,7 +25,7 @@ from rlsys.engine.weight_calls import load_from_disk
 from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
-from rlsys.weights.transports import Bucket, GroupTransport, MemoryTransport
+from rlsys.weights.transports import Bucket, GroupTransport, MemoryTransport, prepare_sglang
 
 
 class WeightSync:
@@ -45,6 +45,11 @@ class WeightSync:
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
         self.left_out: dict[str, str] = {}
         """Engines that this rank's last push could not give all tensors to: URL -> why."""
+
+    def prepare(self) -> None:
+        """Import what the first push needs, on the ranks that send: while engines start, which takes as long."""
+        if self._on_disk is None and self._rank in self._plan.senders:
+            prepare_sglang()
 
     def sends(self, ticket: PushTicket) -> bool:
         """Whether this rank sends tensors in this push; the others only help to gather them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import importlib
 import itertools
 import os
 import secrets
@@ -261,7 +262,7 @@ def _join(backend: str, host: str, port: int, world: int, name: str, seconds: fl
     The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait for
     a server that nobody starts.
     """
-    _prepare_sglang()
+    prepare_sglang()
     from sglang.srt.utils import init_custom_process_group
 
     timeout = datetime.timedelta(seconds=seconds)
@@ -302,14 +303,14 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def _flatten(bucket: Bucket) -> Any:
-    _prepare_sglang()
+    prepare_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     return FlattenedTensorBucket(named_tensors=bucket)
 
 
 def _serializer() -> Callable[[Any], bytes]:
-    _prepare_sglang()
+    prepare_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 
     serialize: Callable[[Any], bytes] = MultiprocessingSerializer.serialize
@@ -317,8 +318,8 @@ def _serializer() -> Callable[[Any], bytes]:
 
 
 @functools.cache
-def _prepare_sglang() -> None:
-    """SGLang is imported here, at the first push, because that takes seconds."""
+def prepare_sglang() -> None:
+    """Import what a push needs of SGLang, which takes seconds: by those ranks alone that send."""
     if not torch.cuda.is_available():
         from rlsys.engine.cpu_platform import declare_torchvision_ops
 
@@ -330,3 +331,4 @@ def _prepare_sglang() -> None:
 
         # A handle names its GPU by UUID: processes that see other lists of GPUs number them otherwise.
         monkey_patch_torch_reductions()
+    importlib.import_module("sglang.srt.weight_sync.tensor_bucket")

@@ -108,7 +108,7 @@ def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
     run = tmp_path / "run"
     with started(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS) as process:
         wait_for_step(process, run, 2)
-        actor = actor_of("sglang.launch_server", "127.0.0.3")
+        actor = actor_of("rlsys.engine.server", "127.0.0.3")
         scheduler = next(p for p in actor.children(recursive=True) if "scheduler" in p.name())
         scheduler.suspend()
         waits = "trainer-rank0    waits for the rollout process: "

@@ -202,7 +202,7 @@ def _on_cuda(made: Machines, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     patch.setattr(torch.cuda, "set_device", set_device)
     patch.setattr(setup, "model_parallel_cuda_manual_seed", lambda seed: None)
-    patch.setattr(transports, "_prepare_sglang", lambda: None)
+    patch.setattr(transports, "prepare_sglang", lambda: None)
 
 
 def _watch_ends(made: Machines, patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def check_secrets(run_dir: Path, processes: list[psutil.Process]) -> None:
     keys = json.loads(config_path(run_dir, "engine-0").read_text())
     secrets = (keys["api-key"], keys["admin-api-key"])
     lines = [(Path("/proc") / str(p.pid) / "cmdline").read_bytes() for p in processes if p.is_running()]
-    assert any(b"sglang.launch_server" in line for line in lines)
+    assert any(b"rlsys.engine.server" in line for line in lines)
     assert not any(secret.encode() in line for secret in secrets for line in lines)
     for file in (f for f in run_dir.rglob("*") if f.is_file()):
         mine = file == config_path(run_dir, "engine-0")

@@ -71,7 +71,7 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_pa
 
     session = start(STEPS)
     session.wait_for_steps(1)
-    session.find("sglang.launch_server").send_signal(signal.SIGKILL)
+    session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
     session.wait_for_steps(2)
     session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
     code, output = session.end()

@@ -47,7 +47,7 @@ def of(paths: list[Path]) -> pytest.MarkDecorator:
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     """Imported while there is no CUDA to be found."""
-    transports._prepare_sglang()
+    transports.prepare_sglang()
     transports._flatten([("weight", torch.zeros(1))])
     from sglang.srt.utils import init_custom_process_group  # noqa: F401
 

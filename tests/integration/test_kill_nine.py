@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(240
 
 LOOK_SECONDS = 0.005
 WORDS = {
-    "engine": ("sglang.launch_server",),
+    "engine": ("rlsys.engine.server",),
     "rollout": ("rlsys.rollout.service",),
     "trainer": ("rlsys.train", "--config"),
 }
