@@ -59,7 +59,8 @@ def new(args: argparse.Namespace) -> int:
     for path in write_starter(args.folder):
         print(f"  {path}")
     config = args.folder / "config.yaml"
-    print(f"next: rlsys try {config}\n      rlsys train {config}\n      pytest {args.folder}")
+    print(f"next: rlsys try {config}\n      rlsys train {config}")
+    print(f"      python -m pytest {args.folder}    (pip install pytest)")
     return 0
 
 

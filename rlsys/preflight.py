@@ -24,7 +24,7 @@ def check_start(config: Config) -> list[str]:
     check(config)
     tried = try_rollout(config)
     try_objective(config, tried.rewards)
-    found = notes(config)
+    found = [*notes(config), *tried.notes]
     if tried.rewards is None:
         found.append(
             f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"

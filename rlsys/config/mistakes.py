@@ -55,8 +55,20 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     names = list(at.model_fields)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     dotted = ".".join([*path, key])
+    if others := _sections_with(key, model):
+        return f"{dotted}: unknown key; did you mean {' or '.join(f'{name}.{key}' for name in others)}?"
     hint = f"did you mean {'.'.join([*path, near[0]])}?" if near else f"known keys: {', '.join(names)}"
     return f"{dotted}: unknown key; {hint}"
+
+
+def _sections_with(key: str, model: type[BaseModel]) -> list[str]:
+    """Names of the sections that have this field."""
+    sections = {name: field.annotation for name, field in model.model_fields.items()}
+    return [
+        name
+        for name, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields
+    ]
 
 
 def _expected(error: ErrorDetails) -> str:

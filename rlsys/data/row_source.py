@@ -89,9 +89,10 @@ class RowSource:
 
     def heldout(self, n: int) -> list[Prompt]:
         if n > len(self._held):
+            held, share = len(self._held), " (about one in eight)" if self._held_rows is self._rows else ""
             raise UserError(
-                f"eval.prompts = {n}: only {len(self._held)} different held-out prompts beside "
-                f"{self._rows.place(0)}"
+                f"eval.prompts = {n}: of the rows from {self._held_rows.place(0)} on, {held} different prompts are "
+                f"held out{share}; expected at most {held}, or more rows"
             )
         return [
             self._prompt(i, self._read(self._held_rows, number), self._held_rows.place(number))

@@ -75,6 +75,12 @@ class Tokenizer:
         """Ids of `text` as it stands: no bos or eos is added."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
+    def unread(self, text: str) -> list[str]:
+        """The characters of `text` that it has no token for: the model sees <unk> there, or nothing."""
+        unknown = self._fast.token_to_id(self._names.get("unk_token", ""))
+        found = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
+        return [c for c, ids in found.items() if not ids or unknown in ids]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included. Ids of a padded vocabulary that it lacks give nothing."""
         return self._fast.decode(list(ids), skip_special_tokens=False)

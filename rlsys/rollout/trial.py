@@ -9,7 +9,7 @@ judge's verdict, the scores of a prompt. Nothing is written, and no server is as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -38,6 +38,8 @@ GENERATOR_SECONDS = 30.0
 """In which a generator has to end a response whose turns cost no time."""
 HELDOUT = 256
 """Held-out prompts that are drawn, at most: they cost about half a millisecond each."""
+TRAINED = 64
+"""Training prompts that are read."""
 ROUNDS = 64
 """After which a planner has to have accepted or dropped a group."""
 
@@ -47,6 +49,8 @@ class Tried:
     """`rewards`: names of the reward's parts, none for a plain number; None: not known."""
 
     rewards: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
+    """What is worth knowing, one line each."""
 
 
 class TokenizerMissing(UserError):
@@ -97,7 +101,22 @@ async def _try(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Tr
         await rewards.close()
     for chosen in config.eval.sets:
         await _try_set(config, chosen, tokenizer)
-    return Tried(found)
+    return Tried(found, tuple(_unread(config, tokenizer, source)))
+
+
+def _unread(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Iterator[str]:
+    """A line for characters of the prompts that the model cannot read."""
+    with tried(f"data.source = {config.data.source!r}"):
+        prompts = [source.train(i) for i in range(TRAINED)] + source.heldout(
+            min(config.eval.prompts, HELDOUT)
+        )
+    unread = tokenizer.unread("".join(p.text for p in prompts))
+    if unread:
+        among = next(p for p in prompts if unread[0] in p.text)
+        yield (
+            f"the model's tokenizer has no token for {' '.join(unread[:20])}, so it cannot read these in prompts; "
+            f"the first is in {among.where or 'the prompt ' + repr(among.text[:60])}"
+        )
 
 
 async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> None:

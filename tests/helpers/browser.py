@@ -34,7 +34,7 @@ class Page:
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
-            told = await self._socket.receive_json(timeout=PATIENCE)
+            told = await self._socket.receive_json(timeout=PATIENCE + 10)  # a condition says "never" itself
             if told.get("id") == number:
                 if "error" in told:
                     raise AssertionError(f"{method}: {told['error']}")

@@ -129,6 +129,10 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             await page.size(1280, 900)
             await page.open(link)
             page.home = link.split("?")[0]
+            served = "rlsys_engine_weight_version >= 1"
+            await asyncio.to_thread(
+                session.wait_for, lambda: bool(ask(served)), 0.5
+            )  # an engine starts for minutes
             await page.until("document.querySelector('.engine .pill.good')?.innerText === 'serving'")
             await page.picture(pictures / "1_live.png", whole=True)
             await asyncio.to_thread(session.wait_for, lambda: all_roles_are_read(ask), 0.5)

@@ -45,6 +45,8 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
     [
         ("rollout.group_sise=4", "rollout.group_sise: unknown key; did you mean rollout.group_size?"),
         ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),
+        ("steps=4", "steps: unknown key; did you mean trainer.steps?"),
+        ("trainer.group_size=4", "trainer.group_size: unknown key; did you mean rollout.group_size?"),
         ("rollout.zzz=4", "rollout.zzz: unknown key; known keys: groups_per_step"),
         ("trainer.lr=fast", "trainer.lr = 'fast': expected a number"),
         ("trainer.lr=", "trainer.lr = None: expected a number"),

@@ -136,7 +136,7 @@ TABLE: list[tuple[str, str]] = [
     ("data={source: jsonl, reward: exact_answer}", "data.params.path: missing; it has no default"),
     ("data={source: dataset, params: {name: me/sums}}", "no such folder, and the cache has no copy"),
     ("data={source: 'mine.py:source'}", "data.source = 'mine.py:source': AttributeError"),
-    ("eval.prompts=60", "eval.prompts = 60: only"),
+    ("eval.prompts=60", "different prompts are held out (about one in eight); expected at most"),
     # rewards
     (reward("mine.py"), "data.reward = 'mine.py': unknown name; did you mean mine.py:FUNCTION?"),
     (reward("mine.py:compute_scores"), "data.reward = 'mine.py:compute_scores': mine.py has no function"),

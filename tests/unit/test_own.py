@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import os
 from io import StringIO
 from pathlib import Path
@@ -164,3 +165,16 @@ def test_texts_are_shown_as_they_are_and_long_ones_shortened() -> None:
     assert "[b]xxx" in printed
     assert "3 characters" in printed
     assert "NO REWARD: it raised" in printed
+
+
+@pytest.mark.parametrize(("word", "unread"), [("für “a”", "ü “ ”"), ("for a", None)])
+def test_characters_that_the_model_cannot_read_are_told_before_a_run(
+    word: str, unread: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_starter(Path("mine"))
+    rows = [json.dumps({"prompt": f"{word} {i}", "answer": i}, ensure_ascii=False) for i in range(300)]
+    Path("mine/data.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    told = [note for note in check_start(load_config(Path("mine/config.yaml"))) if "no token for" in note]
+    assert len(told) == (unread is not None)
+    assert all(f"no token for {unread}, so it cannot read" in t and "mine/data.jsonl:" in t for t in told)
