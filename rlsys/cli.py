@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def sft(args: argparse.Namespace) -> int:
-    """Fine-tune on traces: how the quickstart's checkpoint was made."""
+    """Learn from answers that are there (docs/sft.md); the quickstart's checkpoint was made so."""
     config = load_config(args.config, args.overrides)
     check_model(config)
     layout = lay_out(config)
@@ -282,7 +282,7 @@ def make_parser() -> Parser:
 
     for name, run, help in (
         ("train", train, "start a run, or go on with it"),
-        ("sft", sft, "fine-tune a model on traces"),
+        ("sft", sft, "learn from chats, compared answers or traces"),
     ):
         sub = add(name, run, help)
         sub.add_argument(

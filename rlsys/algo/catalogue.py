@@ -18,9 +18,11 @@ from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
 from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection, Spec
 from rlsys.config.shipped import folder
+from rlsys.config.trainer import SFTConfig
 from rlsys.errors import UserError
 
 RECIPES = folder() / "algorithms"
+PREFERENCES = folder() / "preferences"
 
 STAGES = {
     "prompt": "control",
@@ -33,6 +35,7 @@ STAGES = {
     "loss": "policy loss",
     "reducer": "policy loss",
     "hook": "optimizer",
+    "preference": "rlsys sft",
 }
 """Kind -> where its plug-ins act: a stage before the trainer (generate, filter, control, replay), or within it."""
 OTHER_STAGES = {
@@ -163,7 +166,7 @@ def render_show(name: str) -> str:
 
 
 def recipes() -> dict[tuple[str, str], str]:
-    """(kind, name) -> the recipe that shows it: of its own name, else the first that names it."""
+    """(kind, name) -> the recipe that shows it, in configs/: of its own name, else the first that names it."""
     out: dict[tuple[str, str], str] = {}
     for path in sorted(RECIPES.glob("*.yaml")):
         section = AlgoSection.model_validate(read_layers(path)["algo"])
@@ -173,5 +176,8 @@ def recipes() -> dict[tuple[str, str], str]:
             for spec in (s for s in specs if isinstance(s, Spec)):
                 key = SECTION_KINDS[field], spec.name
                 if spec.name == path.stem or key not in out:
-                    out[key] = path.stem
+                    out[key] = f"algorithms/{path.stem}"
+    for path in sorted(PREFERENCES.glob("*.yaml")):
+        if (loss := SFTConfig.model_validate(read_layers(path)["sft"]).loss) is not None:
+            out["preference", loss.name] = f"preferences/{path.stem}"
     return out

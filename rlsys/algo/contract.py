@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.algo.plugin import Plugin, evidence_of
+from rlsys.algo.preferences import Answers, Preference
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, build, load
 from rlsys.algo.trial import Outcome, made_up_groups, made_up_step, try_objective
@@ -62,10 +63,12 @@ def promises(config: Config, kind: str, name: str) -> Iterator[str]:
     `config`: of a run that would use the plug-in. If its section `algo` does not name it, it gets its kind's place,
     with its own defaults.
     """
+    if kind == "preference":
+        yield from _of_preference(name)
+        return
     config, spec = naming(config, kind, name)
     made: Plugin = build(kind, name, **spec.params)
-    told = (made.__doc__ or "").strip().splitlines()
-    yield f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
+    yield _made(kind, name, made)
     check(config)
     try_objective(config)
     yield "runs on a made-up step: loss and gradients are finite, its state goes through JSON"
@@ -80,6 +83,39 @@ def promises(config: Config, kind: str, name: str) -> Iterator[str]:
         advice = "what needs all tokens of an update belongs into `prepare`, with its `reduce`"
         _compare(first, found, f"{name} gives another result when an update is {cut}: {advice}")
     yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
+
+
+def _made(kind: str, name: str, made: Plugin) -> str:
+    told = (made.__doc__ or "").strip().splitlines()
+    return f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
+
+
+def _of_preference(name: str) -> Iterator[str]:
+    made: Preference = build("preference", name)
+    yield _made("preference", name, made)
+    loss, gradient = _tried(made, torch.arange(8))
+    if not (loss.isfinite() and gradient.isfinite().all() and gradient.any()):
+        raise UserError(
+            f"{name}: of made-up answers the loss is {float(loss):.4g}, its gradient {gradient.tolist()}"
+        )
+    yield "runs on made-up answers: loss and gradient are finite, and the gradient is not 0"
+    for order in (torch.arange(8), torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])):
+        again = _tried(made, order)
+        if not _close(loss, again[0]) or not _close(gradient[order], again[1]):
+            raise UserError(f"{name} gives another result for the same answers in the order {order.tolist()}")
+    yield "the same answers give the same numbers, in another order, too"
+
+
+def _tried(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient, `[8]`, of four made-up pairs in this order."""
+    g = torch.Generator().manual_seed(0)
+    logp, ref, drift, value = -torch.rand(4, 8, generator=g, dtype=torch.float64)[:, order] * 5
+    leaf = (value if "values" in loss.needs() else logp).requires_grad_()
+    rows = torch.arange(8)[order]
+    of = Answers(logp, rows + 2, rows // 2, rows % 2 == 0, torch.zeros(8), ref, drift, value)
+    total = loss(of)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return total.detach(), gradient
 
 
 def naming(config: Config, kind: str, name: str) -> tuple[Config, Spec]:

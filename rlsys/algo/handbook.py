@@ -9,7 +9,8 @@ from rlsys.algo.registry import KINDS
 INTRO = """# Algorithms
 
 This file is made by `python -m rlsys.algo.handbook > docs/algorithms.md` from the plug-ins themselves.
-`rlsys algo show NAME` prints one of them. Each method has a recipe in `configs/algorithms/`.
+`rlsys algo show NAME` prints one of them. Each method has a recipe in `configs/algorithms/`; losses on compared
+answers have theirs in `configs/preferences/`, and [sft.md](sft.md) says how they are trained.
 
 An algorithm is put together from small plug-ins, one kind for each decision. In the config:
 
@@ -167,7 +168,7 @@ def render_docs() -> str:
     for e in entries():
         needs = ", ".join(f"`{n}`" for n in e.needs)
         recipe = found.get((e.kind, e.name))
-        config = f"[{recipe}](../configs/algorithms/{recipe}.yaml)" if recipe else ""
+        config = f"[{recipe.partition('/')[2]}](../configs/{recipe}.yaml)" if recipe else ""
         name = f"[`{e.name}`](#{e.kind}-{e.name})"
         lines.append(f"| {e.kind} | {name} | {e.stage} | {needs} | {e.paper} | {e.evidence} | {config} |")
     for kind, (_, what) in KINDS.items():

@@ -26,6 +26,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "loss": ("rlsys.algo.losses:Loss", "a term of the objective, token by token"),
     "reducer": ("rlsys.algo.reducers:Reducer", "what each token counts, and the denominator"),
     "hook": ("rlsys.algo.hooks:Hook", "learning-rate factors and weight averages around the optimizer step"),
+    "preference": (
+        "rlsys.algo.preferences:Preference",
+        "losses on compared answers, of `rlsys sft` (sft.loss)",
+    ),
 }
 """kind -> (its base class, what it does), in the order in which a sample meets them."""
 
@@ -131,6 +135,27 @@ TABLE: dict[str, dict[str, str]] = {
         "brorl": "rlsys.algo.hooks:BatchScaling",
         "ewma": "rlsys.algo.hooks:EwmaAnchor",
         "sync_ref": "rlsys.algo.sync_reference:SyncReference",
+    },
+    "preference": {
+        "dpo": "rlsys.algo.preferences:Dpo",
+        "robust_dpo": "rlsys.algo.preferences:RobustDpo",
+        "dpo_norm": "rlsys.algo.preferences:DpoNorm",
+        "ipo": "rlsys.algo.preferences:Ipo",
+        "hinge": "rlsys.algo.preferences:Hinge",
+        "exo": "rlsys.algo.preferences:Exo",
+        "nca": "rlsys.algo.preferences:Nca",
+        "bco": "rlsys.algo.preferences:Bco",
+        "sppo": "rlsys.algo.preferences:Sppo",
+        "aot": "rlsys.algo.preferences:Aot",
+        "apo_zero": "rlsys.algo.preferences:ApoZero",
+        "apo_down": "rlsys.algo.preferences:ApoDown",
+        "discopop": "rlsys.algo.preferences:DiscoPop",
+        "simpo": "rlsys.algo.more_preferences:SimPo",
+        "cpo": "rlsys.algo.more_preferences:Cpo",
+        "orpo": "rlsys.algo.more_preferences:Orpo",
+        "kto": "rlsys.algo.more_preferences:Kto",
+        "apo_zero_labels": "rlsys.algo.more_preferences:ApoZeroLabels",
+        "reward_model": "rlsys.algo.more_preferences:RewardModel",
     },
 }
 

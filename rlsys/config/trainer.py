@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlsys.config.algo import Spec
 from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -149,9 +150,13 @@ class ParallelConfig(Section):
 
 class SFTConfig(Section):
     traces: str = "chain_sum"
-    """Short name of what writes the traces of `rlsys sft`, or `package.module:function`,
-    or `path/to/file.py:function`."""
+    """Short name of what writes the answers that `rlsys sft` learns from, or `package.module:function`,
+    or `path/to/file.py:function`. chats, pairs and labels read files of rows (docs/sft.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the trace writer."""
+    """Arguments of it."""
+    loss: Spec | None = None
+    """Plug-in that compares answers (docs/algorithms.md, kind preference): dpo, simpo, orpo, kto, reward_model and
+    others. All but reference-free ones keep a copy of the first weights in host memory, and cost two forward passes.
+    Unset: cross entropy of the trained tokens."""
     lr_end: Fraction = 0.02
     """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,8 +85,9 @@ def write_hf(
     source: Path,
     tensors: Iterable[tuple[str, Tensor]],
     max_file_bytes: int = MAX_FILE_BYTES,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a model folder: `tensors` with the config and tokenizer of `source`.
+    """Write a model folder: `tensors` with the config and tokenizer of `source`. `changes`: of its config.json.
 
     Holds at most one file's tensors in memory. Atomic: `folder` appears whole or not at all.
     """
@@ -112,7 +115,7 @@ def write_hf(
         held_bytes, total = held_bytes + size, total + size
     flush()
     _name_files(partial, files, total)
-    _write_side_files(partial, source, dtypes)
+    _write_side_files(partial, source, dtypes, changes)
     publish(partial, folder)
 
 
@@ -130,8 +133,10 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_side_files(folder: Path, source: Path, dtypes: set[torch.dtype]) -> None:
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def _write_side_files(
+    folder: Path, source: Path, dtypes: set[torch.dtype], changes: Mapping[str, Any]
+) -> None:
+    config = {**json.loads((source / "config.json").read_text(encoding="utf-8")), **changes}
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtypes.pop()).removeprefix("torch.")

@@ -46,12 +46,12 @@ class Row:
 def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
     """`where`: the row's place, for messages. Raises UserError, one line, for what is no prompt."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with prompt or messages, found {_kind(row)}")
+        raise UserError(f"{where}: expected an object with prompt or messages, found {described(row)}")
     prompt = _prompt(row, keys.prompt, where)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt
     else:
-        messages = [_message(m, where) for m in prompt]
+        messages = read_messages(prompt, where)
         question = messages[0]["content"] if [m["role"] for m in messages] == ["user"] else ""
     if not messages or messages[-1]["role"] == "assistant":
         what = "ends with the assistant's turn" if messages else "is empty"
@@ -77,7 +77,7 @@ def _prompt(row: Entry, key: str | None, where: str) -> str | list[Any]:
         if found is _MISSING or found is None:
             continue
         if not isinstance(found, str | list):
-            raise UserError(f"{where}: {path} is {_kind(found)}; expected a text, or a list of messages")
+            raise UserError(f"{where}: {path} is {described(found)}; expected a text, or a list of messages")
         if found == "":
             raise UserError(f"{where}: {path} is empty")
         return found
@@ -88,22 +88,27 @@ def _prompt(row: Entry, key: str | None, where: str) -> str | list[Any]:
     raise UserError(f"{where}: expected prompt (a text or a chat) or messages (a chat){hint}")
 
 
+def read_messages(messages: list[Any], where: str) -> list[Message]:
+    """Raises UserError for what is no message of a chat."""
+    return [_message(m, where) for m in messages]
+
+
 def _message(message: Any, where: str) -> Message:
     """Without keys that have no value: tables give every message the keys of all of them."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(
-            f'{where}: a message of the prompt is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
+            f'{where}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
         )
     kept = {k: v for k, v in message.items() if v is not None}
     content = kept.get("content", "")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else _kind(part)
+                kind = part.get("type") if isinstance(part, dict) else described(part)
                 raise UserError(f"{where}: a message has a part of type {kind}; expected text only")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise UserError(f"{where}: the content of a message is {_kind(content)}; expected a text")
+        raise UserError(f"{where}: the content of a message is {described(content)}; expected a text")
     return {**kept, "content": content}
 
 
@@ -130,7 +135,7 @@ def _tools(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | No
             raise UserError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
         raise UserError(
-            f"{where}: {key or 'tools'}: expected a list of function schemas, found {_kind(found)}"
+            f"{where}: {key or 'tools'}: expected a list of function schemas, found {described(found)}"
         )
     return found or None
 
@@ -153,7 +158,8 @@ def _names(row: Entry) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "none"
 
 
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """What a value of a row is, in a person's words."""
     words = {
         dict: "an object",
         list: "a list",

@@ -1,4 +1,4 @@
-"""Traces for a warm start: responses written by a rule, to imitate before reinforcement learning.
+"""What writes the traces of `rlsys sft`, and those of the quickstart: responses written by a rule.
 
 The quickstart's model is first taught to work a sum out line by line, then to prefer a direct guess: it is
 able but unwilling, so that reinforcement learning has something to find within minutes.
@@ -7,7 +7,6 @@ able but unwilling, so that reinforcement learning has something to find within 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any
 
@@ -16,19 +15,13 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.section import Fraction, Positive, Section
 from rlsys.data.chain_sum import ChainSumParams, expression
+from rlsys.data.chats import chats, labels, pairs
 from rlsys.data.source import ReasoningGymSource, stable_hash
 from rlsys.data.tokenizer import Tokenizer
+from rlsys.data.trace import Trace
 from rlsys.plugins import call, parse_params, resolve
 
 Part = Annotated[float, Field(ge=0, le=1)]
-
-
-@dataclass(slots=True)
-class Trace:
-    """A prompt and the response to imitate; the response's last id is the eos."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
 
 
 def terms(sum_text: str) -> list[int]:
@@ -83,6 +76,17 @@ class ChainSumTraces:
             batch += [self._trace(rng, self._problem_terms(rng), guess=True) for _ in range(guesses)]
         return batch
 
+    def pairs(self, step: int) -> list[Trace]:
+        """Two answers to each of `worked` problems: the better one works the sum out, the other guesses."""
+        rng, out = Random(stable_hash("pairs", self._seed, step)), []
+        for pair in range(self._params.worked):
+            n, number = self._problem_terms(rng), rng.randrange(2**31)
+            for liked in (True, False):
+                trace = self._written(n, number, guess=not liked)
+                trace.pair, trace.liked = pair, liked
+                out.append(trace)
+        return out
+
     def _long_terms(self, rng: Random, done: float) -> int:
         (low, middle), top = self._task.short, self._task.long[1]
         if rng.random() >= self._params.long_share:
@@ -94,7 +98,10 @@ class ChainSumTraces:
         return rng.randint(*(self._task.long if rng.random() < self._task.long_share else self._task.short))
 
     def _trace(self, rng: Random, n: int, *, guess: bool) -> Trace:
-        sum_text = expression(self._source(n).entry(rng.randrange(2**31)))
+        return self._written(n, rng.randrange(2**31), guess=guess)
+
+    def _written(self, n: int, number: int, *, guess: bool) -> Trace:
+        sum_text = expression(self._source(n).entry(number))
         prompt = self._tokenizer.apply_chat([{"role": "user", "content": sum_text + "="}])
         text = response(sum_text, "" if guess else working(sum_text))
         ids = self._tokenizer.encode(text)
@@ -111,7 +118,17 @@ def chain_sum(config: Config, tokenizer: Tokenizer, **params: Any) -> Callable[[
     return ChainSumTraces(config, tokenizer, parse_params("sft.params", ChainSumTraceParams, params)).batch
 
 
-TRACES: dict[str, Callable[..., Callable[[int], list[Trace]]]] = {"chain_sum": chain_sum}
+def chain_sum_pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Callable[[int], list[Trace]]:
+    return ChainSumTraces(config, tokenizer, parse_params("sft.params", ChainSumTraceParams, params)).pairs
+
+
+TRACES: dict[str, Callable[..., Callable[[int], list[Trace]]]] = {
+    "chain_sum": chain_sum,
+    "chain_sum_pairs": chain_sum_pairs,
+    "chats": chats,
+    "pairs": pairs,
+    "labels": labels,
+}
 
 
 def trace_batches(config: Config, tokenizer: Tokenizer, start: int = 0) -> Iterator[list[Trace]]:

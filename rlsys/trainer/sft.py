@@ -1,32 +1,43 @@
-"""Supervised fine-tuning: `torchrun ... -m rlsys.trainer.sft --config RUN/config.yaml`, or `rlsys sft CONFIG`.
+"""Learning from answers that are there: `torchrun ... -m rlsys.trainer.sft --config RUN/config.yaml`, or
+`rlsys sft CONFIG`.
 
-The mean cross entropy of the traces' response tokens, with the trainer of the RL loop; the learning rate rises
-for trainer.warmup_steps and falls linearly to sft.lr_end of its peak. Ends with a Hugging Face folder,
-RUN/model. Goes on from its checkpoints, with the same numbers as a run that was never interrupted.
+The mean cross entropy of the answers' trained tokens, or a loss that compares answers (rlsys/trainer/preference.py),
+with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps and falls linearly to sft.lr_end of
+its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its checkpoints, with the same numbers as a run
+that was never interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from rlsys.algo.preferences import Preference
+from rlsys.algo.registry import make
 from rlsys.config import Config, load_config
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.data.traces import Trace, trace_batches
+from rlsys.data.trace import Trace
+from rlsys.data.traces import trace_batches
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.preference import preference_step
+from rlsys.trainer.reward_model import RewardTrainer
 from rlsys.trainer.trainer import Trainer
 
 
 def sft(config: Config) -> None:
     config = at_temperature_one(config)
-    trainer = Trainer(config)
+    compare: Preference | None = None
+    if config.sft.loss is not None:
+        compare = make("sft.loss", "preference", config.sft.loss)
+    trainer = trainer_for(config, compare)
     done = trainer.load_checkpoint()
     metrics = MetricsWriter(config.run.dir, resume_step=done) if trainer.is_main else None
 
@@ -38,15 +49,14 @@ def sft(config: Config) -> None:
     batches = trace_batches(config, Tokenizer(config.model.path, config.data.chat_template_args), done)
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
-        rows = [as_sample(trace) for trace in traces]
-        batch = trainer.passes.pack(rows)
         lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
-        result = trainer.update(batch, cross_entropy, lr)
-        seconds, tokens = time.monotonic() - start, sum(len(r.response_ids) for r in rows)
-        write(
-            "step", step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=tokens,
-            padding_share=result.padding_share, tokens_per_s=tokens / seconds, time_train=seconds, time_step=seconds,
-        )  # fmt: skip
+        if compare is None:
+            figures = imitate(trainer, traces, lr)
+        else:
+            figures = preference_step(trainer, compare, traces, lr)
+        seconds, tokens = time.monotonic() - start, sum(len(t.response_ids) for t in traces)
+        times = {"tokens_per_s": tokens / seconds, "time_train": seconds, "time_step": seconds}
+        write("step", step, **figures, lr=lr, tokens=tokens, **times)
         if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
             trainer.finish_checkpoint()
             trainer.save_checkpoint(step)
@@ -56,6 +66,17 @@ def sft(config: Config) -> None:
     trainer.close()
 
 
+def trainer_for(config: Config, compare: Preference | None) -> Trainer:
+    needs = compare.needs() if compare is not None else frozenset()
+    return RewardTrainer(config) if "values" in needs else Trainer(config, needs)
+
+
+def imitate(trainer: Trainer, traces: Sequence[Trace], lr: float) -> dict[str, object]:
+    """An update with the cross entropy; its figures."""
+    done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), cross_entropy, lr)
+    return {"loss": done.loss, "grad_norm": done.grad_norm, "padding_share": done.padding_share}
+
+
 def at_temperature_one(config: Config) -> Config:
     """Traces are imitated as they stand, whatever temperature a later rollout samples with."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
@@ -63,7 +84,7 @@ def at_temperature_one(config: Config) -> Config:
 
 def as_sample(trace: Trace) -> TrainSample:
     n = len(trace.response_ids)
-    return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n)
+    return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n, trained=trace.trained)
 
 
 def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -219,7 +219,8 @@ def test_defaults_that_are_sections_are_counted_and_shown_as_a_config_takes_them
 def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:
     """What has none: defaults, and the parts that recipes leave out."""
     found = recipes()
-    assert found["advantage", "gae"] == "gae" and found["loss", "value"] == "gae"
+    assert found["advantage", "gae"] == found["loss", "value"] == "algorithms/gae"
+    assert found["preference", "dpo"] == "preferences/dpo"
     assert set(OTHER_STAGES) <= {(e.kind, e.name) for e in entries()}
     without = {(e.kind, e.name) for e in entries()} - set(found)
     assert without == {("prompt", "in_order"), ("planner", "fixed")}

@@ -18,7 +18,8 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.source import is_heldout, stable_hash
-from rlsys.data.traces import Trace, terms, trace_batches, working
+from rlsys.data.trace import Trace
+from rlsys.data.traces import terms, trace_batches, working
 from rlsys.errors import UserError
 from rlsys.plugins import resolve
 from rlsys.rewards import make_score

@@ -125,7 +125,7 @@ def test_empty_columns_of_a_table_are_no_part_of_a_message() -> None:
         ({"prompt": 3}, {}, "here: prompt is a number; expected a text, or a list of messages"),
         ({"prompt": ""}, {}, "here: prompt is empty"),
         ({"prompt": []}, {}, "here: the prompt is empty; expected a chat"),
-        ({"prompt": ["hello"]}, {}, "a message of the prompt is 'hello'; expected"),
+        ({"prompt": ["hello"]}, {}, "a message is 'hello'; expected"),
         ({"prompt": [{"role": "user", "content": 3}]}, {}, "the content of a message is a number"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},

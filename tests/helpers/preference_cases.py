@@ -1,0 +1,61 @@
+"""Steps on made-up pairs, alone and, under torchrun, in other layouts: `-m tests.helpers.preference_cases WORKPLACE
+LAYOUT...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlsys.algo import build
+from rlsys.algo.preferences import Preference
+from rlsys.data.trace import Trace
+from rlsys.trainer.preference import preference_step
+from rlsys.trainer.sft import trainer_for
+from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
+
+LR = 1e-4
+LOSSES: dict[str, dict[str, Any]] = {"dpo": {}, "kto": {}, "reward_model": {"centre": 0.01}}
+
+
+def traces() -> list[Trace]:
+    """Five pairs; each prompt's two answers have different lengths."""
+    made = cases.samples()
+    return [
+        Trace(
+            list(made[i // 2].prompt_ids), [int(t) for t in s.response_ids], pair=i // 2, liked=i % 2 == 0,
+            margin=0.1 * (i // 2),
+        )
+        for i, s in enumerate(made)
+    ]  # fmt: skip
+
+
+def start(folder: Path, run: Path, name: str, **sections: Any) -> tuple[Trainer, Preference]:
+    loss: Preference = build("preference", name, **LOSSES[name])
+    config = cases.config_of(folder, run, rollout={"temperature": 1.0, "max_response_tokens": 64}, **sections)
+    return trainer_for(config, loss), loss
+
+
+def steps(folder: Path, run: Path, name: str, n: int = 3, **sections: Any) -> list[dict[str, Any]]:
+    """What `n` steps tell, but for the padding."""
+    trainer, loss = start(folder, run, name, **sections)
+    told = [preference_step(trainer, loss, traces(), LR) for _ in range(n)]
+    if name == "reward_model":
+        trainer.export_hf(run / f"exported-{trainer.config.parallel.world_size}")
+    trainer.close()
+    return [{k: v for k, v in step.items() if k != "padding_share"} for step in told]
+
+
+def main(workplace: Path, layouts: list[str]) -> None:
+    seen = {}
+    for layout in layouts:
+        for name in LOSSES:
+            run = workplace / f"{layout}-{name}"
+            seen[f"{layout} {name}"] = steps(workplace / "model", run, name, **cases.sections(layout))
+    (workplace / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
