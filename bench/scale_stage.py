@@ -224,6 +224,7 @@ class Rollout:
                 "run": {"dir": args.folder}, "model": {"path": args.folder},
                 "rollout": {**sizes, "max_response_tokens": 16 * args.mean},
                 "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.layers > 0},
+                "trainer": {"token_budget": 20 * args.mean},
                 "launch": {"placement": "colocated"},
             }
         )  # fmt: skip

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import RunError
-from rlsys.types import Piece, RouteSpan, Sample
+from rlsys.types import Piece, RouteSpan, Sample, log_probs, token_ids
 
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
@@ -211,10 +211,13 @@ class SegmentReader:
         if sample.in_hand:
             return sample
         ids, mu, behaviour, routes, support = self.arrays(sample)
-        return replace(
-            sample, response_ids=ids.tolist(), mu=mu.tolist(), behaviour=behaviour.tolist(), routes=routes,
+        out = replace(
+            sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
             support=support, pieces=[],
         )  # fmt: skip
+        out.response_ids.frombytes(ids.astype(np.intc).tobytes())
+        out.mu.frombytes(mu.astype(np.double).tobytes())
+        return out
 
 
 def _joined(parts: Sequence[NDArray[T]], kind: type[T]) -> NDArray[T]:

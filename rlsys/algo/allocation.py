@@ -126,7 +126,7 @@ class Xrpo(Planner):
         shortest = min(own, key=lambda s: len(s.response_ids))
         if len(shortest.prompt_ids) + len(shortest.response_ids) <= self.exemplar_tokens:
             self._solved.pop(group.prompt_index, None)
-            self._solved[group.prompt_index] = [shortest.prompt_ids, shortest.response_ids]
+            self._solved[group.prompt_index] = [shortest.prompt_ids, [*shortest.response_ids]]
             if len(self._solved) > self.memory:
                 del self._solved[next(iter(self._solved))]
 

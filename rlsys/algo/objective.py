@@ -43,7 +43,7 @@ from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
 from rlsys.config.algo import AlgoSection, CriticSection
-from rlsys.types import Sample, SampleGroup
+from rlsys.types import Sample, SampleGroup, log_probs, token_ids
 
 MEANS = (
     "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
@@ -309,7 +309,7 @@ class Objective:
         return (
             states
             if self._put_off is None
-            else {**states, PUT_OFF: self._put_off.state_dict(msgspec.to_builtins)}
+            else {**states, PUT_OFF: self._put_off.state_dict(_to_lists)}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Objective:
             if key in state:
                 plugin.load_state_dict(state[key])
         if self._put_off is not None and PUT_OFF in state:
-            self._put_off.load_state_dict(state[PUT_OFF], lambda item: msgspec.convert(item, Later))
+            self._put_off.load_state_dict(state[PUT_OFF], _from_lists)
 
     def average(self) -> dict[str, Tensor]:
         """The averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""
@@ -339,3 +339,15 @@ class Objective:
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]
+
+
+def _to_lists(item: Later) -> Any:
+    """As a checkpoint keeps it: `array` is no type of JSON."""
+    return msgspec.to_builtins(item, enc_hook=lambda values: values.tolist())
+
+
+def _from_lists(item: Any) -> Later:
+    """Ids are whole numbers there, log-probs are not."""
+    return msgspec.convert(
+        item, Later, dec_hook=lambda _, v: token_ids(v) if isinstance(v[0], int) else log_probs(v)
+    )

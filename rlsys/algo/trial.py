@@ -170,7 +170,7 @@ def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         rows=torch.tensor(list(rows)),
         mask=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + [1.0] * len(s.response_ids)]),
-        mu=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + s.mu], dtype=torch.float64),
+        mu=torch.tensor([m for s in chosen for m in [*[0.0] * PROMPT, *s.mu]], dtype=torch.float64),
         versions=torch.tensor([v for s in chosen for v in [-1] * PROMPT + s.versions()]),
         version=VERSION,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pybase64
 
@@ -16,6 +17,49 @@ VersionOf = Callable[[str], int]
 """The version that a label stands for."""
 
 
+class LogProb(msgspec.Struct, array_like=True, gc=False):
+    """The first of an entry's values; its id is in `output_ids`, and its text is nobody's."""
+
+    value: float
+
+
+class Made(msgspec.Struct):
+    """Tokens [start, end) of a request, by one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Finish(msgspec.Struct):
+    type: str
+    status_code: int | None = None
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    """What we read of a chunk's `meta_info`."""
+
+    weight_version: str | None = None
+    finish_reason: Finish | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    output_token_logprobs: list[LogProb] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    weight_versions: list[Made] | None = None
+    routed_experts: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream. Types are checked while it is decoded: nothing is made of what nobody reads."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: Any = None
+
+
 class Refused(Exception):
     """A chunk that tells of an error. `status`: as HTTP's."""
 
@@ -24,78 +68,81 @@ class Refused(Exception):
         self.status = status
 
 
-def read_chunk(
-    chunk: dict[str, Any], received: int, version_of: VersionOf, truncated: bool = False
-) -> Segment:
+_CHUNK = msgspec.json.Decoder(Chunk)
+
+
+def decode_chunk(event: bytes | memoryview) -> Chunk:
+    """Raises ValueError for what is no chunk of SGLang's."""
+    return _CHUNK.decode(event)
+
+
+def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bool = False) -> Segment:
     """One chunk of a stream of which `received` tokens have come before. `truncated`: the engine says which ids
     sampling kept, and `mu` is the log-prob among these.
 
-    Raises Refused for an error that the engine tells; for what is no chunk of SGLang's one of ValueError, TypeError,
-    KeyError, IndexError and AttributeError.
+    Raises Refused for an error that the engine tells, ValueError for what is no chunk of SGLang's.
     """
-    if "meta_info" not in chunk:
-        error = chunk["error"]
+    meta = chunk.meta_info
+    if meta is None:
+        error = chunk.error
+        if error is None:
+            raise ValueError("neither meta_info nor an error")
         code = error.get("code") if isinstance(error, dict) else None
         raise Refused(f"{error}", code if isinstance(code, int) else 400)
-    meta = chunk["meta_info"]
-    reason = meta.get("finish_reason")
-    if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-        code = int(reason["status_code"])
-        raise Refused(f"{code} {reason.get('message')}", code)
-    ids = chunk["output_ids"]
+    reason = meta.finish_reason
+    if reason is not None and reason.type == "abort" and reason.status_code:
+        raise Refused(f"{reason.status_code} {reason.message}", reason.status_code)
+    ids = chunk.output_ids
     if truncated:
-        mu, kept = (
-            meta.get("output_token_sampling_logprobs") or [],
-            meta.get("output_token_sampling_mask") or [],
-        )
+        mu, kept = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
     else:
-        mu, kept = [entry[0] for entry in meta.get("output_token_logprobs") or []], []
-    prompt_tokens = meta.get("prompt_tokens", 0)
-    if not prompt_tokens:
+        mu, kept = [entry.value for entry in meta.output_token_logprobs or []], []
+    if not meta.prompt_tokens:
         # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
-        new = meta["completion_tokens"] - received
+        new = meta.completion_tokens - received
         ids, mu, kept = ids[:new], mu[:new], kept[:new]
-    if len(ids) != len(mu) or {*map(type, ids)} - {int} or {*map(type, mu)} - {int, float}:
-        raise ValueError(f"ids {ids[:8]}, log-probs {mu[:8]}")
+    if len(ids) != len(mu) or meta.weight_version is None:
+        raise ValueError(f"{len(ids)} ids, {len(mu)} log-probs, weight version {meta.weight_version}")
     return Segment(
         ids=ids,
         mu=mu,
-        spans=[VersionSpan(version_of(meta["weight_version"]), 0, len(ids))],
-        finish=reason["type"] if reason else None,
-        cached_tokens=meta.get("cached_tokens", 0),
-        prompt_tokens=prompt_tokens,
+        spans=[VersionSpan(version_of(meta.weight_version), 0, len(ids))],
+        finish=reason.type if reason else None,
+        cached_tokens=meta.cached_tokens,
+        prompt_tokens=meta.prompt_tokens,
         call_spans=_call_spans(meta, received + len(ids), version_of) if reason else None,
         support=support.encode(kept, ids) if truncated else None,
     )
 
 
-def _call_spans(meta: dict[str, Any], tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
+def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
     """Of all `tokens` of a request that ended, when more than one version made them."""
-    spans = meta.get("weight_versions") or []
+    spans = meta.weight_versions or []
     if len(spans) < 2 or not tokens:
         return None
     return [
-        VersionSpan(version_of(s["version"]), s["start"], min(s["end"], tokens))
-        for s in spans
-        if s["start"] < tokens
+        VersionSpan(version_of(s.version), s.start, min(s.end, tokens)) for s in spans if s.start < tokens
     ]
 
 
-def read_routes(meta: dict[str, Any], prompt: int, received: int, first: int) -> RouteSpan | None:
+def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan | None:
     """Of a request's whole sequence from position `first` on; None where the engine has none.
 
     When the weights changed under the request, only positions that the new ones predicted from: the old ones' routes
-    are gone, since the prefix was read again.
+    are gone, since the prefix was read again. Raises ValueError when they changed outside of these positions.
     """
-    encoded = meta.get("routed_experts")
     end = prompt + received - 1
     rows = end - first
-    if encoded is None or rows <= 0:
+    if meta.routed_experts is None or rows <= 0:
         return None
-    data = pybase64.b64decode(encoded)
-    versions = meta.get("weight_versions") or []
-    seam = prompt + versions[-1]["start"] - 1 if len(versions) > 1 else first
+    data = pybase64.b64decode(meta.routed_experts)
+    versions = meta.weight_versions or []
+    seam = prompt + versions[-1].start - 1 if len(versions) > 1 else first
+    if not first <= seam <= end:
+        raise ValueError(f"new weights from position {seam} on, and routes of [{first}, {end})")
+    if seam == end:  # they changed behind the last token
+        return None
     if (place := read_pointer(data, first, rows)) is not None:
         return RouteSpan(seam, end, b"", place)
     experts = np.frombuffer(data, dtype="<i4").reshape(rows, -1)[seam - first :]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from rlsys.engine.chunks import Refused, read_chunk, read_routes
+from rlsys.engine.chunks import Refused, decode_chunk, read_chunk, read_routes
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_from_disk
 from rlsys.errors import RunError
@@ -168,14 +168,14 @@ class EngineClient:
             async for event in events(answer.content.iter_any()):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     with self._understanding("/generate"):
-                        chunk = msgspec.json.decode(memoryview(event)[6:])
+                        chunk = decode_chunk(memoryview(event)[6:])
                         segment = read_chunk(chunk, received, self._version_of, truncation is not None)
                         received += len(segment.ids)
                         # One that never ends would hold up an interrupt for ever.
                         if received > max_new_tokens:
                             raise ValueError(f"{received} tokens where {max_new_tokens} were asked for")
-                        if routes_from is not None and segment.prompt_tokens:
-                            segment.routes = read_routes(chunk["meta_info"], len(ids), received, routes_from)
+                        if routes_from is not None and segment.prompt_tokens and chunk.meta_info is not None:
+                            segment.routes = read_routes(chunk.meta_info, len(ids), received, routes_from)
                     yield segment
                     if segment.finish is not None:
                         return

@@ -31,7 +31,7 @@ class Canaries:
         """
         samples = sorted((s for g in groups for s in g.samples), key=lambda s: (-s.tokens, s.sample_id))
         longest = load(samples[:CANARIES])
-        self._responses = [(s.prompt_ids + s.response_ids)[:CANARY_TOKENS] for s in longest]
+        self._responses = [[*s.prompt_ids, *s.response_ids][:CANARY_TOKENS] for s in longest]
 
     def sequences(self) -> list[list[int]]:
         """Prompts, then the last step's longest responses with theirs."""

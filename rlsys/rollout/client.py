@@ -12,8 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
-import msgspec
-
 from rlsys.errors import RunError
 from rlsys.owner import KEY_HEADER, START_HEADER
 from rlsys.rollout.protocol import (
@@ -23,6 +21,7 @@ from rlsys.rollout.protocol import (
     EndPushRequest,
     ScoresRequest,
     StepRequest,
+    decode,
     decode_error,
     encode,
 )
@@ -168,7 +167,7 @@ class RolloutClient:
         named = {REQUEST_HEADER: uuid.uuid4().hex}
         code, body = self._reached(Request("POST", f"/{name}", encode(request), headers=named))
         if code == 200:
-            return msgspec.msgpack.decode(body, type=result)
+            return decode(body, result)
         text = " ".join(body.decode(errors="replace").split())[:200]
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
 

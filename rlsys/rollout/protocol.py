@@ -9,13 +9,23 @@ Until the ledger is open every answer is a 503 whose text says how far that is.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.samples import Seen
-from rlsys.types import Canary, EvalResult, Evaluated, PushTicket, Scored, Taken, Unscored
+from rlsys.types import (
+    Canary,
+    EvalResult,
+    Evaluated,
+    PushTicket,
+    Scored,
+    Taken,
+    Unscored,
+)
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
@@ -25,6 +35,9 @@ RECONNECT_SECONDS = 30.0
 """For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
 
 Result = Taken | PushTicket | EvalResult | Evaluated | list[Unscored] | dict[str, float] | bool | None
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -66,7 +79,24 @@ class ErrorAnswer:
 
 def encode(message: object) -> bytes:
     """msgpack; floats keep all their 64 bits."""
-    return msgspec.msgpack.encode(message)
+    return msgspec.msgpack.encode(message, enc_hook=_to_bytes)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises msgspec.DecodeError for what `encode` did not make of a `kind`."""
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=_from_bytes)
+
+
+def _to_bytes(value: object) -> bytes:
+    if isinstance(value, array):
+        return value.typecode.encode() + value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} in a message")
+
+
+def _from_bytes(kind: type, value: bytes) -> array[Any]:
+    if kind is not array:
+        raise NotImplementedError(f"{kind.__name__} in a message")
+    return array(value[:1].decode(), value[1:])
 
 
 def encode_error(error: RlsysError) -> tuple[int, bytes]:
@@ -79,7 +109,7 @@ def encode_error(error: RlsysError) -> tuple[int, bytes]:
 def decode_error(body: bytes) -> RlsysError | None:
     """The error that the other side raised; None when the body is something else (a bug's plain text)."""
     try:
-        answer = msgspec.msgpack.decode(body, type=ErrorAnswer)
+        answer = decode(body, ErrorAnswer)
     except msgspec.DecodeError:
         return None
     return UserError(answer.message) if answer.error == "UserError" else RunError(answer.message)

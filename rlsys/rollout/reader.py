@@ -23,10 +23,10 @@ from rlsys.obs.filesystem import is_local
 from rlsys.obs.trained import TokenFigures, read_floats, read_trained
 from rlsys.records import SegmentReader
 from rlsys.rollout.ledger import Ledger, count
-from rlsys.rollout.protocol import SamplesAnswer
+from rlsys.rollout.protocol import SamplesAnswer, decode
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
 from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.types import SampleGroup, Status
+from rlsys.types import SampleGroup, Status, log_probs, token_ids
 
 
 class RunReader:
@@ -58,7 +58,7 @@ class RunReader:
         try:
             if body := ask(self._run_dir, "ledger"):
                 with _understood():
-                    return msgspec.msgpack.decode(body, type=Ledger)
+                    return decode(body, Ledger)
         except Silent:
             if not is_local(self._run_dir):
                 raise
@@ -111,7 +111,7 @@ class RunReader:
         if not body:
             return None
         with _understood():
-            answer = msgspec.msgpack.decode(body, type=SamplesAnswer)
+            answer = decode(body, SamplesAnswer)
         if answer.error:
             raise UserError(answer.error)
         return answer.samples
@@ -148,8 +148,8 @@ def add_kept(seen: Seen, figures: TokenFigures | None) -> None:
     if figures is None:
         return
     if not seen.kept:
-        seen.sample.response_ids = blob_to_ids(figures.ids)
-        seen.sample.mu = read_floats(figures.mu)
+        seen.sample.response_ids = token_ids(blob_to_ids(figures.ids))
+        seen.sample.mu = log_probs(read_floats(figures.mu))
     seen.logp, seen.advantages = read_floats(figures.logp), read_floats(figures.advantages)
 
 

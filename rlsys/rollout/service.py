@@ -49,6 +49,7 @@ from rlsys.rollout.protocol import (
     SamplesAnswer,
     ScoresRequest,
     StepRequest,
+    decode,
     encode,
     encode_error,
 )
@@ -173,7 +174,7 @@ def _command(
         try:
             body = await request.read()
             access.check_trainer(request)  # now: another may have restored while the body came
-            message = msgspec.msgpack.decode(body, type=kind)
+            message = decode(body, kind)
         except msgspec.DecodeError as e:
             return web.Response(status=400, text=f"not a request of {request.path}: {e}")
         except RunError as e:

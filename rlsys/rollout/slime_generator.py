@@ -200,7 +200,7 @@ class Conversation:
                 )
             return self._tokenizer.encode(text[len(self._text) :])
         ids = [int(i) for i in payload.get("input_ids") or ()]
-        known = self._sample.prompt_ids + self._sample.response_ids[: self._heard]
+        known = [*self._sample.prompt_ids, *self._sample.response_ids[: self._heard]]
         if ids[: len(known)] != known:
             what = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
             raise _refused(
@@ -222,7 +222,7 @@ class Conversation:
             raise _refused("a request that adds nothing behind a turn that the model has ended")
         if s.tokens > self._heard:  # saved, before a restart
             if said and (
-                s.response_ids[self._heard : end] != said or not self._is_observed(self._heard, end)
+                [*s.response_ids[self._heard : end]] != said or not self._is_observed(self._heard, end)
             ):
                 raise ToolFailed("its tool said something else after a restart than before")
         elif said:
@@ -250,7 +250,7 @@ class Conversation:
             end, self._finish = s.tokens, "stop" if s.status is Status.FINISHED else "length"
             s.status = Status.PARKED  # at once: the turn has ended, the sample has not
         self._heard = end
-        ids, mu = s.response_ids[start:end], s.mu[start:end]
+        ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]
         whole = self._tokenizer.decode(ids)
         self._text += whole
         text = self._tokenizer.without_special(whole) if params.get("skip_special_tokens", True) else whole
@@ -302,7 +302,7 @@ class Conversation:
             raise _refused("it sets sample.remove_sample; raise what went wrong, or censor by a planner")
         if not s.tokens:
             raise _refused("it returned before the model had said anything")
-        known = s.prompt_ids + s.response_ids
+        known = [*s.prompt_ids, *s.response_ids]
         if list(made.tokens[: len(known)]) != known:
             raise _refused("sample.tokens is not what the engines were given and have answered")
         behind = [int(t) for t in made.tokens[len(known) :]]

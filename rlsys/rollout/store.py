@@ -268,7 +268,7 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 def ids_to_blob(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id that does not fit."""
-    return np.array(ids, dtype="<i4").tobytes()
+    return np.asarray(ids, "<i4").tobytes()
 
 
 def blob_to_ids(blob: bytes) -> list[int]:
@@ -311,7 +311,7 @@ def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample
     now = Stored.of(sample)
     if now != stored:
         ids = ids_to_blob(sample.response_ids[stored.tokens :])
-        mu = np.array(sample.mu[stored.tokens :], dtype="<f8").tobytes()
+        mu = np.asarray(sample.mu[stored.tokens :], "<f8").tobytes()
         routes = msgspec.msgpack.encode(sample.routes[stored.routes :])
         new = now.tokens - stored.tokens
         payload = ids + mu + routes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from rlsys.config import Config
@@ -124,7 +124,7 @@ def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
     return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
 
 
-def tool_penalty(sample: Sample, decode: Callable[[list[int]], str]) -> float:
+def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:
     """How untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
 
     The share of the tool's answers that are an error, which have a line that begins with `error`; NO_CALL without

@@ -245,6 +245,6 @@ def _grow(group: SampleGroup, ids: list[int], answer: Sample, won: Sequence[floa
     """`count` more samples with the answer's tokens."""
     for place in range(len(group.samples), len(group.samples) + count):
         sample = Sample(place, group.group_id, place, ids, seed=place, status=Status.FINISHED, answer="0")
-        sample.response_ids, sample.mu = list(answer.response_ids), list(answer.mu)
+        sample.response_ids, sample.mu = answer.response_ids[:], answer.mu[:]
         sample.spans, sample.reward = list(answer.spans), won[place % len(won)]
         group.samples.append(sample)

@@ -49,7 +49,7 @@ def probing_turns(config: Config, router: Router, temperature: float) -> Speak:
     async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
         budget = within(config.rollout.max_response_tokens, most) - sample.tokens
         if budget > 0:
-            ids = sample.prompt_ids + sample.response_ids
+            ids = [*sample.prompt_ids, *sample.response_ids]
             segment = await router.probe(ids, budget, temperature, sample.seed, stop_texts, evaluation=True)
             sample.append(segment)
         ended = budget > 0 and segment.finish == "stop"

@@ -224,7 +224,7 @@ class Router:
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
         flight = Flight(rid, sample, asyncio.timeout(None), pinned=pinned, why=self._why(sample))
-        ids, what = sample.prompt_ids + sample.response_ids, f"sample {sample.sample_id}"
+        ids, what = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
         try:
             async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
                 stream = engine.client.generate(

@@ -48,7 +48,7 @@ class TurnEnds:
             few, enough = (few, middle) if self._has_text([*known, *new[:middle]]) else (middle, enough)
         return enough
 
-    def turn_of(self, sample: Sample) -> list[int]:
+    def turn_of(self, sample: Sample) -> Sequence[int]:
         """The last ids of the turn that the sample is in, as many as matter for its end."""
         start = sample.observed[-1].end if sample.observed else 0
         return sample.response_ids[max(start, len(sample.response_ids) - self.reach - 1) :]

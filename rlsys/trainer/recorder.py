@@ -59,7 +59,7 @@ class Recorder:
 def told_samples(
     symptom: str,
     groups: Sequence[SampleGroup],
-    decode: Callable[[list[int]], str],
+    decode: Callable[[Sequence[int]], str],
     loaded: Callable[[Sample], Sample],
 ) -> list[dict[str, Any]]:
     """Of a few groups, the sample that shows most: of lengths one that was cut off, of a reward the best one.

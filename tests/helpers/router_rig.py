@@ -117,8 +117,8 @@ def check(s: Sample, *, versions: set[int], ends_at: int = 40, budget: int = 100
     assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
     assert set(s.versions()) == versions
     expected = [token(s.seed, first + i, v) for i, v in enumerate(s.versions())]
-    assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
-    assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(s.versions())]
+    assert list(s.response_ids) == ([*expected[:-1], EOS] if finished else expected)
+    assert list(s.mu) == [logprob(s.seed, first + i, v) for i, v in enumerate(s.versions())]
     for span in s.routes:
         positions = range(span.start, span.end)
         assert span.experts == b"".join(e.to_bytes(2, "little") for p in positions for e in experts(p))

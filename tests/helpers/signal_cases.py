@@ -23,7 +23,7 @@ from rlsys.config.algo import CriticSection
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Status, Taken
+from rlsys.types import Sample, SampleGroup, Status, Taken, log_probs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
@@ -51,8 +51,10 @@ def stale(taken: Taken) -> Taken:
         if sample.index % 4 == 1:
             return sample
         if sample.index % 2:
-            return replace(sample, mu=[m / 2 for m in sample.mu])
-        return replace(sample, mu=[m - STALE_BY * (i % STALE_EVERY == 0) for i, m in enumerate(sample.mu)])
+            return replace(sample, mu=log_probs(m / 2 for m in sample.mu))
+        return replace(
+            sample, mu=log_probs(m - STALE_BY * (i % STALE_EVERY == 0) for i, m in enumerate(sample.mu))
+        )
 
     return replace(taken, groups=[replace(g, samples=[older(s) for s in g.samples]) for g in taken.groups])
 

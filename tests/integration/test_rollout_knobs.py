@@ -351,7 +351,7 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
         print("tool:", repr(call), "->", answer)
         assert not any(s.trained()[span.start : span.end])
-        assert s.mu[span.start : span.end] == [0.0] * (span.end - span.start)
+        assert list(s.mu[span.start : span.end]) == [0.0] * (span.end - span.start)
 
     async with stack(config, engine) as s:
         await s.push(0)

@@ -98,7 +98,7 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
     assert set(found) == {s.sample_id for g in kept for s in g.samples}
     for group, sample in ((g, s) for g in kept for s in g.samples):
         told = found[sample.sample_id]
-        assert np.frombuffer(told.ids, "<i4").tolist() == sample.response_ids
+        assert np.frombuffer(told.ids, "<i4").tolist() == list(sample.response_ids)
         assert read_floats(told.mu) == pytest.approx(sample.mu)
         advantages = set(read_floats(told.advantages))
         rewards = [s.reward or 0.0 for s in group.samples]

@@ -466,7 +466,7 @@ class Histories(RuleBasedStateMachine):
     def tokens_are_whole(self) -> None:
         for group in self.buffer.groups.values():
             for s in group.samples:
-                assert s.response_ids == list(range(len(s.mu)))
+                assert list(s.response_ids) == list(range(len(s.mu)))
 
     def teardown(self) -> None:
         self.buffer.close()

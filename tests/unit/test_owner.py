@@ -19,7 +19,7 @@ from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, claim, current,
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Prompt, PushTicket, VersionSpan
+from rlsys.types import Prompt, PushTicket, Segment, VersionSpan
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.service_rig import OWNER, served, ticking
 from tests.helpers.takeovers import between_look_and_commit, take_locks_away
@@ -90,12 +90,12 @@ def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broke
 
     new = RolloutBuffer(path, "run", 8, claim(tmp_path))
     sample = new.groups[0].samples[0]
-    sample.response_ids, sample.mu, sample.spans = [1, 2], [0.0, 0.0], [VersionSpan(0, 0, 2)]
+    sample.append(Segment([1, 2], [0.0, 0.0], [VersionSpan(0, 0, 2)]))
     new.save([sample])
     new.flush()
 
     late = group.samples[0]
-    late.response_ids, late.mu, late.spans = [7], [0.0], [VersionSpan(0, 0, 1)]
+    late.append(Segment([7], [0.0], [VersionSpan(0, 0, 1)]))
     with pytest.raises(Deposed):
         old.save([late])
     with pytest.raises(RunError, match="closed to writes"):
@@ -104,7 +104,7 @@ def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broke
         old.close()
     new.close()
     back = RolloutBuffer(path, "run", 8, claim(tmp_path))
-    assert back.groups[0].samples[0].response_ids == [1, 2]
+    assert list(back.groups[0].samples[0].response_ids) == [1, 2]
     assert back.next_group_id == 1
     back.close()
 

@@ -209,8 +209,8 @@ def check_sample(s: Sample) -> None:
     assert len(s.response_ids) == (4 + s.seed % 40 - first if finished else BUDGET)
     assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
     expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
-    assert s.response_ids == ([*expected[:-1], EOS] if finished else expected)
-    assert s.mu == [logprob(s.seed, first + i, v) for i, v in enumerate(versions)]
+    assert list(s.response_ids) == ([*expected[:-1], EOS] if finished else expected)
+    assert list(s.mu) == [logprob(s.seed, first + i, v) for i, v in enumerate(versions)]
 
 
 @pytest.fixture

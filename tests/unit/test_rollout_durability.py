@@ -38,7 +38,7 @@ async def test_a_crash_costs_less_than_flush_tokens(tmp_path: Path) -> None:
         assert received - 10 < kept <= received
         await r.start()
         taken = await r.take(1)
-        assert all(s.response_ids == list(range(15)) for g in taken.groups for s in g.samples)
+        assert all(list(s.response_ids) == list(range(15)) for g in taken.groups for s in g.samples)
 
 
 async def test_pieces_come_back_as_one(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def test_pieces_come_back_as_one(tmp_path: Path) -> None:
     back = Rig(config, lambda s: 9, length_reward)
     found = back.buffer.groups[0].samples[0]
     assert found == sample
-    assert found.response_ids == [0, 1, 2, 3, 90, 91, 92]
+    assert list(found.response_ids) == [0, 1, 2, 3, 90, 91, 92]
     assert found.observed_last
     assert found.trained() == [True] * 4 + [False] * 3
     back.buffer.close()
@@ -73,8 +73,8 @@ def test_an_observation_is_part_of_the_response_but_not_trained() -> None:
     assert sample.observed_last
     sample.append(Segment([9], [-0.25], [VersionSpan(4, 0, 1)]))
     assert not sample.observed_last
-    assert sample.response_ids == [7, 8, 5, 9]
-    assert sample.mu == [-0.5, -0.5, 0.0, -0.25]
+    assert list(sample.response_ids) == [7, 8, 5, 9]
+    assert list(sample.mu) == [-0.5, -0.5, 0.0, -0.25]
     assert sample.versions() == [3, 3, 3, 4]
     assert sample.trained() == [True, True, False, True]
     assert sample.sampled_tokens == 3

@@ -9,13 +9,13 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.engine.chunks import Made, Meta
 from rlsys.engine.chunks import read_routes as from_answer
 from rlsys.engine.route_writer import RouteWriter, route_writer
 from rlsys.errors import RunError, UserError
@@ -55,10 +55,10 @@ def opened(folder: Path) -> RolloutBuffer:
     return RolloutBuffer(folder / FILE_NAME, "run", 2)
 
 
-def meta(said: bytes, *spans: tuple[int, int]) -> dict[str, Any]:
+def meta(said: bytes, *spans: tuple[int, int]) -> Meta:
     """What an engine says at the end of a request. `spans`: of weight versions 1, 2, ..."""
-    versions = [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(spans, 1)]
-    return {"routed_experts": base64.b64encode(said).decode(), "weight_versions": versions}
+    versions = [Made(str(i), a, b) for i, (a, b) in enumerate(spans, 1)]
+    return Meta(routed_experts=base64.b64encode(said).decode(), weight_versions=versions)
 
 
 def answered(made: RouteWriter | None, sample: Sample, tokens: int, version: int) -> None:
@@ -333,3 +333,12 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     check(ledger)
     assert (ledger.torn_bytes, ledger.lost) == (len(encode(chosen(9), 0)) + 25, 0)
     buffer.close()
+
+
+@pytest.mark.parametrize("started", [-2, 5])
+def test_weights_that_changed_outside_of_a_request_are_its_engines_fault(started: int) -> None:
+    """4 tokens after a prompt of 2; before, experts of other positions would have been taken for theirs."""
+    said = chosen(5).tobytes()
+    with pytest.raises(ValueError, match="new weights from position"):
+        from_answer(meta(said, (0, 1), (started, 4)), 2, 4, 0)
+    assert from_answer(meta(said, (0, 4), (4, 4)), 2, 4, 0) is None, "nothing was predicted by the new ones"

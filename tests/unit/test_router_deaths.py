@@ -75,7 +75,7 @@ async def test_a_restart_between_two_probes_is_noticed() -> None:
         s = sample()
         task = rig.start(s)
         await asyncio.sleep(0.1)
-        assert (s.response_ids, s.status) == ([], Status.PARKED)
+        assert (list(s.response_ids), s.status) == ([], Status.PARKED)
         assert rig.router.stats()["discarded_tokens"] == 4
         assert rig.router.stale_engines == [A]
         await rig.push(only_stale=True)

@@ -107,7 +107,7 @@ def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path
     buffer.flush()
     grow(group, version, 20)
     buffer.save(group.samples)
-    assert [s.response_ids for s in RunReader(tmp_path).groups("1")[0].samples] == [[10, 11, 12]] * 2
+    assert [list(s.response_ids) for s in RunReader(tmp_path).groups("1")[0].samples] == [[10, 11, 12]] * 2
     buffer.flush()
     assert [len(s.response_ids) for s in RunReader(tmp_path).groups("1")[0].samples] == [6, 6]
     buffer.close()
@@ -132,7 +132,7 @@ def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
 
     monkeypatch.setattr(samples, "_interrupts", meanwhile)
     seen = RunReader(tmp_path).samples(samples.SampleQuery(group=0))
-    assert [s.sample.response_ids for s in seen] == [[10, 11, 12]] * 2
+    assert [list(s.sample.response_ids) for s in seen] == [[10, 11, 12]] * 2
     buffer.close()
 
 
@@ -188,7 +188,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
     size = file.stat().st_size
     back = opened(tmp_path)
     (group,) = back.active()
-    assert [s.response_ids for s in group.samples] == [[10, 11, 12]] * 2
+    assert [list(s.response_ids) for s in group.samples] == [[10, 11, 12]] * 2
     ledger = back.ledger()
     check(ledger)
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
@@ -199,7 +199,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
     back.close()
     assert len(files(tmp_path)) == 2, "nobody appends to a file that another process began"
     again = opened(tmp_path)
-    assert again.active()[0].samples[0].response_ids == [10, 11, 12, 20, 21, 22]
+    assert list(again.active()[0].samples[0].response_ids) == [10, 11, 12, 20, 21, 22]
     assert again.ledger().torn_bytes == ledger.torn_bytes, "counted once"
     again.close()
 

@@ -119,7 +119,7 @@ async def test_a_tool_that_says_something_else_after_a_restart_censors() -> None
 async def test_no_response_exceeds_its_budget(budget: int) -> None:
     s = await made(fresh(), Model(budget=budget), made_for=config_of(LOOKUP, max_response_tokens=budget))
     assert 0 < s.tokens <= budget
-    assert TOKENIZER.encode(WHOLE)[: s.tokens] == s.response_ids
+    assert TOKENIZER.encode(WHOLE)[: s.tokens] == list(s.response_ids)
     assert s.status is (Status.FINISHED if s.tokens == len(TOKENIZER.encode(WHOLE)) else Status.TRUNCATED)
 
 

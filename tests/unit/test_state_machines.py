@@ -124,7 +124,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert sorted(g.group_id for g in groups) == sorted(now.journal[step])
         for group in groups:
             read = self.buffer.load(group.samples)
-            assert [s.response_ids for s in read] == [now.ids[s.sample_id] for s in read]
+            assert [list(s.response_ids) for s in read] == [now.ids[s.sample_id] for s in read]
             now.states[group.group_id] = GroupState.TRAINED
         now.done = step
 
@@ -189,7 +189,9 @@ class BufferMachine(RuleBasedStateMachine):
         assert [g.group_id for g in self.buffer.ready()] == now.order
         assert {g.group_id for g in self.buffer.active()} == set(self._with(GroupState.ACTIVE))
         for group in self.buffer.groups.values():
-            assert [s.response_ids for s in group.samples] == [now.ids[s.sample_id] for s in group.samples]
+            assert [list(s.response_ids) for s in group.samples] == [
+                now.ids[s.sample_id] for s in group.samples
+            ]
         assert self.buffer.last_taken_step == max(now.journal, default=0)
         assert self.buffer.weight_version == now.version
 

@@ -141,7 +141,7 @@ async def test_turns_and_answers_alternate_until_a_turn_without_a_call() -> None
     sample = Sample(0, 0, 0, [5], seed=1)
     await turns(speak)(sample, PROMPT)
     first, second = [7, CALL, 4, CALL, STOP], [CALL, 5, CALL, CALL, 6, CALL, STOP]
-    assert sample.response_ids == [*first, 90, 8, 91, *second, 90, 12, 91, 8, STOP]
+    assert list(sample.response_ids) == [*first, 90, 8, 91, *second, 90, 12, 91, 8, STOP]
     assert sample.trained() == [True] * 5 + [False] * 3 + [True] * 7 + [False] * 3 + [True] * 2
     assert sample.status is Status.FINISHED
     assert sample.sampled_tokens == 14
@@ -153,7 +153,7 @@ async def test_the_last_turn_is_not_answered() -> None:
 
     sample = Sample(0, 0, 0, [5], seed=1)
     await turns(speak, max_turns=2)(sample, PROMPT)
-    assert sample.response_ids == [CALL, 4, CALL, STOP, 90, 8, 91, CALL, 4, CALL, STOP]
+    assert list(sample.response_ids) == [CALL, 4, CALL, STOP, 90, 8, 91, CALL, 4, CALL, STOP]
     assert sample.status is Status.FINISHED
 
 
@@ -163,7 +163,7 @@ async def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
 
     sample = Sample(0, 0, 0, [5], seed=1)
     await turns(speak, budget=7)(sample, PROMPT)
-    assert sample.response_ids == [CALL, 4, CALL, STOP]
+    assert list(sample.response_ids) == [CALL, 4, CALL, STOP]
     assert sample.status is Status.TRUNCATED
 
 
@@ -306,17 +306,17 @@ def test_an_interrupted_sample_goes_on_in_the_middle_of_a_turn(tmp_path: Path) -
         Held.gate = asyncio.Event()
         Held.gate.set()
         r = Rig(config, length, length_reward)
-        assert [s.response_ids for g in r.buffer.active() for s in g.samples] == [[0, 1, 2]] * 4
+        assert [list(s.response_ids) for g in r.buffer.active() for s in g.samples] == [[0, 1, 2]] * 4
         await r.start()
         first = await r.take(1)
         cut = r.buffer.groups[1].samples[0]
-        assert cut.response_ids == [0, 1, 2, 90, 95, 91, 6]
+        assert list(cut.response_ids) == [0, 1, 2, 90, 95, 91, 6]
         assert cut.resumes == 0  # a new turn is no resume
         await r.push()
         second = await r.take(2)
         for group, end in ((first.groups[0], 7), (second.groups[0], 14)):
             for s in group.samples:
-                assert s.response_ids == [0, 1, 2, 90, 95, 91, *range(6, end)]
+                assert list(s.response_ids) == [0, 1, 2, 90, 95, 91, *range(6, end)]
                 assert s.trained() == [True] * 3 + [False] * 3 + [True] * (end - 6)
         assert second.groups[0].samples[0].versions() == [1] * 3 + [1] * 3 + [2] + [3] * 7
         await r.manager.close()

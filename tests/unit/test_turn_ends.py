@@ -92,7 +92,7 @@ async def test_a_text_over_an_interruption_ends_the_response_where_it_would_have
         told = engine.calls.count("abort_request")
         await task
         assert engine.calls.count("abort_request") <= told + 1, "the engine is told once"
-        assert (s.response_ids, s.status) == (made[:12], Status.FINISHED)
+        assert (list(s.response_ids), s.status) == (made[:12], Status.FINISHED)
         assert len(s.mu) == 12
         assert s.routes[-1].end == len(s.prompt_ids) + 12 - 1
         await rig.router.interrupt()
