@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from measure import ROOT
 
 from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
 from rlsys.config import load_config
 from rlsys.config.algo import CriticSection
+from rlsys.rollout.protocol import decode
 from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
@@ -63,7 +63,7 @@ for method in TIMED:
 def full_step(odd: bool, named: bool) -> Taken:
     """The recorded step with GROUPS groups; `odd`: of seven samples each."""
     packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
-    taken = msgspec.msgpack.decode(packed, type=Taken)
+    taken = decode(packed, Taken)
 
     def sample(s: Sample) -> Sample:
         marks = s.named_rewards or {"answer": s.reward or 0.0}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import psutil
 from aiohttp import web
@@ -30,6 +29,7 @@ from rlsys.engine.client import EngineClient, make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.protocol import encode
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -290,7 +290,7 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
         "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
         "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
-        "take_bytes_per_sample": len(msgspec.msgpack.encode(taken)) / samples, "push_seconds_max": max(pushes),
+        "take_bytes_per_sample": len(encode(taken)) / samples, "push_seconds_max": max(pushes),
         "rss_mb": psutil.Process().memory_info().rss / 2**20, "slots": rollout.config.slots,
         "reopen_seconds": reopen_seconds,
         "disk_bytes_per_token": sum(f.stat().st_size for f in files) / received,

@@ -306,11 +306,7 @@ class Objective:
     def state_dict(self) -> dict[str, Any]:
         """State of every plug-in that has one, by its place; the checkpoint keeps it."""
         states = {key: state for key, plugin in self._named() if (state := plugin.state_dict())}
-        return (
-            states
-            if self._put_off is None
-            else {**states, PUT_OFF: self._put_off.state_dict(_to_lists)}
-        )
+        return states if self._put_off is None else {**states, PUT_OFF: self._put_off.state_dict(_to_lists)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, plugin in self._named():

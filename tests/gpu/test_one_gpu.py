@@ -90,7 +90,7 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
         sample = asyncio.run(body(url))
     assert sample.status in (Status.FINISHED, Status.TRUNCATED)
     assert sample.versions() == [1] * len(sample.response_ids)
-    theirs = trainer.canaries([PROMPT + sample.response_ids])[0].logp[len(PROMPT) - 1 :]
+    theirs = trainer.canaries([[*PROMPT, *sample.response_ids]])[0].logp[len(PROMPT) - 1 :]
     gaps = [abs(a - b) for a, b in zip(theirs, sample.mu, strict=True)]
     assert sum(gaps) / len(gaps) < 0.05
 

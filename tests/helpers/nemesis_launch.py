@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
@@ -29,6 +28,7 @@ from rlsys.rollout.protocol import (
     REQUEST_HEADER,
     EndPushRequest,
     StepRequest,
+    decode,
     decode_error,
     encode,
 )
@@ -154,7 +154,7 @@ class TrainerRole:
 
     def _learn(self, taken: Taken) -> None:
         told = loaded(self._ground.config.run.dir, taken.groups)
-        groups = {g.group_id: {s.sample_id: s.response_ids for s in g.samples} for g in told}
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
         self._ground.history.trainings.append(
             Training(self._launch.owner.epoch, self._start, taken.train_step, before, self._weights, groups)
@@ -230,7 +230,7 @@ class TrainerRole:
                     raise RunError(f"rollout process is gone ({e})") from None
             await asyncio.sleep(POLL_SECONDS)
         if code == 200:
-            return msgspec.msgpack.decode(body, type=kind)
+            return decode(body, kind)
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {body!r}")
 
     async def _ask(

@@ -177,7 +177,7 @@ class Trainer:
 
     def _learn(self, taken: Taken) -> None:
         told = loaded(self._config.run.dir, taken.groups)
-        groups = {g.group_id: {s.sample_id: s.response_ids for s in g.samples} for g in told}
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
         time.sleep(1.0)
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
         epoch = self._owner.epoch

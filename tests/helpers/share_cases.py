@@ -11,11 +11,11 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.protocol import decode
 from rlsys.rollout.store import FILE_NAME
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import pack_rows, score_parked
@@ -123,8 +123,7 @@ def seen(trainer: Trainer, light: Taken, whole: Taken) -> dict[str, object]:
 def main(workplace: Path, layouts: list[str]) -> None:
     """What every rank has seen, into WORKPLACE/seen.jsonl."""
     light, whole = (
-        msgspec.msgpack.decode((workplace / f"{name}.msgpack").read_bytes(), type=Taken)
-        for name in ("light", "whole")
+        decode((workplace / f"{name}.msgpack").read_bytes(), Taken) for name in ("light", "whole")
     )
     for layout in layouts:
         config = cases.config_of(workplace / "model", workplace / "run", **cases.sections(layout))

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.config.algo import CriticSection
+from rlsys.rollout.protocol import decode
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.trainer import Trainer
@@ -37,7 +36,7 @@ OTHER = 1.3
 
 def recorded() -> Taken:
     packed = gzip.decompress((ROOT / "tests/data/step.msgpack.gz").read_bytes())
-    return msgspec.msgpack.decode(packed, type=Taken)
+    return decode(packed, Taken)
 
 
 def stale(taken: Taken) -> Taken:

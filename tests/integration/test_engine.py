@@ -82,7 +82,7 @@ async def test_interrupted_three_times_equals_unbroken(
         assert await cached_tokens(s.client) - cached_before == broken.cached_tokens
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0
-        answered = await stock_routes(s.client, PROMPT + unbroken.response_ids)
+        answered = await stock_routes(s.client, [*PROMPT, *unbroken.response_ids])
         assert routes(unbroken, engine_run) == answered[: len(routes(unbroken, engine_run))]
 
 
@@ -153,7 +153,7 @@ async def test_a_push_is_exact(method: str, engine_config: Config, engine: str, 
         after = await s.generate(sample(1), 30)
         assert after.response_ids != before.response_ids
         assert after.versions() == [version] * len(after.response_ids)
-        expected = logprobs(1, PROMPT + after.response_ids)[len(PROMPT) - 1 :]
+        expected = logprobs(1, [*PROMPT, *after.response_ids])[len(PROMPT) - 1 :]
         assert worst_gap(after.mu, expected) <= 1e-5
         assert after.cached_tokens == 0, "a push empties the cache"
         assert s.bytes_sent >= sum(t.nbytes for _, t in tensors(1))

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from rlsys.errors import RunError
+from rlsys.rollout.protocol import decode, encode
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import share_cases
 from tests.helpers import trainer_cases as cases
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def workplace(tmp_path: Path) -> Path:
     cases.write_model(tmp_path / "model")
     for name, taken in zip(("light", "whole"), share_cases.write_step(tmp_path / "run"), strict=True):
-        (tmp_path / f"{name}.msgpack").write_bytes(msgspec.msgpack.encode(taken))
+        (tmp_path / f"{name}.msgpack").write_bytes(encode(taken))
     return tmp_path
 
 
@@ -63,7 +63,7 @@ def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], wor
 
 def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:
     shutil.rmtree(workplace / "run" / "segments")
-    light = msgspec.msgpack.decode((workplace / "light.msgpack").read_bytes(), type=share_cases.Taken)
+    light = decode((workplace / "light.msgpack").read_bytes(), share_cases.Taken)
     trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
     with pytest.raises(
         RunError, match=r"^trainer rank 0: .*/segments/000000-000001.seg: no such file; each machine"

@@ -71,7 +71,7 @@ def routed(taken: Taken, trainer: Trainer) -> Taken:
 
     groups = [
         replace(
-            g, samples=[replace(s, routes=[of(len(s.prompt_ids + s.response_ids) - 1)]) for s in g.samples]
+            g, samples=[replace(s, routes=[of(len([*s.prompt_ids, *s.response_ids]) - 1)]) for s in g.samples]
         )
         for g in taken.groups
     ]

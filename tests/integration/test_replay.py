@@ -188,7 +188,7 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     print(f"{len(kept)} of {len(made[1])} interrupted samples have routes")
     assert len(kept) >= FEW
     for s in kept:
-        assert (s.routes[0].start, s.routes[-1].end) == (0, len(s.prompt_ids + s.response_ids) - 1)
+        assert (s.routes[0].start, s.routes[-1].end) == (0, len([*s.prompt_ids, *s.response_ids]) - 1)
     mu = torch.tensor([m for s in kept for m in s.mu])
     trainer, found = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):

@@ -244,7 +244,7 @@ async def test_what_was_interrupted_goes_on_in_the_order_asked_for(order: str, s
         groups = {g.group_id: g for g in run.buffer.active()}
         parked = [s for g in groups.values() for s in g.samples if s.response_ids and not s.status.terminal]
         keys = {id(s): resume_key(order, s, groups[s.group_id]) for s in parked}  # type: ignore[arg-type]
-        expected = [s.prompt_ids + s.response_ids for s in sorted(parked, key=lambda s: keys[id(s)])]
+        expected = [[*s.prompt_ids, *s.response_ids] for s in sorted(parked, key=lambda s: keys[id(s)])]
         run.client.asked.clear()
         await run.steps(1)
     assert len(expected) > 3
@@ -311,7 +311,7 @@ async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: C
         for r in running:
             new = [v == version for v in r.versions()]
             if new and not new[0]:  # it was in the engine when the weights changed
-                logp = logprobs(NUDGED, r.prompt_ids + r.response_ids)[len(r.prompt_ids) - 1 :]
+                logp = logprobs(NUDGED, [*r.prompt_ids, *r.response_ids])[len(r.prompt_ids) - 1 :]
                 found += [abs(a - b) for a, b, n in zip(logp, r.mu, new, strict=True) if n]
         assert len(found) > 300
         return torch.tensor(found)

@@ -143,7 +143,7 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     sample = taken.groups[0].samples[0]
     (found,) = score_parked([Unscored(sample, 2)], trainer)
     (whole,) = trainer.passes.logprobs(
-        [MicroBatch.of_tokens(torch.tensor(sample.prompt_ids + sample.response_ids))]
+        [MicroBatch.of_tokens(torch.tensor([*sample.prompt_ids, *sample.response_ids]))]
     )
     assert found.start == 2
     assert torch.allclose(torch.tensor(found.logp), whole[len(sample.prompt_ids) + 2 :], atol=1e-5)

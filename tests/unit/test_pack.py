@@ -148,7 +148,11 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
     made.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
     made.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
     row = TrainSample.of(made, row=7)
-    assert tuple(map(list, (row.response_ids, row.mu, row.versions))) == ([3, 4, 5], [-1.0, -2.0, -3.0], [1, 1, 2])
+    assert tuple(map(list, (row.response_ids, row.mu, row.versions))) == (
+        [3, 4, 5],
+        [-1.0, -2.0, -3.0],
+        [1, 1, 2],
+    )
     assert (row.row, len(row)) == (7, 5)
 
 

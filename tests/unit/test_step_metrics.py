@@ -12,8 +12,8 @@ def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, r
     for version, tokens in spans:
         start = len(made.response_ids)
         made.spans.append(VersionSpan(version, start, start + tokens))
-        made.response_ids += [7] * tokens
-        made.mu += (mu := [-0.25 if version == 5 else -1.0] * tokens)
+        made.response_ids.extend([7] * tokens)
+        made.mu.extend(mu := [-0.25 if version == 5 else -1.0] * tokens)
         made.mu_sum += sum(mu)
     return made
 
