@@ -44,6 +44,8 @@ _CHECKED_FROM = 8
 _MAGIC = b"rlsg"
 _VERSION = 1
 _NO_PARENT = 2**32 - 1
+LARGEST = 2**32 - 1
+"""Bytes of a payload: its length has 32 bits."""
 
 T = TypeVar("T", bound=np.generic)
 
@@ -176,6 +178,10 @@ class SegmentReader:
             if segment not in self._open:
                 self._open[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             data = os.pread(self._open[segment], length, offset)
+            while len(data) < length and (
+                more := os.pread(self._open[segment], length - len(data), offset + len(data))
+            ):  # one call reads 2 GiB at most
+                data += more
         except FileNotFoundError:
             raise RunError(
                 f"{self._reader}{path}: no such file; each machine that trains must see run.dir"

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import RunError
-from rlsys.records import HEADER_BYTES, Kind, SegmentReader, decode_head, head
+from rlsys.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, decode_head, head
 from rlsys.types import RoutePlace, RouteSpan, Sample
 
 ROUTES_VARIABLE = "RLSYS_ROUTES"
@@ -84,7 +84,10 @@ class LayerRoutes:
 
 
 def encode(experts: NDArray[np.integer], start: int) -> bytes:
-    """A record of experts `[tokens, layers, topk]`, of positions from `start` on."""
+    """A record of experts `[tokens, layers, topk]`, of positions from `start` on.
+
+    Raises ValueError for more than a record holds, 4 GiB: 9 million tokens of DeepSeek-V3.
+    """
     tokens, layers, topk = experts.shape
     width = 1 if experts.size == 0 or experts.max() < 256 else 2
     by_layer = np.ascontiguousarray(experts.astype(f"<u{width}").transpose(1, 0, 2))
@@ -92,6 +95,8 @@ def encode(experts: NDArray[np.integer], start: int) -> bytes:
     size = tokens * topk * width
     sums = [zlib.crc32(memoryview(data)[i * size : (i + 1) * size]) for i in range(layers)]
     table = _TABLE.pack(layers, topk, width) + struct.pack(f"<{layers}I", *sums)
+    if len(table) + len(data) > LARGEST:
+        raise ValueError(f"routes of {tokens} positions have {len(data)} bytes, a record at most {LARGEST}")
     return head(Kind.ROUTES, 0, start, tokens, len(table) + len(data), table, len(table)) + table + data
 
 

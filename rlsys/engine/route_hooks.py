@@ -39,7 +39,7 @@ def write_routes(result: None, processor: Any, request: Any) -> None:
         return
     try:
         found = writer.append(experts.numpy(), request.routed_experts_start_len)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         log.warning("routes go into the answer: %s", e)
         return
     request.routed_experts = torch.frombuffer(bytearray(found), dtype=torch.uint8)

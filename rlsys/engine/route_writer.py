@@ -6,6 +6,7 @@ nothing is shared, and nothing that another process wrote is touched. What a kil
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -42,13 +43,14 @@ class RouteWriter:
     def append(self, experts: NDArray[np.integer], start: int) -> bytes:
         """The pointer to experts `[positions, layers, topk]`, of positions from `start` on, once others can read it.
 
-        Raises OSError when the disk refuses; the next record then goes into another file.
+        Raises OSError when the disk refuses; the next record then goes into another file. ValueError for more than a
+        record holds.
         """
         record = encode(experts, start)
+        if self._fd < 0 or self._written >= self._most:
+            self._begin()
+        where, rest = self._written, memoryview(record)
         try:
-            if self._fd < 0 or self._written >= self._most:
-                self._begin()
-            where, rest = self._written, memoryview(record)
             while rest:
                 done = os.write(self._fd, rest)
                 self._written += done
@@ -56,9 +58,18 @@ class RouteWriter:
             if self._shared:  # other machines see it from then on; on one machine the rollout process syncs
                 os.fdatasync(self._fd)
         except OSError:
-            self._written = self._most
+            self._take_back(where)
             raise
         return pointer(self._file.name, where, record)
+
+    def _take_back(self, where: int) -> None:
+        """What is in the file from there on: a full disk shall not fill with parts of records and empty files."""
+        with contextlib.suppress(OSError):  # then they stay, and are counted when the file goes
+            if where:
+                os.ftruncate(self._fd, where)
+            else:
+                (self._folder / self._file.name).unlink()
+        self._written = self._most
 
     def _begin(self) -> None:
         if self._fd >= 0:
@@ -70,12 +81,12 @@ class RouteWriter:
         path.parent.mkdir(exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._written = 0
-        for folder in (path.parent, self._folder):  # a power cut must not take the new names away
-            at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(at)
-            finally:
-                os.close(at)
+        try:
+            for folder in (path.parent, self._folder):  # a power cut must not take the new names away
+                _sync_folder(folder)
+        except OSError:
+            self._take_back(0)
+            raise
 
 
 def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> RouteWriter | None:
@@ -95,3 +106,11 @@ def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> Rout
         log.warning("routes go into the answers, since this engine cannot write into %s: %s", path.parent, e)
         return None
     return RouteWriter(path.parent, owner.epoch, path.name, start, rank)
+
+
+def _sync_folder(folder: Path) -> None:
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)

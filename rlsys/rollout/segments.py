@@ -91,6 +91,7 @@ class SegmentWriter:
             self._fd = os.open(self._folder / name, flags, 0o644)
             _sync_folder(self._folder)
         self._db.execute("INSERT INTO segments VALUES (?, ?, 0)", (self._number, name))
+        self.forget_unused()  # of groups that nobody will train, long before the next checkpoint
 
     def write_out(self) -> None:
         """So that readers see it."""

@@ -4,15 +4,16 @@ small writes."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from rlsys.errors import RlsysError, RunError
+from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.owner import Deposed, Owner
-from rlsys.records import SegmentReader
+from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.route_files import RouteFiles
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
 from rlsys.rollout.segments import SegmentWriter
@@ -21,6 +22,9 @@ from rlsys.rollout.takeover import take_over
 from rlsys.types import Sample
 
 T = TypeVar("T")
+
+_GOING = "going"
+"""Key in the table meta: names of the files that the last commit with such took away."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -64,11 +68,23 @@ class StoreWriter:
         with self.writing():
             if self._owner is not None:
                 self.set_counter("owner_epoch", self._owner.epoch)
+            self._remove_rest()
             if torn := self.segments.open():
                 self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
                 log.warning("%s: %d bytes that no commit names were left behind", self.path, torn)
             self.routes.open()
         self.flush()
+
+    def _remove_rest(self) -> None:
+        """Files that went with the last commit, but for a kill: what is torn of them has been counted."""
+        row = self.db.execute("SELECT value FROM meta WHERE key = ?", (_GOING,)).fetchone()
+        wanted = {
+            name
+            for (name,) in self.db.execute("SELECT name FROM segments UNION SELECT name FROM route_files")
+        }
+        for name in set(json.loads(row[0]) if row else ()) - wanted:
+            with disk_errors(self.path.parent / FOLDER / name, UserError):
+                (self.path.parent / FOLDER / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -145,6 +161,8 @@ class StoreWriter:
             try:
                 self.segments.sync()
                 self.routes.sync()
+                if going := [*self.segments.unused, *self.routes.unused]:
+                    self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_GOING, json.dumps(going)))
                 if self._owner is not None:
                     self._owner.check()
                 self.db.execute("COMMIT")

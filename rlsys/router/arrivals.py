@@ -74,21 +74,25 @@ class Arrivals:
         self._dispatcher.works(engine)
         self._dispatcher.grow(engine, flight, tokens)
         self._counts["received_tokens"] += tokens
-        if ended and tokens and segment.finish is None:
-            # The engine has not seen it. What else it makes is dropped, but its routes, which come last, are not.
-            await engine.client.abort(flight.rid)
         if sample.sample_id == EVALUATION:
             self._counts["evaluation_tokens"] += tokens
-            return segment.finish
-        self._told(sample, tokens)
-        if segment.finish is not None:
-            self._counts["cached_tokens"] += segment.cached_tokens
-            self._counts["prefilled_tokens"] += segment.prompt_tokens
-            self._prefills[flight.why][0] += segment.cached_tokens
-            self._prefills[flight.why][1] += segment.prompt_tokens
-            sample.cached_tokens += segment.cached_tokens
-            sample.prefilled_tokens += segment.prompt_tokens
+        else:
+            self._told(sample, tokens)
+            if segment.finish is not None:
+                self._count_prefill(flight.why, sample, segment)
+        if ended and tokens and segment.finish is None:
+            # The engine has not seen it. What else it makes is dropped, but its routes, which come last, are not.
+            # Last of all: it may die now, or be interrupted, and what came has been counted and told.
+            await engine.client.abort(flight.rid)
         return segment.finish
+
+    def _count_prefill(self, why: str, sample: Sample, segment: Segment) -> None:
+        self._counts["cached_tokens"] += segment.cached_tokens
+        self._counts["prefilled_tokens"] += segment.prompt_tokens
+        self._prefills[why][0] += segment.cached_tokens
+        self._prefills[why][1] += segment.prompt_tokens
+        sample.cached_tokens += segment.cached_tokens
+        sample.prefilled_tokens += segment.prompt_tokens
 
     def stats(self) -> dict[str, float]:
         """See Router.stats."""

@@ -4,6 +4,8 @@ counted; files go when nobody wants them; batches are those that answers with th
 from __future__ import annotations
 
 import base64
+import errno
+import os
 import signal
 import sqlite3
 import subprocess
@@ -23,6 +25,7 @@ from rlsys.owner import claim
 from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
+from rlsys.rollout.route_files import RouteFiles
 from rlsys.rollout.store import FILE_NAME
 from rlsys.route_records import (
     ROUTES_VARIABLE,
@@ -342,3 +345,74 @@ def test_weights_that_changed_outside_of_a_request_are_its_engines_fault(started
     with pytest.raises(ValueError, match="new weights from position"):
         from_answer(meta(said, (0, 1), (started, 4)), 2, 4, 0)
     assert from_answer(meta(said, (0, 4), (4, 4)), 2, 4, 0) is None, "nothing was predicted by the new ones"
+
+
+def test_a_full_disk_leaves_neither_empty_files_nor_parts_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, write, left = writer(tmp_path), os.write, [100]
+
+    def until_full(fd: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(fd, memoryview(data)[: left[0]])
+        left[0] -= done
+        return done
+
+    monkeypatch.setattr(os, "write", until_full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            made.append(chosen(9), 0)
+    assert names(tmp_path) == []
+    left[0] = len(encode(chosen(3), 0)) + 7
+    made.append(chosen(3), 0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            made.append(chosen(9), 0)
+    (only,) = names(tmp_path)
+    assert (tmp_path / FOLDER / only).stat().st_size == len(encode(chosen(3), 0)), "what was acknowledged"
+
+
+def test_a_kill_before_files_are_removed_counts_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(tmp_path)
+    version, made = buffer.new_version(0), writer(tmp_path, size=1)
+    made.append(chosen(3), 0)  # an answer that nobody heard
+    for step in (1, 2):
+        group = issue(buffer)
+        for s in group.samples:
+            answered(made, s, 4, version)
+        trained(buffer, group, step)
+    monkeypatch.setattr(RouteFiles, "remove", lambda _: None)  # the kill
+    buffer.prune(2)
+    buffer.flush()
+    torn = buffer.ledger().torn_bytes
+    buffer.close()
+    monkeypatch.undo()
+    before = names(tmp_path)
+    back = opened(tmp_path)
+    assert names(tmp_path) == before[-2:], "what may still be written"
+    trained(back, group_with_tokens(issue(back), version), 3)
+    back.prune(3)
+    back.flush()
+    assert back.ledger().torn_bytes == torn == len(encode(chosen(3), 0))
+    back.close()
+
+
+def test_more_than_a_record_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB; a kernel reads 2 GiB at once."""
+    monkeypatch.setattr("rlsys.route_records.LARGEST", 50)
+    with pytest.raises(ValueError, match="a record at most 50"):
+        encode(chosen(3), 0)
+
+
+def test_a_record_is_read_in_as_many_calls_as_the_kernel_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 7), at))
+    read_pointer(writer(tmp_path).append(chosen(5), 0), 0, 5)
+    (name,) = names(tmp_path)
+    with SegmentReader(tmp_path) as reader:
+        assert reader.bytes_at(name, 0, 10**6) == encode(chosen(5), 0)

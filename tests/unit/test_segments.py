@@ -281,3 +281,25 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     _, groups = new.taken(1)
     assert [len(s.response_ids) for s in new.load(groups[0].samples)] == [8, 8]
     new.close()
+
+
+def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    buffer._file.segments._most = 1  # a file for each record
+    version = buffer.new_version(0)
+    dropped, kept = issue(buffer), issue(buffer)
+    for group in (dropped, kept):
+        grow(group, version, 10)
+        buffer.save(group.samples)
+    buffer.flush()
+    before = files(tmp_path)
+    buffer.finish(dropped, GroupState.EXPIRED)
+    grow(kept, version, 20)
+    buffer.save(kept.samples)
+    buffer.flush()
+    assert [f for f in before if f.exists()] == before[2:]
+    buffer.close()
+    back = opened(tmp_path)
+    assert [s.tokens for s in back.load(back.active()[0].samples)] == [6, 6]
+    assert back.ledger().torn_bytes == 0
+    back.close()

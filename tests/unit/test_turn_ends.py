@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,3 +107,22 @@ async def reached(rig: Rig, engine: ScriptedEngine, tokens: int) -> None:
     """The engine has made so many tokens, of which it has sent whole chunks only."""
     while not any(len(r.made) >= tokens for r in engine.requests.values()):
         await asyncio.sleep(0.001)
+
+
+@pytest.mark.virtual_clock
+async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
+    """The engine dies of that: the tokens had been counted as received, and nobody had heard of them."""
+    made = [token(3, 4 + i, 1) for i in range(36)]
+    engine, heard = ScriptedEngine(A, chunk=4), list[int]()
+    async with routing(engine, stop_texts=stopping_at(*made[9:12]), decode=spelled) as rig:
+        await rig.push()
+        rig.router.on_tokens = lambda _, tokens: heard.append(tokens)
+
+        async def dies(rid: str | None) -> None:
+            engine.die()
+            raise aiohttp.ServerDisconnectedError
+
+        rig.router._pool.engines[0].client.abort = dies  # type: ignore[method-assign]
+        s = sample()
+        await rig.start(s)
+        assert (s.tokens, sum(heard), rig.router.stats()["received_tokens"]) == (12, 12, 12)
