@@ -165,8 +165,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _group_line(seen: Seen) -> Rule:
-    step = f"step {seen.train_step}" if seen.train_step is not None else seen.state.value
-    return Rule(f"group {seen.sample.group_id}, {step}", align="left")
+    return Rule(f"group {seen.sample.group_id}, {seen.fate}", align="left")
 
 
 def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
@@ -208,9 +207,10 @@ def _harmless(text: str) -> str:
 
 
 def _why_none(seen: Seen) -> str:
-    return seen.sample.censor_reason or (
-        "not finished" if seen.sample.status is Status.PARKED else seen.sample.status.value
-    )
+    status = seen.sample.status
+    if status in (Status.FINISHED, Status.TRUNCATED):
+        return f"{status.value}, not scored yet"
+    return seen.sample.censor_reason or ("not finished" if status is Status.PARKED else status.value)
 
 
 def _author(part: Part) -> str:

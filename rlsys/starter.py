@@ -17,6 +17,7 @@ _CONFIG = """\
 base: quickstart            # a shipped config; all that is not said here is said there
 run:
   dir: {run}
+# model: {{path: FOLDER}}     # a Hugging Face folder; the shipped model knows sums of digits and hardly anything else
 data:
   source: jsonl
   params: {{path: {data}}}

@@ -100,8 +100,9 @@ class RunTexts:
         sample = seen.sample
         return {
             "sample": sample.sample_id, "group": sample.group_id, "place": sample.index, "step": seen.train_step,
-            "state": seen.state, "status": sample.status, "reward": sample.reward, "rewards": sample.named_rewards,
-            "answer": sample.answer, "reason": sample.censor_reason, "tokens": seen.tokens, "kept": seen.kept,
+            "state": seen.state, "fate": seen.fate, "status": sample.status, "reward": sample.reward,
+            "rewards": sample.named_rewards, "answer": sample.answer, "reason": sample.censor_reason,
+            "tokens": seen.tokens, "kept": seen.kept,
             "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
             "response": self.response(seen) if seen.kept else None,
             "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,

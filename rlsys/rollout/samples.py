@@ -42,6 +42,16 @@ class SampleQuery:
     limit: int = 20
 
 
+FATES = {
+    GroupState.ACTIVE: "not complete yet",
+    GroupState.READY: "waits for a step",
+    GroupState.FILTERED: "filtered: never trained",
+    GroupState.EXPIRED: "too old: never trained",
+    GroupState.CENSORED: "censored: never trained",
+}
+"""Of a group that no step took: what it waits for, or why none will."""
+
+
 @dataclass(slots=True)
 class Seen:
     """A sample, and where its group is. Without tokens where these are no longer kept: `tokens` says how many there
@@ -60,6 +70,11 @@ class Seen:
     """The trainer's, of each response token, before the step's first update; NaN: not computed. Empty: not kept."""
     advantages: list[float] = field(default_factory=list)
     """Of each response token; empty: not kept."""
+
+    @property
+    def fate(self) -> str:
+        """The step that took it, or why none did."""
+        return FATES[self.state] if self.train_step is None else f"step {self.train_step}"
 
     @property
     def kept(self) -> bool:

@@ -90,6 +90,7 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
     found = await ask(reader, "samples", run=0, resumed=1)
     assert [s["sample"] for s in found["samples"]] == [4] and found["next"] is None
     one = await ask(reader, "sample", run=0, sample=4)
+    assert (one["fate"], one["step"]) == ("not complete yet", None)
     assert "".join(one["pieces"]) == "".join(THIRDS) and len(one["mu"]) == len(one["pieces"])
     rest = await ask(reader, "sample", run=0, **{"sample": 4, "from": 20})
     assert "".join(rest["pieces"]) == THIRDS[2]

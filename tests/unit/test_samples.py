@@ -138,6 +138,7 @@ def test_grep_searches_responses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["samples", str(run), "--grep", "so it", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
+    assert (told["fate"], told["state"]) == ("not complete yet", "active")
     assert told["sample"] == 4 and told["response"] == "".join(THIRDS)
     assert len(told["parts"]) == 3 and told["interrupts"] == [
         [told["parts"][0]["end"], 2],

@@ -57,14 +57,10 @@ function row(run, sample) {
     sample.kept ? el("p", { class: "text clip" }, sample.response) : el("p", { class: "note" }, "Its text is no longer kept (rollout.keep_groups)."), strip(sample));
 }
 
-// Of a sample that no step took: what it waits for, or why none will.
-const FATES = { active: "waits for its group", ready: "waits for a step", filtered: "filtered: never trained", expired: "too old: never trained", censored: "its group was censored: never trained" };
-const fate = (sample) => (sample.status === "parked" && sample.state === "active" ? null : FATES[sample.state] ?? sample.state);
-
 // `alone`: not under a heading that names step and group already.
 function top(sample, alone = true) {
   const words = [
-    alone ? (sample.step === null ? fate(sample) : `step ${sample.step}`) : null, alone ? `group ${sample.group}` : null, `sample ${sample.sample}`, `${number(sample.tokens)} tokens`,
+    alone ? (sample.step === null ? `group ${sample.group}, ${sample.fate}` : `${sample.fate}, group ${sample.group}`) : null, `sample ${sample.sample}`, `${number(sample.tokens)} tokens`,
     sample.turns > 1 ? `${sample.turns} turns` : null, sample.answer === null ? null : `answer ${sample.answer}`,
     sample.resumes ? `resumed ${sample.resumes === 1 ? "once" : `${sample.resumes} times`}` : null,
     sample.advantage === null || sample.advantage === undefined ? null : `advantage ${number(sample.advantage)}`,
