@@ -63,14 +63,13 @@ class Dispatcher:
         Both are asked for at the last moment: a prefix lives in a cache for as long as the weights do, and siblings
         may have ended while this one waited.
         """
-        while not (self._may_pass(evaluation) and (candidates := self.pool.candidates())):
+        while not (self._may_pass(evaluation) and (serving := self.pool.serving())):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, next(self._order), waiter))
             await waiter
         wished = wish()
-        others = [c for c in candidates if c.url not in wished.avoid]
-        chosen = self._strategy(others or candidates, wished)
-        return next(e for e in self.pool.engines if e.url == chosen.url)
+        others = [e for e in serving if e.url not in wished.avoid] if wished.avoid else serving
+        return self._strategy(others or serving, wished)
 
     def _may_pass(self, evaluation: bool) -> bool:
         return self.open or (evaluation and not self.interrupted)

@@ -18,7 +18,6 @@ from rlsys.errors import RunError
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
 from rlsys.router.holdings import Match
-from rlsys.router.strategy import Candidate
 from rlsys.types import Sample
 
 log = logging.getLogger("rlsys.router")
@@ -298,13 +297,15 @@ class Pool:
 
     def serving(self) -> list[EngineState]:
         """Those that a request may go to now. One on trial takes a single request."""
-        now = asyncio.get_running_loop().time()
-        unpinned = (e for e in self.alive() if not e.pinned)
-        fit = (e for e in unpinned if e.version == self.version != NEVER and not e.paused)
-        return [e for e in fit if not e.breaker.open(now) and not (e.breaker.on_trial(now) and e.load)]
-
-    def candidates(self) -> list[Candidate]:
-        return [Candidate(e.url, e.load, e.tokens, e.version) for e in self.serving()]
+        now, version = asyncio.get_running_loop().time(), self.version
+        if version == NEVER:
+            return []
+        return [
+            e
+            for e in self.engines
+            if e.version == version and e.alive and not (e.paused or e.pinned or e.draining)
+            if e.quarantined is None and not (e.breaker.failures and _held_off(e, now))
+        ]
 
     def stale(self) -> list[EngineState]:
         """Alive, but without the current weights: they serve after a push."""
@@ -379,3 +380,7 @@ class Pool:
             "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
             "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
         }
+
+
+def _held_off(engine: EngineState, now: float) -> bool:
+    return engine.breaker.open(now) or (engine.breaker.on_trial(now) and engine.load > 0)

@@ -13,8 +13,10 @@ prefix_affinity does. It differs for a caller whose candidates have several vers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 IMBALANCE = 1.25
 SLACK = 16
@@ -22,14 +24,20 @@ SLACK = 16
 SLACK lets up to 16 siblings start together on an idle engine; IMBALANCE lets loads of hundreds differ by chance."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Protocol):
     """An engine that may serve now. `load`: requests in it; `tokens`: what they hold, prompts and responses."""
 
-    url: str
-    load: int
-    tokens: int = 0
-    version: int = 0
+    @property
+    def url(self) -> str: ...
+    @property
+    def load(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+
+Engine = TypeVar("Engine", bound=Candidate)
 
 
 @dataclass(frozen=True)
@@ -45,33 +53,40 @@ class Wish:
     avoid: frozenset[str] = frozenset()
 
 
-Strategy = Callable[[Sequence[Candidate], Wish], Candidate]
+class Strategy(Protocol):
+    def __call__(self, candidates: Sequence[Engine], wish: Wish) -> Engine: ...
 
 
-def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
+_LOAD = attrgetter("load")
+
+
+def least_loaded(candidates: Sequence[Engine]) -> Engine:
     """Fewest requests; the first of equals."""
-    return min(candidates, key=lambda c: c.load)
+    return min(candidates, key=_LOAD)
 
 
 def is_hot(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
     """Whether its load exceeds IMBALANCE times the smallest load plus SLACK: recomputing a prefix costs less than
     waiting behind such a queue.
     """
-    return candidate.load > IMBALANCE * least_loaded(candidates).load + SLACK
+    return candidate.load > SLACK and candidate.load > IMBALANCE * min(map(_LOAD, candidates)) + SLACK
 
 
-def prefix_affinity(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+def prefix_affinity(candidates: Sequence[Engine], wish: Wish) -> Engine:
     """The engine that holds the prefix unless it is hot, else the least loaded."""
-    kept = next((c for c in candidates if c.url == wish.prefer), None)
-    return kept if kept is not None and not is_hot(kept, candidates) else least_loaded(candidates)
+    if wish.prefer is not None:
+        kept = next((c for c in candidates if c.url == wish.prefer), None)
+        if kept is not None and not is_hot(kept, candidates):
+            return kept
+    return least_loaded(candidates)
 
 
-def least_tokens(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+def least_tokens(candidates: Sequence[Engine], wish: Wish) -> Engine:
     """Fewest tokens in flight, then fewest requests."""
     return min(candidates, key=lambda c: (c.tokens, c.load))
 
 
-def power_of_two(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+def power_of_two(candidates: Sequence[Engine], wish: Wish) -> Engine:
     """The less loaded of two different engines that the key picks (Mitzenmacher 2001)."""
     n = len(candidates)
     if n == 1:
@@ -81,7 +96,7 @@ def power_of_two(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
     return min(pair, key=lambda c: (c.load, c.tokens))
 
 
-def version_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+def version_aware(candidates: Sequence[Engine], wish: Wish) -> Engine:
     """Engines with the sample's own weights, for a fresh one the newest; prefix affinity among them.
 
     Gives way to all engines where the choice would be a hot spot among all.
@@ -96,5 +111,8 @@ def version_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    f.__name__: f for f in (prefix_affinity, least_tokens, power_of_two, version_aware)
+    "prefix_affinity": prefix_affinity,
+    "least_tokens": least_tokens,
+    "power_of_two": power_of_two,
+    "version_aware": version_aware,
 }

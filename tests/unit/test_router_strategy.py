@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,6 @@ from rlsys.router.strategy import (
     IMBALANCE,
     SLACK,
     STRATEGIES,
-    Candidate,
     Wish,
     is_hot,
     least_tokens,
@@ -20,10 +21,19 @@ from rlsys.router.strategy import (
     version_aware,
 )
 
+
+@dataclass(frozen=True)
+class Engine:
+    url: str
+    load: int
+    tokens: int = 0
+    version: int = 0
+
+
 LOADS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
 POOLS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 9000), st.integers(0, 3)), min_size=1, max_size=8
-).map(lambda rows: [Candidate(f"http://e{i}:1", *row) for i, row in enumerate(rows)])
+).map(lambda rows: [Engine(f"http://e{i}:1", *row) for i, row in enumerate(rows)])
 WISHES = st.builds(
     Wish,
     st.none() | st.integers(0, 9).map(lambda i: f"http://e{i}:1"),
@@ -32,14 +42,14 @@ WISHES = st.builds(
 )
 
 
-def candidates(loads: list[int]) -> list[Candidate]:
-    return [Candidate(f"http://e{i}:1", load) for i, load in enumerate(loads)]
+def candidates(loads: list[int]) -> list[Engine]:
+    return [Engine(f"http://e{i}:1", load) for i, load in enumerate(loads)]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @given(pool=POOLS, wish=WISHES)
 def test_every_strategy_chooses_a_candidate_and_always_the_same(
-    name: str, pool: list[Candidate], wish: Wish
+    name: str, pool: list[Engine], wish: Wish
 ) -> None:
     chosen = STRATEGIES[name](pool, wish)
     assert chosen in pool
@@ -67,12 +77,12 @@ def test_no_engine_becomes_a_hot_spot(name: str, engines: int, requests: int) ->
 
 
 @given(POOLS, WISHES)
-def test_least_tokens(pool: list[Candidate], wish: Wish) -> None:
+def test_least_tokens(pool: list[Engine], wish: Wish) -> None:
     assert least_tokens(pool, wish).tokens == min(c.tokens for c in pool)
 
 
 @given(POOLS, WISHES)
-def test_the_better_of_two_is_never_the_worst_of_all(pool: list[Candidate], wish: Wish) -> None:
+def test_the_better_of_two_is_never_the_worst_of_all(pool: list[Engine], wish: Wish) -> None:
     if len({c.load for c in pool}) == len(pool) > 1:
         assert power_of_two(pool, wish) != max(pool, key=lambda c: c.load)
 
@@ -86,7 +96,7 @@ def test_the_key_reaches_every_pair(engines: int, start: int) -> None:
 
 
 @given(POOLS, WISHES)
-def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(pool: list[Candidate], wish: Wish) -> None:
+def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(pool: list[Engine], wish: Wish) -> None:
     wanted = max(c.version for c in pool) if wish.version is None else wish.version
     chosen = version_aware(pool, wish)
     own = [c for c in pool if c.version == wanted]
