@@ -366,6 +366,20 @@ async def test_beside_a_long_stop_the_steps_are_still_seen(page: Page) -> None:
 
 @needs_chromium
 @pytest.mark.gate
+async def test_a_logarithmic_axis_has_four_decades_at_most(page: Page) -> None:
+    drawn = await page.evaluate(
+        "import('/static/chart.js').then(c => { const host = document.createElement('div');"
+        "host.className = 'chart'; document.querySelector('main').append(host);"
+        "const line = {name: 'a', colour: 'red', x: [1, 2, 3, 4], y: [1e-6, 1e-12, 1e-7, 1e-8]};"
+        "c.lineChart(host, {lines: [line], log: true});"
+        "return [...host.querySelectorAll('circle')].map(p => p.cy.baseVal.value); })"
+    )
+    top, bottom, tenth, hundredth = drawn
+    assert tenth - top == pytest.approx(hundredth - tenth) == pytest.approx((bottom - top) / 4)
+
+
+@needs_chromium
+@pytest.mark.gate
 async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
     await page.open(f"{page.home}#/samples")
     assert (

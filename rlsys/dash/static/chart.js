@@ -74,6 +74,7 @@ export function lineChart(host, { lines, log = false, floor = null }) {
   let low = Math.min(...all.map(([, y]) => scale(y))), high = Math.max(...all.map(([, y]) => scale(y)));
   if (floor !== null && !log) low = Math.min(low, floor);
   if (high === low) { high += Math.abs(high) * 0.1 || 1; if (floor === null || low > floor) low -= Math.abs(low) * 0.1 || 1; }
+  if (log) low = Math.max(low, high - 4); // beside one value that is next to nothing, all others would be one line
   const step = stepOf(low, high, 4);
   if (!log) {
     [low, high] = [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
@@ -82,7 +83,7 @@ export function lineChart(host, { lines, log = false, floor = null }) {
     const inner = width - MARGIN.left - MARGIN.right, tall = height - MARGIN.top - MARGIN.bottom;
     const xOf = (x) => MARGIN.left + (xHigh === xLow ? inner / 2 : ((x - xLow) / (xHigh - xLow)) * inner);
     const yRaw = (v) => MARGIN.top + (1 - (v - low) / (high - low)) * tall;
-    const yOf = (y) => yRaw(scale(y));
+    const yOf = (y) => yRaw(Math.max(low, scale(y)));
     const whole = ticks(xLow, xHigh, Math.max(2, inner / 70)).filter(Number.isInteger);
     if (log) {
       const tens = ticks(low, high, 4).filter(Number.isInteger);
