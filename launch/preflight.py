@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.fit import check_asked, check_layout, check_teacher
 from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
 
@@ -14,7 +14,7 @@ from rlsys.errors import UserError
 def check_model(config: Config) -> None:
     """Raises UserError when model.path is no model folder that can be trained and served: a file is missing or cut
     short, a tensor is missing or has another shape, the architecture is unknown, or what the config asks for does not
-    fit it.
+    fit it. The same of algo.teacher, which must have the same vocabulary.
     """
     path = config.model.path
     hf = read_model(config)
@@ -23,6 +23,11 @@ def check_model(config: Config) -> None:
             raise UserError(f"model.path = {path}: no {what} in it ({' or '.join(needed)})")
     if any(path.glob("*.safetensors")):
         find_tensors(path, hf)
+    if (teacher := config.algo.teacher) is not None:
+        check_folder(teacher.path, "algo.teacher.path")
+        other = HFConfig.read(teacher.path)
+        check_teacher(config, hf, other)
+        find_tensors(teacher.path, other)
 
 
 def read_model(config: Config) -> HFConfig:
@@ -34,7 +39,7 @@ def read_model(config: Config) -> HFConfig:
     return hf
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path, field: str = "model.path") -> None:
     """Raises UserError unless `path` looks like a model folder."""
     if not path.exists():
         hub = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..")
@@ -43,8 +48,8 @@ def check_folder(path: Path) -> None:
             if hub
             else ""
         )
-        raise UserError(f"model.path = {path}: no such folder{hint}")
+        raise UserError(f"{field} = {path}: no such folder{hint}")
     if not path.is_dir():
-        raise UserError(f"model.path = {path}: not a folder; expected a Hugging Face model folder")
+        raise UserError(f"{field} = {path}: not a folder; expected a Hugging Face model folder")
     if not (path / "config.json").is_file():
-        raise UserError(f"model.path = {path}: not a Hugging Face model folder: no config.json in it")
+        raise UserError(f"{field} = {path}: not a Hugging Face model folder: no config.json in it")

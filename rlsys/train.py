@@ -21,7 +21,7 @@ from rlsys.config import Config, load_config
 from rlsys.obs.role import run_role
 from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
-from rlsys.trainer.critic import add_critic
+from rlsys.trainer.beside import add_models
 from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
@@ -39,8 +39,7 @@ class Loop:
         self.config, self.rollout = config, rollout
         self.objective = Objective(config.algo)
         self.trainer = Trainer(config, self.objective.asks.passes, owner)
-        if self.objective.critic is not None:
-            add_critic(self.trainer, self.objective.critic)
+        add_models(self.trainer, self.objective)
         self.sync = WeightSync(config, self.trainer.rank, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)

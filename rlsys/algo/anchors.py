@@ -10,7 +10,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.config.algo import Anchor
 
-CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared"})
+CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
 """Signals that one forward pass of the current weights gives."""
 PASSES = CURRENT | {"ewma", "ref"}
 """Needs that forward passes of the trainer serve, as fields of Batch."""

@@ -38,6 +38,7 @@ class View:
     anchor: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    divergence: Tensor | None = None
 
     @property
     def keep(self) -> Tensor:
@@ -93,6 +94,8 @@ class Loss(Preparing):
     ratio: ClassVar[bool] = True
     """Whether it has exp(logp - anchor). Without it, corrections weigh by exp(logp - mu) instead of exp(anchor - mu):
     nothing else makes up for what the policy has moved since the anchor."""
+    alone: ClassVar[bool] = False
+    """Whether it can train the policy without a term that acts on advantages."""
     critic: ClassVar[bool] = False
     """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
     per_sequence: ClassVar[bool] = False

@@ -101,4 +101,6 @@ def describe_passes(config: Config) -> list[str]:
         for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))
         if name in objective.asks.passes
     ]
+    if "divergence" in objective.asks.passes:
+        found.append("the whole step with the teacher")
     return found or ["none"]

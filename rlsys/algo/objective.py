@@ -47,6 +47,7 @@ from rlsys.types import Sample, SampleGroup, log_probs, token_ids
 
 MEANS = (
     "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
+    "divergence",
 )  # fmt: skip
 """Figures of loss terms whose mean over the trained tokens is a metric."""
 
@@ -212,14 +213,20 @@ class Objective:
         return anchor if batch.shift is None else anchor + batch.shift
 
     def __call__(
-        self, logp: Tensor, batch: Batch, entropy: Tensor | None = None, values: Tensor | None = None
+        self,
+        logp: Tensor,
+        batch: Batch,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+        divergence: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
-        """Loss sum of one micro-batch and sums for metrics. logp, entropy, values `[T]` with gradient."""
+        """Loss sum of one micro-batch and sums for metrics. All but `batch` are `[T]`, with gradient."""
         if logp.shape != batch.mask.shape:
             raise ValueError(
                 f"logp has shape {tuple(logp.shape)}, the batch's tokens {tuple(batch.mask.shape)}"
             )
-        view = View(batch, batch.masked(logp), batch.masked(self.anchor_of(batch, logp)), entropy, values)
+        anchor = batch.masked(self.anchor_of(batch, logp))
+        view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
         weight, keep = self._corrected(view)
         total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
         figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}

@@ -18,6 +18,7 @@ NEEDS: dict[str, str] = {
     "ewma": "log-probs of the averaged weights (one forward pass with swapped weights)",
     "ref": "log-probs of a frozen reference model (one forward pass of it)",
     "entropy": "the entropy of the trainer's distribution at each token",
+    "divergence": "how far the policy's distribution at each token is from a teacher's (a forward pass of it)",
     "sum_pi_squared": "the sum of the squared probabilities at each token",
     "values": "predictions of a critic at each token, with gradient in the loss",
     "prompt_index": "a stable number of the prompt, the same each time it is drawn",

@@ -150,7 +150,7 @@ def _check_terms(made: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
     """Something has to train the policy; a critic and what it learns from belong together."""
     (advantage,), losses = made["advantage"], made["loss"]
     names = ", ".join(type(term).__name__ for term in losses)
-    if not any(term.policy for term in losses):
+    if not any(term.policy or term.alone for term in losses):
         raise UserError(f"algo.loss ({names}) has no term that trains on advantages; add one, as clip")
     wanted = "values" in advantage.needs()
     trained = any("values" in term.needs() for term in losses)
@@ -315,6 +315,8 @@ def _why_not(need: str, config: Config) -> str:
         )
     if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
+    if need == "divergence" and config.algo.teacher is None:
+        return "algo.teacher names none"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"
     if need == "prompt_scores" and config.engine.reference is None:

@@ -123,6 +123,7 @@ TABLE: dict[str, dict[str, str]] = {
         "entropy": "rlsys.algo.entropy_control:EntropyBonus",
         "adaptive_entropy": "rlsys.algo.entropy_control:AdaptiveEntropy",
         "value": "rlsys.algo.losses:ValueLoss",
+        "distill": "rlsys.algo.distill:Distill",
         "positive_nll": "rlsys.algo.positive_nll:PositiveNll",
     },
     "reducer": {

@@ -197,9 +197,10 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
         "logp": part.mu + 0.1 * _noise(part, "logp"),
         "entropy": _noise(part, "entropy now").abs(),
         "values": _noise(part, "values now"),
+        "divergence": _noise(part, "divergence now").abs(),
     }
     current = {name: value.requires_grad_() for name, value in leaves.items()}
-    loss, sums = objective(current["logp"], part, current["entropy"], current["values"])
+    loss, sums = objective(batch=part, **current)
     if objective.critic is not None:
         loss = loss + objective.critic_loss(current["values"], part)[0]
     if loss.requires_grad:  # a part of which all tokens are masked out need not have one

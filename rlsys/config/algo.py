@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlsys.config.section import NonNegative, Positive, Section
+from rlsys.config.section import FilePath, NonNegative, Positive, Section
 
 Anchor = Literal["mu", "old", "behaviour", "interpolated", "ewma"]
 
@@ -35,6 +35,18 @@ class CriticSection(Section):
     """Peak learning rate of the critic's AdamW. Unset: trainer.lr. Warm-up and schedule are the trainer's."""
     warmup_steps: NonNegative = 0
     """Train steps at the start in which only the critic learns and the policy's weights stay as they are."""
+
+
+class TeacherSection(Section):
+    path: FilePath
+    """Folder of the teacher: any model that can be trained here, with the policy's vocabulary. Every rank holds its
+    part of it, in `model.dtype`, beside the policy's."""
+    top_k: Annotated[int, Field(ge=1, le=65536)] | None = 64
+    """How many of the teacher's most probable tokens are compared at each place; the others are compared together.
+    null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step."""
+    direction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """1: KL(policy || teacher), which seeks a mode. 0: KL(teacher || policy), which covers all. Between them: the
+    generalised Jensen-Shannon divergence (GKD, eq. 1), with this weight of the teacher."""
 
 
 class AlgoSection(Section):
@@ -77,6 +89,8 @@ class AlgoSection(Section):
     """A value model of its own, for advantages that need values: the policy's architecture and first weights,
     with its own optimizer. It takes as much memory as the policy. Unset: a linear head on the policy's trunk
     gives the values, and its loss changes the trunk."""
+    teacher: TeacherSection | None = None
+    """A frozen model that the loss term `distill` compares the policy with, token by token."""
     minibatches: Positive = 1
     """Optimizer updates in one pass over a train step's samples. More updates learn more from the same samples
     and move further away from the weights that sampled them."""

@@ -103,16 +103,25 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk.
 
-    `path` may be the name of a shipped config, `model.path` a folder that is shipped: see rlsys.config.shipped.
+    `path` may be the name of a shipped config, `model.path` and `algo.teacher.path` folders that are shipped: see
+    rlsys.config.shipped.
     """
     data = _merge(read_layers(find_config(path)), parse_overrides(overrides))
-    model = data.get("model")
-    if isinstance(model, dict) and isinstance(named := model.get("path"), str):
-        data["model"] = {**model, "path": str(find_model(Path(named)))}
+    data = _with_shipped(data, "model")
+    if isinstance(algo := data.get("algo"), dict):
+        data["algo"] = _with_shipped(algo, "teacher")
     try:
         return Config.model_validate(data)
     except ValidationError as e:
         raise ConfigError(explain_foreign(e) or explain_error(e, Config)) from None
+
+
+def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """With the folder of the model in section `name` found."""
+    section = data.get(name)
+    if not isinstance(section, dict) or not isinstance(named := section.get("path"), str):
+        return data
+    return {**data, name: {**section, "path": str(find_model(Path(named)))}}
 
 
 def dump_config(config: Config) -> str:

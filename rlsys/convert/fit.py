@@ -106,3 +106,14 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} leaves no room for a prompt in the "
             f"context of {hf.context_length} tokens of {path}"
         )
+
+
+def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig) -> None:
+    """Raises UserError when the model of algo.teacher does not fit the layout, or has another vocabulary than the
+    policy `hf`."""
+    check_layout(config, teacher)
+    if config.algo.teacher is not None and teacher.vocab_size != hf.vocab_size:
+        raise UserError(
+            f"algo.teacher.path = {str(config.algo.teacher.path)!r} has {teacher.vocab_size} tokens, the policy "
+            f"{hf.vocab_size}; expected the same vocabulary"
+        )

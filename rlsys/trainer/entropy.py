@@ -22,7 +22,13 @@ def logprob_and_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
     `logits` `[P, V / tp]` float32 are overwritten by the probabilities, which the backward pass overwrites by the
     gradient: no second copy is made. dH/dlogit_j = -p_j (log p_j + H).
     """
-    logp, entropy = _LogProbEntropy.apply(logits, target)
+    logp, entropy = logprobs_and_entropy(logits, target[:, None])
+    return logp[:, 0], entropy
+
+
+def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of several ids `[P, N]` of each row: `[P, N]` and `[P]`."""
+    logp, entropy = _LogProbEntropy.apply(logits, targets)
     return logp, entropy
 
 
@@ -46,31 +52,33 @@ def sum_pi_squared(logits: Tensor) -> Tensor:
 
 class _LogProbEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         columns = logits.shape[-1]
-        place = target - group.rank() * columns
+        place = targets - group.rank() * columns
         mine = (place >= 0) & (place < columns)
         place = place.clamp(0, columns - 1)
         largest = logits.max(dim=-1).values
         if group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        sums = logits.new_empty(3, len(logits))  # exp(x), x exp(x), the target's x; x = logit - largest
+        sums = logits.new_empty(
+            2 + targets.shape[1], len(logits)
+        )  # exp(x), x exp(x), the targets' x; x = logit - largest
         for rows in torch.arange(len(logits), device=logits.device).split(ROWS):
             at = slice(int(rows[0]), int(rows[-1]) + 1)
             x = logits[at].sub_(largest[at, None])
-            picked = x.gather(1, place[at, None])[:, 0]
-            sums[2, at] = torch.where(mine[at], picked, torch.zeros_like(picked))
+            picked = x.gather(1, place[at])
+            sums[2:, at] = torch.where(mine[at], picked, torch.zeros_like(picked)).T
             weight = x.exp()
             sums[1, at] = x.mul_(weight).sum(-1)
             sums[0, at] = x.copy_(weight).sum(-1)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums
+        total, weighted, chosen = sums[0], sums[1], sums[2:].T
         logits.div_(total[:, None])
         entropy = total.log() - weighted / total
         ctx.save_for_backward(logits, entropy, place, mine)
-        return chosen - total.log(), entropy
+        return chosen - total.log()[:, None], entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -80,6 +88,6 @@ class _LogProbEntropy(torch.autograd.Function):
             at = slice(int(rows[0]), int(rows[-1]) + 1)
             p = probs[at]
             surprise = p.clamp(min=torch.finfo(p.dtype).tiny).log_().add_(entropy[at, None])
-            p.mul_(surprise.mul_(-of_entropy[at, None]).sub_(of_logp[at, None]))
-            p.scatter_add_(1, place[at, None], (of_logp[at] * mine[at])[:, None])
+            p.mul_(surprise.mul_(-of_entropy[at, None]).sub_(of_logp[at].sum(1, keepdim=True)))
+            p.scatter_add_(1, place[at], of_logp[at] * mine[at])
         return probs, None

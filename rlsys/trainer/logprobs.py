@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from rlsys.trainer.entropy import logprob_and_entropy, sum_pi_squared
+from rlsys.algo.distill import divergence, with_rest
+from rlsys.trainer.entropy import logprob_and_entropy, logprobs_and_entropy, sum_pi_squared
 from rlsys.trainer.share import Share
 
 NEVER = -1e30
@@ -27,25 +29,52 @@ class Scores:
         None  # of the distribution that the token was drawn from; without gradient
     )
 
-    def to(self, device: torch.device) -> Scores:
+    divergence: Tensor | None = None  # from a teacher's distribution
+
+    def to(self, device: torch.device) -> Self:
         there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
-        return Scores(**there)
+        return type(self)(**there)
 
 
 def token_scores(
-    logits: Tensor, share: Share, temperature: float, *, entropy: bool, squares: bool, values: Tensor | None
+    logits: Tensor,
+    share: Share,
+    temperature: float,
+    *,
+    entropy: bool,
+    squares: bool,
+    values: Tensor | None,
+    direction: float | None = None,
 ) -> Scores:
     """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
-    was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen."""
+    was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen. `direction`:
+    that of the divergence from a teacher, where the share has its log-probs (rlsys.algo.distill)."""
     critic = None if values is None else share.aligned(values)
-    logits = _as_drawn(logits, share, temperature)
+    logits = as_drawn(logits, share, temperature)
     squared = (
         share.aligned(sum_pi_squared(logits)) if squares else None
     )  # first: the others overwrite the logits
+    if direction is not None and share.teacher_ids is not None:
+        return _beside_teacher(logits, share, direction, critic, squared)
     if not entropy:
         return Scores(_of_following(logits, share), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
     return Scores(share.aligned(logp), share.aligned(spread), critic, squared)
+
+
+def _beside_teacher(
+    logits: Tensor, share: Share, direction: float, critic: Tensor | None, squared: Tensor | None
+) -> Scores:
+    assert share.teacher_ids is not None and share.teacher_logp is not None
+    ids = torch.cat([share.following[:, None], share.teacher_ids], 1)
+    columns = logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size()
+    found, spread = logprobs_and_entropy(logits, ids)
+    policy, teacher = found[:, 1:], share.teacher_logp
+    if policy.shape[1] < columns:
+        policy, teacher = with_rest(policy), with_rest(teacher)
+    gap = divergence(policy, teacher, direction)
+    gap = torch.where(share.predicts, gap, torch.zeros_like(gap))
+    return Scores(share.aligned(found[:, 0]), share.aligned(spread), critic, squared, share.aligned(gap))
 
 
 def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
@@ -54,14 +83,14 @@ def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
     `logits` are those of `share`: its tokens, and this tensor-parallel rank's columns `V / tp`. They are
     overwritten: no second copy is made, neither by the temperature nor by megatron's cross entropy.
     """
-    return _of_following(_as_drawn(logits, share, temperature), share)
+    return _of_following(as_drawn(logits, share, temperature), share)
 
 
 def _of_following(logits: Tensor, share: Share) -> Tensor:
     return share.aligned(-vocab_parallel_cross_entropy(logits, share.following))
 
 
-def _as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
+def as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
     """The logits of the distributions that the share's following tokens were drawn from: at this temperature, and
     where sampling had cut ids off, without these (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 

@@ -127,6 +127,8 @@ class MicroBatch(Batch):
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
+    teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
+    teacher_logp: Tensor | None = None  # [T, K]
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:

@@ -50,6 +50,7 @@ class Share:
     `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered. `source`
     `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether another follows it.
     `support_at`, `support_ids` `[N]`: where `following` was drawn from a part of the vocabulary, that part's ids.
+    `teacher_ids`, `teacher_logp` `[P / c, K]`: what a teacher finds most probable in the place of `following`.
     """
 
     tokens: Tensor
@@ -63,6 +64,8 @@ class Share:
     cp_group: ProcessGroup
     support_at: Tensor | None = None
     support_ids: Tensor | None = None
+    teacher_ids: Tensor | None = None
+    teacher_logp: Tensor | None = None
 
     @classmethod
     def of(
@@ -100,11 +103,13 @@ class Share:
             cp_group=cp_group,
             support_at=None if support_at is None else support_at.to(device),
             support_ids=None if support_ids is None else support_ids.to(device),
+            teacher_ids=_at_following(micro.teacher_ids, source, device),
+            teacher_logp=_at_following(micro.teacher_logp, source, device),
         )
 
     def aligned(self, following: Tensor) -> Tensor:
-        """Shift next-token values, `[P / c]`, onto the tokens that they belong to, `[T]`. The first token of a
-        sequence, which nothing predicts, gets 0.
+        """Shift next-token values, `[P / c]` or `[P / c, K]`, onto the tokens that they belong to, `[T]` or `[T, K]`.
+        The first token of a sequence, which nothing predicts, gets 0.
 
         Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the
         rank's own share only, so that the sum over ranks counts each token once.
@@ -113,7 +118,12 @@ class Share:
             following = gather_from_sequence_parallel_region(
                 following, tensor_parallel_output_grad=False, group=self.cp_group
             )
-        return following[self.place].roll(1).index_fill(0, self.first, 0.0)
+        return following[self.place].roll(1, 0).index_fill(0, self.first, 0)
+
+
+def _at_following(values: Tensor | None, source: Tensor, device: torch.device) -> Tensor | None:
+    """`[T, K]` -> `[P / c, K]`: of the token behind each of these; anything where there is none."""
+    return None if values is None else values.cpu().roll(-1, 0)[source.clamp(min=0)].to(device)
 
 
 def _own_support(micro: MicroBatch, source: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -2,7 +2,7 @@
 
     plan        a table with a row per sample; which rows are trained, and in which optimizer update
     pack        this rank's micro-batches of each update
-    score       the log-probs that the objective asks for: old, reference, averages, the critic's values
+    score       what the objective asks for: log-probs (old, reference, averages), values of a critic, a teacher's
     advantages  and the weight of every token
     loss        of each micro-batch, and its gradient
     update      the optimizer's, once for each list of micro-batches
@@ -34,6 +34,7 @@ from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.notes import TokenNotes
 from rlsys.trainer.pack import MicroBatch, Unread
+from rlsys.trainer.teacher import Teacher
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import SampleGroup, Scored, Taken, Unscored
 
@@ -221,6 +222,9 @@ def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Tr
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
+    if "divergence" in passes:
+        assert isinstance(trainer.teacher, Teacher), "add_teacher comes before the first step"
+        trainer.teacher.score(batches)
     if "ref" in passes:
         with trainer.without_replay():
             _score_with(objective.reference() or trainer.first_weights, "ref", batches, trainer)
@@ -261,7 +265,7 @@ def micro_loss(
     """
     if note is not None:
         note(micro, logp=scores.logp.detach() if compare else micro.old)
-    loss, sums = objective(scores.logp, micro, scores.entropy, scores.values)
+    loss, sums = objective(scores.logp, micro, scores.entropy, scores.values, scores.divergence)
     if not compare:
         return loss, sums
     gaps = (scores.logp.detach() - micro.mu).abs()

@@ -77,6 +77,8 @@ class Trainer:
 
     critic: Trainer | None = None
     """A value model beside this policy, see rlsys.trainer.critic."""
+    teacher: object | None = None
+    """A frozen model that it is compared with, see rlsys.trainer.teacher."""
 
     def __init__(self, config: Config, signals: Collection[str] = (), owner: Owner | None = None) -> None:
         self.config = config
@@ -211,7 +213,8 @@ class Trainer:
         values = None if self._head is None else self._head.values()
         squares = "sum_pi_squared" in self._signals and not torch.is_grad_enabled()
         asked = {"entropy": "entropy" in self._signals, "squares": squares}
-        return token_scores(output[0], share, temperature, **asked, values=values)
+        direction = None if self.config.algo.teacher is None else self.config.algo.teacher.direction
+        return token_scores(output[0], share, temperature, **asked, values=values, direction=direction)
 
     @property
     def models(self) -> Sequence[DistributedDataParallel]:

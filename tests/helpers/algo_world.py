@@ -20,7 +20,7 @@ from rlsys.types import Sample, SampleGroup
 DOUBLE = torch.float64
 PASSED = ("old", "now", "ewma", "ref", "entropy", "values", "sum_pi_squared")
 """Fields of a part that come out of forward passes."""
-LEAVES = ("logp", "entropy", "values")
+LEAVES = ("logp", "entropy", "values", "divergence")
 """What has gradients."""
 
 
@@ -105,6 +105,7 @@ class World:
             "behaviour": behaviour, "versions": versions,
             "entropy": randn(n + 2).abs(), "values": randn(n + 2),
             "sum_pi_squared": old.exp().clamp(max=1) ** 2 + 0.1, "logp": now + 0.02 * randn(n + 2),
+            "divergence": (now - old).abs() + 0.1,
         }  # fmt: skip
 
     def records(self) -> list[SampleGroup]:
@@ -118,7 +119,7 @@ class World:
 
     def part(self, rows: Sequence[int]) -> Batch:
         picked = [self.sequences[r] for r in rows]
-        fields = {k: torch.cat([s[k] for s in picked]) for k in picked[0] if k != "logp"}
+        fields = {k: torch.cat([s[k] for s in picked]) for k in picked[0] if k not in ("logp", "divergence")}
         lengths = [len(s["mask"]) for s in picked]
         return Batch(
             tokens=torch.zeros(sum(lengths), dtype=torch.long),

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from rlsys.algo import build
 from rlsys.algo.preferences import Preference
 from rlsys.data.trace import Trace
@@ -34,7 +36,8 @@ def traces() -> list[Trace]:
 
 def start(folder: Path, run: Path, name: str, **sections: Any) -> tuple[Trainer, Preference]:
     loss: Preference = build("preference", name, **LOSSES[name])
-    config = cases.config_of(folder, run, rollout={"temperature": 1.0, "max_response_tokens": 64}, **sections)
+    sections["rollout"] = {"temperature": 1.0, "max_response_tokens": 64}
+    config = cases.config_of(folder, run, **sections)
     return trainer_for(config, loss), loss
 
 
@@ -54,7 +57,8 @@ def main(workplace: Path, layouts: list[str]) -> None:
         for name in LOSSES:
             run = workplace / f"{layout}-{name}"
             seen[f"{layout} {name}"] = steps(workplace / "model", run, name, **cases.sections(layout))
-    (workplace / "seen.json").write_text(json.dumps(seen))
+    if dist.get_rank() == 0:
+        (workplace / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from rlsys.config.algo import CriticSection
 from rlsys.rollout.protocol import decode
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
+from rlsys.trainer.teacher import Teacher, add_teacher
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Status, Taken, log_probs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
-SIGNALS = ("entropy", "values", "ref", "sum_pi_squared")
+SIGNALS = ("entropy", "values", "ref", "sum_pi_squared", "divergence")
+TEACHER = "algo.teacher={path: configs/models/quickstart-moe, top_k: 16}"
 SOONER = {"sync_ref": ("algo.hooks=[{name: sync_ref, every: 1}]",)}
 """Recipe -> what makes it act within two steps."""
 STALE_EVERY, STALE_BY = 7, 1.8
@@ -111,8 +113,12 @@ def batch_of(recipe: str) -> Taken:
 
 def trainer_of(run: Path, *overrides: str) -> Trainer:
     """It serves every signal, and its reference is not its policy."""
-    trainer = Trainer(config_of(None, run, *overrides), SIGNALS)
+    trainer = Trainer(config_of(None, run, TEACHER, *overrides), SIGNALS)
     add_critic(trainer, CriticSection())
+    add_teacher(trainer)
+    assert isinstance(trainer.teacher, Teacher)
+    for _, parameter in trainer.teacher.chunks.named_parameters():
+        parameter.data.mul_(OTHER)
     for weight in trainer.first_weights.values():
         weight *= OTHER
     return trainer

@@ -254,6 +254,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 CLAIMS = {
     "adaptive_entropy": "loss", "adaptive_kl": "loss", "clip_cov": "clip_share", "dppo": "clip_share",
     "dppo_kl": "clip_share", "dro": "loss", "gmpo": "clip_share", "kimi": "loss", "kl_cov": "clip_share",
+    "distill": "loss",
     "luspo": "loss", "overlong_filter": "loss", "rejection": "rejected_share", "top_entropy": "grad_norm",
     "topr": "loss", "vespo": "loss",
     "bapo": "clip_share", "brorl": "lr", "cispo": "loss", "d3s": "grad_norm", "dars": "loss",
@@ -277,7 +278,7 @@ WITHOUT = {
     "exact_old": ("algo.anchor=old",),
     "adaptive_entropy": ("algo.loss=[clip]",), "adaptive_kl": ("algo.loss=[clip]",),
     "kl_unbiased": ("algo.loss=[clip,kl]",), "clip_cov": ("algo.loss=[clip]",),
-    "gmpo": ("algo.loss=[clip]",),
+    "gmpo": ("algo.loss=[clip]",), "distill": ("algo.loss=[clip]",),
     "luspo": ("algo.loss=[gspo]",), **dict.fromkeys(("dro", "kimi", "topr"), ("algo.loss=[reinforce]",)),
     "brorl": ("algo.hooks=[]",), "entropy": ("algo.loss=[clip]",), "kl": ("algo.loss=[clip]",),
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),

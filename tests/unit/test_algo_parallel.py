@@ -27,7 +27,7 @@ from tests.helpers.algo_world import Outcome, World, all_of_it, run
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
 TRAINER_SIDE = ("shaping", "advantage", "selectors", "corrections", "loss", "reducer", "hooks")
 BOUND = 1e-6
-TRAINED = ("logp", "entropy", "values")
+TRAINED = ("logp", "entropy", "values", "divergence")
 
 
 def cases() -> dict[str, AlgoSection]:
@@ -81,7 +81,12 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     """What the trainer does under context parallelism: a rank computes the tokens behind those of its chunks."""
     assert dist.group.WORLD is not None
     packed: Any = SimpleNamespace(
-        tokens=part.tokens, cu_seqlens=part.cu_seqlens, support_at=None, support_ids=None
+        tokens=part.tokens,
+        cu_seqlens=part.cu_seqlens,
+        support_at=None,
+        support_ids=None,
+        teacher_ids=None,
+        teacher_logp=None,
     )
     share = Share.of(packed, 1, dist.group.WORLD, torch.device("cpu"))
     behind = values.roll(-1)[share.source.clamp(min=0)]

@@ -1,0 +1,149 @@
+"""A frozen teacher of another architecture: divergence and gradient are those of transformers; the policy comes near
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.preflight import check_model
+from rlsys.convert.layout import to_hf
+from rlsys.convert.table import entries
+from rlsys.errors import UserError
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.teacher import Teacher, add_teacher
+from rlsys.trainer.trainer import Trainer
+from tests.helpers import trainer_cases as cases
+
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Policy and teacher."""
+    folder = tmp_path_factory.mktemp("distillation")
+    return cases.write_model(folder / "policy", "Qwen3ForCausalLM"), cases.write_model(
+        folder / "teacher", "DeepseekV3ForCausalLM"
+    )
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[Trainer]]:
+    open_ones: list[Trainer] = []
+    yield open_ones
+    for trainer in open_ones:
+        trainer.close()
+
+
+def start(folders: tuple[Path, Path], run: Path, open_ones: list[Trainer], **teacher: Any) -> Trainer:
+    policy, other = folders
+    algo = {"loss": ["distill"], "teacher": {"path": other, **teacher}}
+    rollout = {"temperature": TEMPERATURE, "max_response_tokens": 64}
+    trainer = Trainer(cases.config_of(policy, run, algo=algo, rollout=rollout, trainer={"grad_clip": 1e9}))
+    open_ones.append(trainer)
+    add_teacher(trainer)
+    return trainer
+
+
+def distance(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    assert scores.divergence is not None
+    return micro.masked(scores.divergence).sum(), {}
+
+
+def update(trainer: Trainer, lr: float = 1e-30) -> float:
+    """The mean divergence over the response tokens."""
+    batch = trainer.passes.pack(cases.samples())
+    assert isinstance(trainer.teacher, Teacher)
+    trainer.teacher.score([batch])
+    return trainer.update(batch, distance, lr).loss
+
+
+def log_softmax(model: Any, ids: list[int]) -> Tensor:
+    return (model(torch.tensor([ids])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+
+
+def expected(
+    folders: tuple[Path, Path], top_k: int | None, direction: float
+) -> tuple[float, dict[str, Tensor]]:
+    """By transformers, the definition of KL, and autograd."""
+    import transformers
+
+    policy, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders
+    )
+    total, tokens = torch.zeros(()), 0
+    for sample in cases.samples():
+        ids = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
+        p = log_softmax(policy, ids)[len(sample.prompt_ids) - 1 :].exp()
+        with torch.no_grad():
+            q = log_softmax(teacher, ids)[len(sample.prompt_ids) - 1 :].exp()
+        if top_k is not None:
+            best = q.topk(top_k).indices
+            p, q = (
+                torch.cat([x.gather(1, best), 1 - x.gather(1, best).sum(1, keepdim=True)], 1) for x in (p, q)
+            )
+        m = (1 - direction) * p + direction * q
+        if direction == 1:
+            gap = p * (p / q).log()
+        elif direction == 0:
+            gap = q * (q / p).log()
+        else:
+            gap = direction * q * (q / m).log() + (1 - direction) * p * (p / m).log()
+        total, tokens = total + gap.sum(), tokens + len(gap)
+    (total / tokens).backward()
+    return float(total / tokens), {name: p.grad for name, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "direction"), [(None, 1.0), (None, 0.0), (5, 1.0), (5, 0.0), (96, 0.3), (5, 0.3)]
+)
+def test_divergence_and_gradient_are_those_of_transformers(
+    top_k: int | None, direction: float, folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    trainer = start(folders, tmp_path / "run", trainers, top_k=top_k, direction=direction)
+    loss, gradients = expected(folders, None if top_k == 96 else top_k, direction)
+    assert update(trainer) == pytest.approx(loss, abs=2e-6, rel=1e-5)
+    found: dict[str, Any] = dict(trainer.named_parameters())
+    for entry in entries(trainer.hf):
+        gradient = found[entry.megatron.format(e=entry.expert)].main_grad
+        for key, part in zip(entry.hf, to_hf(entry.rule, gradient, trainer.hf), strict=True):
+            assert torch.allclose(part, gradients[key], rtol=1e-4, atol=5e-6), key
+
+
+def test_the_policy_comes_ten_times_nearer(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    trainer = start(folders, tmp_path / "run", trainers, top_k=16)
+    first = update(trainer, 3e-3)
+    for _ in range(60):
+        last = update(trainer, 3e-3)
+    assert last < first / 10, (first, last)
+
+
+def test_another_vocabulary_is_one_line(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    other = cases.write_model(tmp_path / "teacher", "Qwen3ForCausalLM", vocab_size=64)
+    with pytest.raises(UserError, match=r"has 64 tokens, the policy 96; expected the same vocabulary"):
+        start((folders[0], other), tmp_path / "run", trainers)
+
+
+def test_a_teacher_that_is_not_there_is_told_before_anything_starts(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def config_of(teacher: Path) -> Any:
+        algo = {"loss": ["distill"], "teacher": {"path": teacher}}
+        return cases.config_of(folders[0], tmp_path / "run", algo=algo)
+
+    (folders[0] / "tokenizer.json").write_text("{}")
+    check_model(config_of(folders[1]))
+    with pytest.raises(UserError, match=r"^algo.teacher.path = .*: no such folder$"):
+        check_model(config_of(tmp_path / "none"))
