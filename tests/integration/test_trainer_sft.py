@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.data.quickstart_model import write_model
+from rlsys.data.trace import Trace
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup
 from rlsys.trainer import sft as sft_module
 from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.sft import sft
+from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration
 
@@ -76,3 +78,40 @@ def test_an_interrupted_warm_start_goes_on_bit_for_bit(
     assert (unbroken.run.dir / "model/tokenizer.json").read_bytes() == (
         tmp_path / "empty/tokenizer.json"
     ).read_bytes()
+
+
+@pytest.mark.gate
+def test_turns_that_are_not_trained_count_in_no_loss(tmp_path: Path) -> None:
+    """Packed chats of several turns: loss and gradient are transformers' cross entropy, with labels of -100 on what
+    the assistant did not write, as TRL trains with `assistant_only_loss`."""
+    import transformers
+
+    folder = cases.write_model(tmp_path / "model", "Qwen3ForCausalLM")
+    traces = [
+        Trace(
+            list(s.prompt_ids),
+            [int(t) for t in s.response_ids],
+            [i % 5 != k % 5 for i in range(len(s.response_ids))],
+        )
+        for k, s in enumerate(cases.samples())
+        if len(s.response_ids) > 1
+    ]
+    config = cases.config_of(folder, tmp_path / "run", trainer={"grad_clip": 1e9})
+    trainer = sft_module.trainer_for(sft_module.at_temperature_one(config), None)
+    told = sft_module.imitate(trainer, traces, 1e-30)
+    trainer.close()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total, tokens = torch.zeros(()), 0
+    for trace in traces:
+        ids = torch.tensor([*trace.prompt_ids, *trace.response_ids])
+        labels = ids.clone()
+        labels[: len(trace.prompt_ids)] = -100
+        labels[len(trace.prompt_ids) :][~torch.tensor(trace.trained)] = -100
+        logits = model(ids[None]).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        tokens += int((labels[1:] >= 0).sum())
+    (total / tokens).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert told["loss"] == pytest.approx(float(total / tokens), rel=1e-6)
+    assert told["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
