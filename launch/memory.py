@@ -171,23 +171,21 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     p, width = config.parallel, value_bytes(config)
     layers = _layers_of(config, size, stage)
     moe = sum(size.moe_layers[i] for i in layers)
-    ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
-    if p.pp == 1 and size.tied:
-        ends = size.embedding
-    divided, whole = size.dense_of(layers)
-    dense = (divided + ends) / p.tp + whole + (size.hidden if stage == p.pp - 1 else 0)
-    experts = size.routed * moe / (p.ep * p.expert_tp)
+    dense, experts = _held(config, size, stage)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
     states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
     per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # which has one moment
     copies = p.data_parallel * p.cp
-    matrices = divided / p.tp
+    matrices = size.dense_of(layers)[0] / p.tp
     states_held = states * (dense - matrices) / copies + per_matrix * (
         matrices / copies + experts / expert_copies
     )
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
+    beside = 0.0
+    if config.algo.teacher is not None:
+        beside = sum(_held(config, model_size(HFConfig.read(config.algo.teacher.path)), stage))
     return Budget(
-        weights=width * (dense + experts),
+        weights=width * (dense + experts + beside),
         gradients=4.0 * (dense + experts),
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,
@@ -196,6 +194,17 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
         stage=stage,
     )
+
+
+def _held(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
+    """Parameters of one rank: what is no routed expert's, and what is."""
+    p, layers = config.parallel, _layers_of(config, size, stage)
+    ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
+    if p.pp == 1 and size.tied:
+        ends = size.embedding
+    divided, whole = size.dense_of(layers)
+    dense = (divided + ends) / p.tp + whole + (size.hidden if stage == p.pp - 1 else 0)
+    return dense, size.routed * sum(size.moe_layers[i] for i in layers) / (p.ep * p.expert_tp)
 
 
 def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:

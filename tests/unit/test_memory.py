@@ -201,6 +201,14 @@ def test_muon_keeps_one_moment_of_a_matrix() -> None:
     assert muon == pytest.approx(adamw - 4 * (size.dense_of(range(size.layers))[0] + size.experts))
 
 
+def test_a_teachers_weights_lie_beside_the_policys() -> None:
+    size = model_size(QUICKSTART)
+    alone = budget(config("parallel.tp=2"), size)
+    taught = budget(config("parallel.tp=2", "algo.teacher={path: configs/models/quickstart-moe}"), size)
+    assert taught.weights == 2 * alone.weights
+    assert (taught.gradients, taught.optimizer) == (alone.gradients, alone.optimizer)
+
+
 def test_the_host_memory_of_a_checkpoint_is_told() -> None:
     """Twice float32 weight and moments of what the node's first ranks own, and the weights themselves."""
     made = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
