@@ -1,8 +1,10 @@
-"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--json] [--quick]`.
+"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
-Each kind of rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs,
-one process after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1
-when a rank takes more than 3 minutes or 4 GB. Walls mean something on a quiet machine only.
+The plan of a sharded push comes first, with at most 32 senders and with all ranks as senders: bytes that trainer
+ranks send and engine ranks receive, and the seconds that this takes at the stated rate of a link. Then each kind of
+rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
+after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
+takes more than 3 minutes or 4 GB, or a plan more than 10 s. Walls mean something on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from typing import Any
 from measure import ROOT, machine
 
 from launch.preflight import read_model
-from rlsys.config import load_config
+from launch.push import GB, LINK, seconds
+from rlsys.config import Config, load_config
 from rlsys.rehearse.command import run_rank
 from rlsys.rehearse.kinds import Request, kinds_of_rank
+from rlsys.weights.senders import MOST_SENDERS, plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
+PLANNED = 10.0
+"""Seconds that the plan of a push may take."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Of DeepSeek-V3's 61 layers on 2,048 GPUs."""
@@ -46,29 +52,49 @@ def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def pushed(config: Config, senders: int | None) -> dict[str, Any]:
+    start = time.monotonic()
+    plan = plan_senders(config, read_model(config), senders=senders)
+    planned = time.monotonic() - start
+    return {
+        "senders": len(plan.sendings), "ranks": len(plan.sent), "sent_max_gb": round(max(plan.sent) / GB, 3),
+        "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received / GB, 3),
+        "link_gb_s": LINK, "seconds": round(seconds(plan), 2),
+        "planned_s": round(planned, 1),
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="experiments with it in their names"
     )
     parser.add_argument("--quick", action="store_true", help=f"one rank of {SMALLEST}: shows that it runs")
+    parser.add_argument("--pushes", action="store_true", help="only the plans of pushes: seconds")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
     args = parser.parse_args()
     chosen = [SMALLEST] if args.quick else [n for n in cases() if any(word in n for word in args.only)]
     if not chosen:
         parser.error(f"--only {' '.join(args.only)}: in no name; known: {', '.join(cases())}")
     results: dict[str, list[dict[str, Any]]] = {}
+    pushes: dict[str, list[dict[str, Any]]] = {}
     for name in chosen:
         path, overrides = cases()[name]
         config = load_config(path, overrides)
-        ranks = kinds_of_rank(config, read_model(config))
+        pushes[name] = [pushed(config, senders) for senders in (MOST_SENDERS, None)]
+        if not args.json:
+            print(f"{name}: {json.dumps(pushes[name])}", file=sys.stderr, flush=True)
+        ranks = [] if args.pushes else kinds_of_rank(config, read_model(config))
         for rank in ranks[:1] if args.quick else ranks:
             results.setdefault(name, []).append(measured(path, overrides, rank))
             if not args.json:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
     found = [figures for ranks in results.values() for figures in ranks]
     within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in found)
-    print(json.dumps({"machine": machine(), "within": within, "results": results}, indent=1))
+    within &= all(push["planned_s"] <= PLANNED for of_name in pushes.values() for push in of_name)
+    print(
+        json.dumps({"machine": machine(), "within": within, "pushes": pushes, "results": results}, indent=1)
+    )
     return 0 if within else 1
 
 

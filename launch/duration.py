@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from launch.memory import GB, RATES, budget, model_size, value_bytes
+from launch.memory import budget, model_size, value_bytes
+from launch.push import GB, RATES
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from launch.push import GB, describe_push, short
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import stage_layers
+from rlsys.convert.fit import layer_stages
 
-GB = 1e9
 _ACTIVATION_BYTES = 34
 """Of bfloat16; twice as much in float32."""
 _EXPERT_ACTIVATION_BYTES = 8
@@ -208,14 +208,9 @@ def _held(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
 
 
 def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
-    """Of one rank: a run of neighbours, or every pp-th run of them where stages are interleaved."""
+    """Of one rank."""
     p = config.parallel
-    if p.vpp > 1:
-        run = size.layers // (p.pp * p.vpp)
-        return [i for i in range(size.layers) if i // run % p.pp == stage]
-    each = stage_layers(size.layers, p.pp)
-    first = sum(each[:stage])
-    return list(range(first, first + each[stage]))
+    return [i for i, at in enumerate(layer_stages(size.layers, p.pp, p.vpp)) if at == stage]
 
 
 def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: int) -> float:
@@ -265,10 +260,6 @@ def value_bytes(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
-RATES = {"tensor": 20.0, "broadcast": 10.0, "disk": 1.0, "disk_delta": 1.0}
-"""GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
-
-
 Fact = tuple[str, str]
 """A name and what is said of it."""
 
@@ -276,7 +267,6 @@ Fact = tuple[str, str]
 def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     size = model_size(hf)
     b = budget(config, size)
-    rate, pushed = RATES[config.weights.method], value_bytes(config) * size.total
     on_host = (config.launch.gpus_per_node or config.parallel.world_size) * b.host
     return [
         ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
@@ -285,22 +275,18 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
             f"{b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
             f"gradients {b.gradients / GB:.3g} + optimizer {b.optimizer / GB:.3g} + "
             f"activations about {b.activations / GB:.3g}"
-            + (f"; and {_short(b.host / GB)} GB of the host's memory" if b.host else ""),
+            + (f"; and {short(b.host / GB)} GB of the host's memory" if b.host else ""),
         ),
         (
             "engine, one rank",
             f"{b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
             f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
         ),
-        (
-            "a weight push",
-            f"{_short(pushed / GB)} GB to each engine, about {_short(pushed / GB / rate, 2)} s "
-            f"at {rate:g} GB/s ({config.weights.method})",
-        ),
+        *describe_push(config, hf, value_bytes(config) * size.total),
         (
             "a checkpoint",
-            f"about {_short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
-            "it is written" + (f", beside {_short(on_host / GB)} GB of the optimizer" if on_host else ""),
+            f"about {short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
+            "it is written" + (f", beside {short(on_host / GB)} GB of the optimizer" if on_host else ""),
         ),
         ("expected staleness", expected_staleness(config)),
     ]
@@ -344,11 +330,6 @@ def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
             f"the KV pool holds {held} responses of {longest} tokens, engine.max_running_requests are more"
         )
     return found
-
-
-def _short(value: float, digits: int = 3) -> str:
-    """Without an exponent."""
-    return f"{value:.{digits}g}" if value < 100 else f"{value:,.0f}"
 
 
 def _count(n: int) -> str:

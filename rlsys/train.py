@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import ChainMap
 from pathlib import Path
 
 from launch.layout import lay_out, push_plan
@@ -26,9 +25,7 @@ from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
-from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.fp8 import for_engines
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.delivery import Delivery
 
 
 class Loop:
@@ -40,7 +37,7 @@ class Loop:
         self.objective = Objective(config.algo)
         self.trainer = Trainer(config, self.objective.asks.passes, owner)
         add_models(self.trainer, self.objective)
-        self.sync = WeightSync(config, self.trainer.rank, push_plan(config, lay_out(config)))
+        self.delivery = Delivery(self.trainer, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
@@ -48,7 +45,7 @@ class Loop:
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
-        self.sync.prepare()
+        self.delivery.prepare()
         self.on_main(lambda: self.rollout.wait_ready(self.config.start_seconds))
         self.on_main(lambda: self.rollout.restore(self.step))
         self._write("run", event="resume" if self.step else "start")
@@ -106,21 +103,14 @@ class Loop:
 
     def push(self) -> dict[str, float]:
         """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics."""
-        trainer, start = self.trainer, time.monotonic()
-        checksums = EngineChecksums(trainer.hf, self.config.engine.tp)
+        start = time.monotonic()
         self._make_room()  # engines that rest take back their weights' memory next
         ticket = self.on_main(self.rollout.begin_push)
-        tensors = trainer.named_hf_tensors()
-        if self.sync.sends(ticket) or trainer.is_main:
-            tensors = for_engines(self.config, tensors)
-        self.sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
-        canaries = trainer.canaries(ticket.canaries)
-        left_out = dict(ChainMap(*trainer.control.gather(self.sync.left_out)))
+        sent = self.delivery.push(ticket)
+        canaries = self.trainer.canaries(ticket.canaries)
         self._make_room()  # and their caches'
-        attested = self.on_main(
-            lambda: self.rollout.end_push(ticket, canaries, checksums.digests(), left_out)
-        )
-        attested["time_checksums"] += checksums.seconds
+        attested = self.on_main(lambda: self.rollout.end_push(ticket, canaries, sent.digests, sent.left_out))
+        attested["time_checksums"] += sent.hashing
         return {"time_sync": time.monotonic() - start, **attested}
 
     def keep(self) -> None:

@@ -160,10 +160,11 @@ class RouterConfig(Section):
 
 
 class WeightsConfig(Section):
-    method: Literal["tensor", "broadcast", "disk", "disk_delta"] = "tensor"
+    method: Literal["tensor", "broadcast", "sharded", "disk", "disk_delta"] = "tensor"
     """How weights travel. tensor: buckets that each engine takes from a trainer rank of its machine.
-    broadcast: buckets through a process group, to any machine. disk: a safetensors folder that all share.
-    disk_delta: the same, changed tensors only."""
+    broadcast: buckets through a process group, to any machine. sharded: the same from the trainer ranks that own
+    the tensors, in turns, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
+    safetensors folder that all share. disk_delta: the same, changed tensors only."""
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None

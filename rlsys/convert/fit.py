@@ -17,6 +17,15 @@ def stage_layers(layers: int, stages: int) -> list[int]:
     return [each] * (stages - 1) + [layers - each * (stages - 1)]
 
 
+def layer_stages(layers: int, pp: int, vpp: int) -> list[int]:
+    """Of each layer its pipeline stage: a stage has a run of neighbours, or every pp-th run of them where stages are
+    interleaved."""
+    if vpp > 1:
+        run = layers // (pp * vpp)
+        return [i // run % pp for i in range(layers)]
+    return [stage for stage, n in enumerate(stage_layers(layers, pp)) for _ in range(n)]
+
+
 def check_layout(config: Config, hf: HFConfig) -> None:
     """Raises UserError, with both numbers, for a layout that does not divide this model."""
     p, path = config.parallel, config.model.path

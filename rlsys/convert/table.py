@@ -51,6 +51,25 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
     return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
 
 
+def held_as(entry: Entry, hf: HFConfig) -> str:
+    """SGLang's name of the tensor that holds this parameter. Families that stack their experts have other names for
+    these (`slots`)."""
+    if entry.rule.engine_name:
+        return entry.rule.engine_name.format(l=entry.layer)
+    first = next(iter(entry.hf))
+    if entry.expert is not None:
+        which = "w13" if entry.rule.layout == "gate_up" else "w2"
+        return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
+    compressed = (
+        hf.latent is not None and hf.latent.q_rank is not None
+    )  # then it holds both first projections
+    if ".q_a_proj." in first or (compressed and ".kv_a_proj_with_mqa." in first):
+        return re.sub(r"\.(q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.", first)
+    if entry.rule.layout == "qkv":
+        return first.replace(".q_proj.", ".qkv_proj.")
+    return first.replace(".gate_proj.", ".gate_up_proj.") if entry.rule.layout == "gate_up" else first
+
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

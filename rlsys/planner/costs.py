@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.memory import GB, RATES, model_size, value_bytes
+from launch.memory import model_size, value_bytes
+from launch.push import GB, RATES
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters

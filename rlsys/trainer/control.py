@@ -41,6 +41,14 @@ class Control:
             dist.all_gather_object(out, value, group=self._group)
         return out
 
+    def to_main(self, value: T) -> list[T]:
+        """Every rank's, in their order, on rank 0; nothing on the others."""
+        if dist.get_world_size() == 1:
+            return [value]
+        out: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, out, dst=0, group=self._group)
+        return out or []
+
     def wait_for_all(self) -> None:
         """Returns when every rank has come here."""
         self.gather(None)

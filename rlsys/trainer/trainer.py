@@ -44,7 +44,7 @@ from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import LossFn, Passes
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share
-from rlsys.trainer.weights import gather_hf
+from rlsys.trainer.weights import LocalWeights, gather_hf
 from rlsys.types import Canary
 
 T = TypeVar("T")
@@ -272,6 +272,10 @@ class Trainer:
         """(Hugging Face name, full tensor), always in the same order, on every rank. Experts come one by one, save in
         families whose folders and engines stack them."""
         return stacked(gather_hf(self._chunks, self.hf), self.hf)
+
+    def local_weights(self) -> LocalWeights:
+        """This rank's part of them. Collective."""
+        return LocalWeights(self._chunks, self.hf)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder that serves by itself. Atomic."""

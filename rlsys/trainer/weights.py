@@ -181,5 +181,12 @@ def unshard(part: Tensor, rule: Rule) -> Tensor:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    return join_shards(parts, rule)
+
+
+def join_shards(parts: list[Tensor], rule: Rule) -> Tensor:
+    """The full parameter from the parts of all ranks that share it, in their order."""
+    if rule.cut is None or len(parts) == 1:
+        return parts[0]
     of_ranks = (p.chunk(sections(rule), dim=rule.cut) for p in parts)
     return torch.cat([p for section in zip(*of_ranks, strict=True) for p in section], dim=rule.cut)

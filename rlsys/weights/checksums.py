@@ -8,24 +8,44 @@ on a GPU. Some kernels want their weights in yet another order; which those are 
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.rules import Rule, Stack
-from rlsys.convert.table import Entry, entries, slots, stacked_names
-from rlsys.weights.hashes import TensorHash, hash_like_an_engine
+from rlsys.convert.table import entries, held_as, slots, stacked_names
+from rlsys.weights.hashes import TensorHash, TileHash, TilePart, hash_like_an_engine, join
 
 _VOCABULARY_STEP = 64
 """SGLang pads the vocabulary to a multiple of this, with zeros."""
 
 
+Found = list[dict[str, "str | list[TilePart]"]]
+"""Of each rank of an engine: the engine's name of a tensor -> its checksum, or what one trainer rank has of it."""
+
+
+def put_together(found: Sequence[Found]) -> list[dict[str, str]]:
+    """The checksums that engines must report, from what each trainer rank found. Only of tensors that are whole."""
+    digests = []
+    for of_ranks in zip(*found, strict=True):  # of one engine rank
+        whole: dict[str, str] = {}
+        parts: dict[str, list[TilePart]] = {}
+        for name, value in (item for each in of_ranks for item in each.items()):
+            if isinstance(value, str):
+                whole[name] = value
+            else:
+                parts.setdefault(name, []).extend(value)
+        joined = {name: join(of_tensor) for name, of_tensor in parts.items()}
+        digests.append(whole | {name: digest for name, digest in joined.items() if digest is not None})
+    return digests
+
+
 class EngineChecksums:
-    """`watch` the tensors of one push, then `digests`. Holds no tensor but parts that came out of order."""
+    """`watch` the tensors of one push, then `digests`; or, where several trainer ranks send some each, `found` on all
+    of them and `put_together`. Holds no tensor but parts that came out of order."""
 
     def __init__(self, hf: HFConfig, tp: int) -> None:
         """`tp`: tensor-parallel ranks of the engines."""
@@ -36,12 +56,11 @@ class EngineChecksums:
         self._stacks: dict[str, tuple[_Joined, Stack]] = {}
         """The same of tensors that hold all experts of a layer."""
         self._joined: dict[str, _Joined] = {}
-        compressed = hf.latent is not None and hf.latent.q_rank is not None
         of_experts = slots(hf)
         for entry in entries(hf):
             if any(name in of_experts for name in entry.hf):
                 continue
-            joined = self._joined.setdefault(held_as(entry, compressed), _Joined())
+            joined = self._joined.setdefault(held_as(entry, hf), _Joined(experts=entry.expert is not None))
             for name in entry.hf:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
@@ -65,10 +84,18 @@ class EngineChecksums:
 
     def digests(self) -> list[dict[str, str]]:
         """Of each rank: the engine's name of a tensor -> its checksum. Only tensors that came whole."""
-        whole = {
-            name: found for name, joined in self._joined.items() if (found := joined.digests) is not None
-        }
-        return [{name: ranks[rank] for name, ranks in whole.items()} for rank in range(self._tp)]
+        return put_together([self.found()])
+
+    def found(self) -> Found:
+        """What this trainer rank can say. Ends the watch."""
+        return [
+            {
+                name: of_rank
+                for name, joined in self._joined.items()
+                if (of_rank := joined.found(rank)) is not None
+            }
+            for rank in range(self._tp)
+        ]
 
     def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:
         """What `rank` holds of it: all, or a piece along the axis of the cut."""
@@ -84,42 +111,51 @@ class EngineChecksums:
         return tensor.tensor_split(pieces, dim=rule.cut)[rank]
 
 
-def held_as(entry: Entry, queries_compressed: bool) -> str:
-    """The engine's name of the tensor that holds this parameter. `queries_compressed`: latent attention's, too."""
-    if entry.rule.engine_name:
-        return entry.rule.engine_name.format(l=entry.layer)
-    first = next(iter(entry.hf))
-    if entry.expert is not None:
-        which = "w13" if entry.rule.layout == "gate_up" else "w2"
-        return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
-    if ".q_a_proj." in first or (queries_compressed and ".kv_a_proj_with_mqa." in first):
-        return re.sub(r"\.(q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.", first)
-    if entry.rule.layout == "qkv":
-        return first.replace(".q_proj.", ".qkv_proj.")
-    return first.replace(".gate_proj.", ".gate_up_proj.") if entry.rule.layout == "gate_up" else first
-
-
 class _Joined:
-    """A tensor of the engine: hashed on each rank part by part, in order. A part that comes early waits."""
+    """A tensor of the engine: hashed on each rank part by part, in order. A part that comes early waits, unless the
+    hash can be put together from parts; then this may also be what one trainer rank has of the tensor.
+    """
 
-    def __init__(self, count: int = 0) -> None:
-        """`count`: its parts."""
+    def __init__(self, count: int = 0, *, experts: bool = False) -> None:
+        """`count`: its parts. `experts`: they are of one size."""
         self.count = count
-        self._hashed = 0
+        self.experts = experts
+        self._next = 0
         self._early: dict[int, list[Tensor]] = {}
         self._hashes: list[TensorHash] = []
-        self.digests: list[str] | None = None
+        self._digests: list[str] = []
         """Of each rank, once all parts have come."""
+        self._runs: list[list[TileHash]] = []
+        """Of each run of neighbouring parts, of each rank, where experts may be spread over trainer ranks."""
+        self._total: list[int] = []
+        """Words of the whole tensor, of each rank."""
 
     def add(self, place: int, shares: list[Tensor]) -> None:
+        if self.experts and shares[0].is_cuda:
+            self._add_to_run(place, shares)
+            return
         self._early[place] = shares
-        while self._hashed in self._early:
-            shares = self._early.pop(self._hashed)
+        while self._next in self._early:
+            shares = self._early.pop(self._next)
             if not self._hashes:
                 self._hashes = [hash_like_an_engine(share) for share in shares]
             for state, share in zip(self._hashes, shares, strict=True):
                 state.update(share)
-            self._hashed += 1
-        if self._hashed == self.count:
-            self.digests = [state.digest() for state in self._hashes]
+            self._next += 1
+        if self._next == self.count:
+            self._digests = [state.digest() for state in self._hashes]
             self._hashes = []
+
+    def _add_to_run(self, place: int, shares: list[Tensor]) -> None:
+        words = [share.nbytes // 4 for share in shares]
+        if not self._runs or place != self._next:
+            self._runs.append([TileHash(place * n) for n in words])
+        for state, share in zip(self._runs[-1], shares, strict=True):
+            state.update(share)
+        self._total = [self.count * n for n in words]
+        self._next = place + 1
+
+    def found(self, rank: int) -> str | list[TilePart] | None:
+        if self._runs:
+            return [run[rank].part(self._total[rank]) for run in self._runs]
+        return self._digests[rank] if self._digests else None

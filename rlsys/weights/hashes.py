@@ -10,12 +10,15 @@ torch, on any device.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_MASK_64 = 2**64 - 1
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
 _PLACES = (
@@ -50,22 +53,50 @@ class ByteHash:
         return self._sha.hexdigest()[:16]
 
 
-class TileHash:
-    """Keeps less than a tile of bytes that do not fill one yet, and 16 bytes for each tile of 32 KiB."""
+@dataclass(frozen=True)
+class TilePart:
+    """What some of a tensor's words come to: the sum of the tiles that they fill, finished, and the sums of those
+    that they share with others. `total`: words of the tensor, by which tiles are finished."""
 
-    def __init__(self) -> None:
-        self._count = 0  # words that are in `_sums`
+    words: int
+    total: int
+    filled: int
+    shared: dict[int, tuple[int, int]]
+    """Tile -> the two halves of the hash."""
+
+
+def join(parts: Sequence[TilePart]) -> str | None:
+    """The hash of the tensor that these are the parts of; None while some are missing."""
+    total = parts[0].total if parts else 0
+    if sum(part.words for part in parts) != total:
+        return None
+    found = sum(part.filled for part in parts)
+    for tile in {tile for part in parts for tile in part.shared}:
+        halves = [part.shared.get(tile, (0, 0)) for part in parts]
+        high, low = (torch.tensor(sum(half) & _MASK) for half in zip(*halves, strict=True))
+        found += _finished(high, low, total)
+    return f"{_finish_64(found & _MASK_64):016x}" if total else f"{0:016x}"
+
+
+class TileHash:
+    """Keeps less than a tile of bytes that do not fill one yet, and 16 bytes for each tile of 32 KiB. `start`: words
+    of the tensor before the first part, where another rank has those."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+        self._count = start  # words up to the last that is in `_sums`
         self._tail: Tensor | None = None  # bytes
         self._sums: list[Tensor] = []  # of [2, tiles] int64, each below 2^32: the two halves
 
     def update(self, part: Tensor) -> None:
-        data = _bytes(part)
-        tile = 4 * TILE
-        if self._tail is not None:
-            need = min(tile - len(self._tail), len(data))
-            head, data = torch.cat([self._tail, data[:need]]), data[need:]
+        data, tile = _bytes(part), 4 * TILE
+        begun = 4 * self._count % tile  # only before the first tile's end: another rank has what is before
+        if self._tail is not None or begun:
+            tail = data[:0] if self._tail is None else self._tail
+            need = min(tile - begun - len(tail), len(data))
+            head, data = torch.cat([tail, data[:need]]), data[need:]
             self._tail = None
-            if len(head) < tile:
+            if begun + len(head) < tile:
                 self._tail = head
                 return
             self._add(_words(head))
@@ -76,26 +107,39 @@ class TileHash:
             self._tail = data[whole:].clone()  # not a view: it would keep all of the part
 
     def digest(self) -> str:
-        """Empties it. A tensor without elements is 0."""
-        if self._tail is not None:
+        """Of a tensor that came whole. Empties it. A tensor without elements is 0."""
+        return join([self.part(None)]) or ""
+
+    def part(self, total: int | None) -> TilePart:
+        """What came, of a tensor of `total` words; None: it came whole. Empties it."""
+        if self._tail is not None and len(self._tail):
             self._add(_words(torch.nn.functional.pad(self._tail, (0, -len(self._tail) % 4))))
-        if not self._sums:
-            return f"{0:016x}"
-        size = (4 * self._count) & _MASK
-        high, low = (_finish(half ^ size) for half in torch.cat(self._sums, 1))
-        total = int(((high << 32) | low).sum()) & (2**64 - 1)  # int64 wraps, as uint64 does
+        total = self._count if total is None else total
+        shared: dict[int, tuple[int, int]] = {}
+        filled = 0
+        if self._sums:
+            high, low = torch.cat(self._sums, 1)
+            first, last = self._start // TILE, self._start // TILE + len(high) - 1
+            edges = [first] if self._start % TILE else []
+            edges += [last] if self._count % TILE and self._count != total and last not in edges else []
+            for tile in edges:
+                shared[tile] = int(high[tile - first]), int(low[tile - first])
+            inner = slice(int(first in edges), len(high) - int(last in edges and last != first))
+            filled = _finished(high[inner], low[inner], total)
+        words = self._count - self._start
         self._sums, self._tail = [], None
-        return f"{_finish_64(total):016x}"
+        return TilePart(words, total, filled, shared)
 
     def _add(self, words: Tensor) -> None:
-        """`[n]` int64 below 2^32; n is a multiple of TILE, save for the last call."""
+        """`[n]` int64 below 2^32; they end with a tile, save for the last call."""
         place = torch.arange(self._count, self._count + len(words), device=words.device) & _MASK
         halves = []
         for seed, (factor, turn) in zip(_SEEDS, _PLACES, strict=True):
             rotated = ((place << turn) & _MASK) | (place >> (32 - turn))
             mixed = _finish(words ^ (((place * factor + seed) & _MASK) ^ rotated))
-            short = -len(mixed) % TILE
-            halves.append(torch.nn.functional.pad(mixed, (0, short)).view(-1, TILE).sum(1) & _MASK)
+            before = self._count % TILE
+            edges = before, -(before + len(mixed)) % TILE
+            halves.append(torch.nn.functional.pad(mixed, edges).view(-1, TILE).sum(1) & _MASK)
         self._sums.append(torch.stack(halves))
         self._count += len(words)
 
@@ -118,8 +162,15 @@ def _finish(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def _finished(high: Tensor, low: Tensor, total: int) -> int:
+    """The sum of tiles whose halves these are."""
+    size = (4 * total) & _MASK
+    each = (_finish(high ^ size) << 32) | _finish(low ^ size)
+    return int(each.sum()) & _MASK_64  # int64 wraps, as uint64 does
+
+
 def _finish_64(x: int) -> int:
     """SplitMix64's finalizer."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) & (2**64 - 1)
+        x = ((x ^ (x >> shift)) * factor) & _MASK_64
     return x ^ (x >> 31)

@@ -58,9 +58,14 @@ def plan_push(
 ) -> PushPlan:
     """Of trainer ranks and of each engine's ranks at these places. `method`: weights.method.
 
-    `tensor` goes by memory alone; `broadcast` by memory between ranks of one GPU, else by a group. Raises UserError
-    for an engine that cannot be reached so, and where a group would hold two ranks of one GPU.
+    `tensor` goes by memory alone; `broadcast` by memory between ranks of one GPU, else by a group; `sharded` by
+    groups alone, one for each sender (rlsys.weights.senders). Raises UserError for an engine that cannot be reached
+    so, and where a group would hold two ranks of one GPU.
     """
+    if method == "sharded":
+        if gpus:
+            _refuse_shared(trainer, engines)
+        return PushPlan({}, group=True)
     if method not in ("tensor", "broadcast"):
         return PushPlan({}, group=False)
     shared = _same_gpu(trainer, engines) if gpus else _same_host(trainer, engines)
@@ -117,6 +122,17 @@ def _sender(trainer: Sequence[Place], members: Sequence[Place]) -> int:
         f"elsewhere, first on {trainer[0]}; NCCL takes one rank of a GPU in a group. Place each engine either on "
         "GPUs of the trainer only or on other GPUs only, or use weights.method=disk"
     )
+
+
+def _refuse_shared(trainer: Sequence[Place], engines: Sequence[Sequence[Place]]) -> None:
+    """Any trainer rank may be a sender."""
+    theirs = set(trainer)
+    for index, places in enumerate(engines):
+        if here := next((place for place in places if place in theirs), None):
+            raise UserError(
+                f"weights.method = sharded makes groups of trainer ranks and engines, but {here} is used by both (by "
+                f"engine-{index}), and NCCL takes one rank of a GPU in a group; use weights.method=broadcast"
+            )
 
 
 def _refuse_memory(index: int, trainer: Sequence[Place], places: Sequence[Place], gpus: bool) -> None:

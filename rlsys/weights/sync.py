@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -84,15 +84,9 @@ class WeightSync:
         return self._plan.owners(engine.index, engine.tp)
 
     def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
-        """At most two buckets are held: one on its way, one being gathered."""
         by_memory = self._memory.begin([e for e in ticket.engines if self._owners(e) is not None])
         by_group = [e for e in ticket.engines if self._owners(e) is None and self._plan.sender == self._rank]
-        sent = 0
-        with (
-            Receivers(by_memory, self._seconds) as near,
-            Receivers(by_group, self._seconds) as far,
-            ThreadPoolExecutor(1, thread_name_prefix="push") as sender,
-        ):
+        with Receivers(by_memory, self._seconds) as near, Receivers(by_group, self._seconds) as far:
             if by_group:
                 self._group.begin(far)
 
@@ -102,14 +96,7 @@ class WeightSync:
                 if far.present:
                     self._group.send(bucket, far)
 
-            under_way = None
-            for bucket in buckets(tensors, self._bucket_bytes):
-                if under_way is not None:
-                    under_way.result()
-                under_way = sender.submit(send, bucket)
-                sent += sum(t.nbytes for _, t in bucket)
-            if under_way is not None:
-                under_way.result()
+            sent = stream(tensors, self._bucket_bytes, send)
         self.left_out = near.left_out | far.left_out
         return sent
 
@@ -158,6 +145,20 @@ class DiskFolders:
             if self._digests.get(name) != digest:
                 self._digests[name] = digest
                 yield name, data
+
+
+def stream(tensors: Iterable[tuple[str, Tensor]], max_bytes: int, send: Callable[[Bucket], None]) -> int:
+    """Send the tensors in buckets; their bytes. At most two buckets are held: one on its way, one being gathered."""
+    sent, under_way = 0, None
+    with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
+        for bucket in buckets(tensors, max_bytes):
+            if under_way is not None:
+                under_way.result()
+            under_way = sender.submit(send, bucket)
+            sent += sum(t.nbytes for _, t in bucket)
+        if under_way is not None:
+            under_way.result()
+    return sent
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:

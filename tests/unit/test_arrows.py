@@ -107,6 +107,7 @@ TORCH_FREE_FILES = (
         for name in ("config", "fit", "flops", "folder", "rope", "rows", "rules", "table")
     ),
     "rlsys/weights/plan.py",
+    "rlsys/weights/senders.py",
 )
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rlsys.convert.table import entries
-from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.hashes import TILE, ByteHash, TileHash
-from tests.unit.test_weights import TINY
+from rlsys.weights.checksums import EngineChecksums, put_together
+from rlsys.weights.hashes import TILE, ByteHash, TileHash, join
+from tests.unit.test_weights import LAYER, TINY
 
 # What SGLang 0.5.23's own kernel gives in Triton's interpreter for `sample(n, dtype)`;
 # tests/integration/test_gpu_hash.py runs it.
@@ -67,6 +67,44 @@ def test_a_part_of_a_matrix_is_hashed_as_if_it_stood_alone() -> None:
     state.update(matrix[:, 7:19])
     alone.update(matrix[:, 7:19].clone())
     assert state.digest() == alone.digest()
+
+
+@pytest.mark.parametrize(("n", "dtype"), [case for case in GOLDEN if case[1] == "float32"])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_that_have_parts_find_the_hash_of_the_whole_together(n: int, dtype: str, ranks: int) -> None:
+    """Each hashes what it has, begun at its place; some tiles are shared by two of them, or by all."""
+    whole, rng, parts = sample(n, dtype), random.Random(ranks), []
+    at = [0, *sorted(rng.randrange(n + 1) for _ in range(ranks - 1)), n]
+    for start, end in itertools.pairwise(at):
+        state, middle = TileHash(start), rng.randint(start, end)
+        state.update(whole[start:middle])
+        state.update(whole[middle:end])
+        parts.append(state.part(n))
+    assert join(parts) == join(parts[::-1]) == GOLDEN[n, dtype]
+    assert ranks == 1 or join([part for part in parts if part.words][1:]) is None, "one is missing"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_of_a_layer_may_be_spread_over_trainer_ranks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.manual_seed(0)
+    tensors = [(name, torch.randn(shape)) for entry in entries(TINY) for name, shape in entry.hf.items()]
+    alone, ranks = EngineChecksums(TINY, 2), [EngineChecksums(TINY, 2) for _ in range(3)]
+    assert len(list(alone.watch(tensors))) == len(tensors)
+    rng = random.Random(seed)
+    of_rank: list[list[tuple[str, Tensor]]] = [[], [], []]
+    for name, tensor in tensors:
+        sender = rng.randrange(3) if ".experts." in name else 1
+        of_rank[sender].append((name, tensor))
+    for rank, mine in zip(ranks, of_rank, strict=True):
+        assert len(list(rank.watch(mine))) == len(mine)
+    found = [rank.found() for rank in ranks]
+    assert put_together(found) == alone.digests()
+    w13 = LAYER + "mlp.experts.w13_weight"
+    one = next(i for i, each in enumerate(found) if w13 in each[0])
+    assert w13 not in put_together(found[:one] + found[one + 1 :])[0]
 
 
 @pytest.mark.parametrize("cuda", [False, True])

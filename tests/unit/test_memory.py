@@ -79,6 +79,19 @@ def test_bytes_by_hand() -> None:
     assert halves.optimizer == 12 * (size.dense / 2 + size.experts / 2)
 
 
+def test_a_sharded_push_tells_its_senders() -> None:
+    """Of DeepSeek-V3 32 of 256 ranks send, so each sends a 32nd of 1,342 GB, and something to help others."""
+    path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
+    made = load_config(path, ["weights.method=sharded"])
+    text = plain(describe_memory(made, published("DeepSeek-V3")))
+    assert "a weight push        1,342 GB to each engine, about 134 s at 10 GB/s (sharded)" in text
+    assert (
+        "its senders          32 of 256 trainer ranks; a rank sends 9.82 GB on average, at most 46; an engine rank "
+        "receives 1,342: 27 s or more at 50 GB/s a link"
+    ) in text
+    assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
+
+
 def test_what_will_not_fit_is_a_warning() -> None:
     text = plain(describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B")))
     assert "parameters           30.5 B, 29 B of them in routed experts" in text

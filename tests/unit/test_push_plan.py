@@ -57,6 +57,14 @@ def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
         plan_push([Place(0, 0)], [[Place(1, 0)]], "tensor", gpus=False)
 
 
+def test_a_sharded_push_goes_by_groups_and_shares_no_gpu() -> None:
+    trainer = places(0, 1)
+    assert plan_push(trainer, [places(2, 3)], "sharded", gpus=True) == PushPlan({}, group=True)
+    with pytest.raises(UserError, match=r"sharded .* GPU 1 of node 0 is used by both \(by engine-1\)"):
+        plan_push(trainer, [places(2, 3), places(4, 1)], "sharded", gpus=True)
+    assert plan_push(trainer, [places(0, 1)], "sharded", gpus=False) == PushPlan({}, group=True)
+
+
 def test_without_gpus_the_ranks_of_a_host_take_turns() -> None:
     trainer = [Place(0, 0), Place(0, 1), Place(1, 0)]
     engines = [[Place(0, 0), Place(0, 1)], [Place(1, 0), Place(1, 1)], [Place(0, 2)]]

@@ -1,0 +1,56 @@
+"""What a weight push comes to: bytes of senders and receivers, and seconds. From config.json and the layout alone."""
+
+from __future__ import annotations
+
+from launch.environment import on_cuda
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.weights.senders import SendersPlan, plan_senders
+
+GB = 1e9
+RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0}
+"""GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
+LINK = 50.0
+"""GB/s of one 400 Gb/s port, of which hosts of H100s have one a GPU (NVIDIA's data sheet of the DGX H100)."""
+
+
+def senders_of(config: Config, hf: HFConfig) -> SendersPlan:
+    """Who sends what with weights.method = sharded."""
+    return plan_senders(config, hf, experts_together=not on_cuda(config))
+
+
+def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
+    """`size`: bytes of the model as it is pushed."""
+    method, rate = config.weights.method, RATES[config.weights.method]
+    facts = [
+        (
+            "a weight push",
+            f"{_gb(size)} GB to each engine, about {short(size / GB / rate, 2)} s at {rate:g} GB/s ({method})",
+        )
+    ]
+    if method == "sharded":
+        plan = senders_of(config, hf)
+        facts.append(("its senders", describe_senders(plan)))
+    return facts
+
+
+def describe_senders(plan: SendersPlan) -> str:
+    return (
+        f"{len(plan.sendings)} of {len(plan.sent)} trainer ranks; a rank sends {_gb(plan.mean)} GB on average, at "
+        f"most {_gb(max(plan.sent))}; an engine rank receives {_gb(plan.received)}: {short(seconds(plan), 2)} s or "
+        f"more at {LINK:g} GB/s a link"
+    )
+
+
+def seconds(plan: SendersPlan) -> float:
+    """At the least: senders take turns, so what each engine rank receives goes through one link."""
+    return max(plan.received, *plan.sent) / GB / LINK
+
+
+def _gb(size: float) -> str:
+    return short(size / GB)
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A figure without an exponent."""
+    return f"{value:.{digits}g}" if value < 100 else f"{value:,.0f}"

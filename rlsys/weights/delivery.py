@@ -1,0 +1,77 @@
+"""A trainer's weights on their way to the engines: gathered, quantised, hashed and sent; and what rank 0 hears of it.
+Runs on every trainer rank."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import PushTicket
+from rlsys.weights.checksums import EngineChecksums, put_together
+from rlsys.weights.fp8 import for_engines
+from rlsys.weights.plan import PushPlan
+from rlsys.weights.senders import plan_senders
+from rlsys.weights.sharded import ShardedPush
+from rlsys.weights.shards import Shards
+from rlsys.weights.sync import WeightSync
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """`digests`: what each rank of an engine must hold (rlsys.weights.checksums); whole on rank 0 only. `left_out`:
+    engines that did not get all tensors, URL -> why. `hashing`: seconds, of the rank that took longest."""
+
+    digests: list[dict[str, str]]
+    left_out: dict[str, str]
+    hashing: float
+
+
+class Delivery:
+    """Owns what lasts from push to push: process groups with engines, and the folders of the disk methods."""
+
+    def __init__(self, trainer: Trainer, plan: PushPlan) -> None:
+        """Collective. `plan`: who reaches which engine."""
+        self._trainer, self._config = trainer, trainer.config
+        self._sharded: ShardedPush | None = None
+        if self._config.weights.method == "sharded":
+            senders = plan_senders(self._config, trainer.hf, experts_together=not torch.cuda.is_available())
+            shards = Shards(trainer.local_weights(), trainer.hf)
+            self._sharded = ShardedPush(self._config, senders, shards, trainer.rank)
+        self._sync = WeightSync(self._config, trainer.rank, plan)
+
+    def prepare(self) -> None:
+        """Import what the first push needs, while engines start, which takes as long."""
+        (self._sync if self._sharded is None else self._sharded).prepare()
+
+    def push(self, ticket: PushTicket) -> Delivered:
+        """Between `begin_push` and `end_push` of the rollout process. Collective."""
+        trainer, checksums = self._trainer, EngineChecksums(self._trainer.hf, self._config.engine.tp)
+        if self._sharded is not None:
+
+            def prepare(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+                return checksums.watch(for_engines(self._config, tensors))
+
+            self._sharded.push(ticket, prepare)
+            told = trainer.control.to_main((checksums.found(), checksums.seconds))
+            digests = put_together([found for found, _ in told])
+            hashing = max((seconds for _, seconds in told), default=0.0)
+            return Delivered(digests, self._all_left_out(self._sharded.left_out), hashing)
+        tensors = trainer.named_hf_tensors()
+        if self._sync.sends(ticket) or trainer.is_main:
+            tensors = for_engines(self._config, tensors)
+        self._sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
+        return Delivered(checksums.digests(), self._all_left_out(self._sync.left_out), checksums.seconds)
+
+    def close(self) -> None:
+        """Leave the engines' process groups."""
+        self._sync.close()
+        if self._sharded is not None:
+            self._sharded.close()
+
+    def _all_left_out(self, mine: dict[str, str]) -> dict[str, str]:
+        return dict(ChainMap(*self._trainer.control.gather(mine)))

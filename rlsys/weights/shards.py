@@ -1,0 +1,61 @@
+"""Puts parameters together on the rank that sends them, from the shards of the ranks that the plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.layout import to_hf
+from rlsys.convert.stack import stacked
+from rlsys.convert.table import Entry
+from rlsys.trainer.weights import LocalWeights, join_shards
+from rlsys.weights.senders import Sending
+
+
+class Shards:
+    """Both sides of a turn. Every rank plays its part of every turn, in the order of the plan: the sender `collect`s,
+    the others `help`. One parameter is on its way at a time.
+    """
+
+    def __init__(self, local: LocalWeights, hf: HFConfig) -> None:
+        self._local, self._hf = local, hf
+        self._rank = dist.get_rank()
+
+    def collect(self, sending: Sending) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of what this rank sends, experts stacked where the family's folders have
+        them so. A tensor may be a view of a parameter: use it before the next optimizer step."""
+        return stacked(self._collected(sending), self._hf)
+
+    def help(self, sending: Sending) -> None:
+        """Give the sender what it lacks; returns when it has it all."""
+        for part in sending.parts:
+            if self._rank in part.sources:
+                dist.send(self._mine(part.entry).contiguous(), sending.sender)
+
+    def _collected(self, sending: Sending) -> Iterator[tuple[str, Tensor]]:
+        for part in sending.parts:
+            shards, coming = [], []
+            for source in part.sources:
+                # Shards have one shape everywhere, experts' too, so this rank's own is the mould for another's.
+                shard = self._mine(part.entry)
+                if source != self._rank:
+                    shard = torch.empty_like(shard, memory_format=torch.contiguous_format)
+                    coming.append(dist.irecv(shard, source))
+                shards.append(shard)
+            for work in coming:
+                assert work is not None
+                work.wait()
+            tensors = to_hf(part.entry.rule, join_shards(shards, part.entry.rule), self._hf)
+            yield from zip(part.entry.hf, tensors, strict=True)
+
+    def _mine(self, entry: Entry) -> Tensor:
+        """This rank's shard; of another's expert, its own of the same number. Raises RuntimeError where Megatron has
+        put it elsewhere than the plan says."""
+        for name in self._local.candidates(entry):
+            if name in self._local:
+                return self._local[name].detach()
+        raise RuntimeError(f"rank {self._rank} was to have a part of {next(iter(entry.hf))}")

@@ -1,0 +1,110 @@
+"""What of SGLang takes weights from process groups, one call at a time: `receiving_engine [FAILURE AT]`.
+
+Run as a process, an engine of one rank; it prints its port. A GET tells what it got in each push, tensor by tensor
+with checksums, and which groups it joined. A push begins with a POST to /begin. FAILURE: at its AT-th bucket it
+`dies`, or `refuses`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlsys.engine.cpu_platform import declare_torchvision_ops
+
+GROUPS: dict[str, Any] = {}
+GOT: list[list[tuple[str, str]]] = []
+JOINED: list[str] = []
+FAILURE: list[str] = []
+
+
+def sha(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
+def join(body: dict[str, Any]) -> None:
+    from sglang.srt.utils import init_custom_process_group
+
+    JOINED.append(body["group_name"])
+    GROUPS[body["group_name"]] = init_custom_process_group(
+        backend=body["backend"], init_method=f"tcp://{body['master_address']}:{body['master_port']}",
+        world_size=body["world_size"], rank=body["rank_offset"], group_name=body["group_name"],
+    )  # fmt: skip
+
+
+def receive(body: dict[str, Any]) -> None:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if FAILURE:
+        FAILURE[1] = str(int(FAILURE[1]) - 1)
+    failing = FAILURE[0] if FAILURE and FAILURE[1] == "0" else None
+    if failing == "dies":
+        os._exit(1)
+    dtypes = [getattr(torch, name) for name in body["dtypes"]]
+    bucket = FlattenedTensorBucket.empty(body["names"], dtypes, body["shapes"], "cpu")
+    dist.broadcast(bucket.get_flattened_tensor(), src=0, group=GROUPS[body["group_name"]])
+    if failing == "refuses":
+        raise ValueError("size mismatch")
+    GOT[-1].extend((name, sha(tensor)) for name, tensor in bucket.reconstruct_tensors())
+
+
+def leave(body: dict[str, Any]) -> None:
+    dist.destroy_process_group(GROUPS.pop(body["group_name"]))
+
+
+def begin(_: dict[str, Any]) -> None:
+    GOT.append([])
+
+
+CALLS = {
+    "/begin": begin,
+    "/init_weights_update_group": join,
+    "/update_weights_from_distributed": receive,
+    "/destroy_weights_update_group": leave,
+}
+
+
+class Engine(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            CALLS[self.path](body)
+            code, answer = 200, {"success": True, "message": ""}
+        except (ValueError, RuntimeError) as e:
+            code, answer = 400, {"success": False, "message": str(e)}
+        said = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def do_GET(self) -> None:
+        """What it got, and the groups that it joined."""
+        said = json.dumps({"got": GOT, "joined": JOINED}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def main(failure: list[str]) -> None:
+    declare_torchvision_ops()
+    FAILURE.extend(failure)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    server = HTTPServer(("127.0.0.1", 0), Engine)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

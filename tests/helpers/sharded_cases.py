@@ -1,0 +1,110 @@
+"""A trainer rank that pushes its own tensors to engines: `sharded_cases.py MODEL FOLDER URL...`, by torchrun.
+
+Each rank writes FOLDER/rank-N.json: bytes that it sent over TCP while it pushed, and the most bytes of weights, other
+than its own shards, that it held at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from launch.layout import lay_out, push_plan
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import Canary, PushTicket
+from rlsys.weights import delivery
+from rlsys.weights.delivery import Delivered, Delivery
+from tests.helpers.push_cases import CANARIES, Sent
+
+PARALLEL = {"tp": 2, "pp": 2, "ep": 2}
+RANKS = 8
+PUSHES = 2
+
+
+def config_of(model: Path, folder: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": model}, "run": {"dir": folder}, "parallel": PARALLEL,
+            "engine": {"count": 2, "tp": 2, "max_total_tokens": 4096, "max_running_requests": 8,
+                       "extra_args": ["--skip-tokenizer-init"]},
+            "launch": {"placement": "disaggregated"},
+            "weights": {"bucket_mb": 0.05, "method": "sharded"}, "rollout": {"max_response_tokens": 64},
+        }
+    )  # fmt: skip
+
+
+class Held:
+    """Bytes of tensors that somebody still holds, of those that pass by."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.given = 0
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.now += tensor.nbytes
+            self.given += tensor.nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(tensor, self._gone, tensor.nbytes)
+            yield name, tensor
+            del tensor
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def main(model: Path, folder: Path, urls: list[str]) -> None:
+    config = config_of(model, folder)
+    trainer, sent, held = Trainer(config), Sent(), Held()
+    real = delivery.for_engines
+    delivery.for_engines = lambda config, tensors: held.watch(real(config, tensors))
+    made = Delivery(trainer, push_plan(config, lay_out(config)))
+    loop = asyncio.new_event_loop()
+    router: list[Router] = []
+
+    async def begin(version: int) -> PushTicket:
+        if not router:
+            session = make_session()
+            engines = [EngineClient(url, session, tp=2, index=i) for i, url in enumerate(urls)]
+            bounds = Bounds.of(config)
+            router.append(Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=bounds))
+        return PushTicket(version, await router[0].begin_push(version), CANARIES)
+
+    def start(version: int) -> PushTicket:
+        return loop.run_until_complete(begin(version))
+
+    def finish(version: int, canaries: list[Canary], done: Delivered) -> dict[str, float]:
+        return loop.run_until_complete(router[0].end_push(version, canaries, done.digests, done.left_out))
+
+    seen: dict[str, Any] = {"tcp": [], "metrics": []}
+    for version in range(1, PUSHES + 1):
+        ticket = trainer.on_main(partial(start, version))
+        before = sent.now()
+        done = made.push(ticket)
+        seen["tcp"].append(sent.now() - before)
+        canaries = trainer.canaries(CANARIES)
+        end = trainer.on_main(partial(finish, version, canaries, done))
+        seen["metrics"].append(end)
+        if trainer.is_main:
+            seen["expected"] = [len(rank) for rank in done.digests]
+        for _, parameter in trainer.named_parameters():
+            parameter.data.mul_(1.01)  # the next push has other weights
+    made.close()
+    seen |= {"given": held.given, "most": held.most, "buckets": 2 * config.weights.bucket_mb * 2**20}
+    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(seen))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

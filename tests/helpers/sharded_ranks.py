@@ -1,0 +1,95 @@
+"""One of four trainer ranks that push what they own: `sharded_ranks FOLDER A B DIES REFUSES`, by torchrun.
+
+The four URLs are of tests.helpers.receiving_engine. Rank 0 writes FOLDER/seen.json: of each push its case, what all
+tensors' checksums are, what the engines got, who was left out, and the groups that engine A has joined so far.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights import delivery
+from rlsys.weights.delivery import Delivery
+from rlsys.weights.plan import PushPlan
+from rlsys.weights.senders import plan_senders
+from tests.helpers import trainer_cases as cases
+from tests.helpers.receiving_engine import sha
+
+RANKS = 4
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "owners of experts send": ("qwen3-moe", {"pp": 2, "ep": 2}, {}),
+    "latent attention": ("deepseek-v3", {"tp": 2, "ep": 4, "etp": 1}, {}),
+    "few senders": ("qwen3-moe", {"tp": 2, "ep": 4, "etp": 1}, {"senders": 2}),
+    "experts together, cut": ("qwen3-moe", {"tp": 2, "ep": 2}, {"experts_together": True}),
+    "stacked experts": ("gpt-oss", {"pp": 2, "ep": 2}, {}),
+    "interleaved stages, tied": ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}, {}),
+}
+"""Model, layout, and how it is planned."""
+
+
+def ask(url: str, path: str = "/", body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(url + path, data) as answer:
+        return json.load(answer)
+
+
+class Session:
+    def __init__(self, folder: Path, urls: list[str]) -> None:
+        self.folder, self.urls = folder, urls
+        self.seen: list[dict[str, Any]] = []
+
+    def run(self, name: str, pushes: list[list[int]]) -> None:
+        """Push to these of the engines, each time with other weights."""
+        model, layout, planned = CASES[name]
+        config = cases.config_of(
+            self.folder / model, self.folder / "run", parallel=layout,
+            weights={"method": "sharded", "bucket_mb": 0.02},
+        )  # fmt: skip
+        trainer = Trainer(config)
+        # Without a GPU all experts of a layer would have one sender.
+        delivery.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
+        made = Delivery(trainer, PushPlan({}, group=True))
+        for i, engines in enumerate(pushes):
+            to = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]
+            for engine in to if trainer.is_main else ():
+                ask(engine.url, "/begin", {})
+            trainer.control.wait_for_all()
+            done = made.push(PushTicket(i + 1, to, []))
+            expected = {n: sha(tensor) for n, tensor in trainer.named_hf_tensors()}
+            if trainer.is_main:
+                self._note(name, expected, done.left_out, engines)
+            for _, parameter in trainer.named_parameters():
+                parameter.data.mul_(1.5)
+        made.close()
+        trainer.close()
+
+    def _note(
+        self, name: str, expected: dict[str, str], left_out: dict[str, str], engines: list[int]
+    ) -> None:
+        told = {e: ask(self.urls[e]) for e in engines if self.urls[e] not in left_out}
+        self.seen.append(
+            {
+                "case": name, "expected": expected, "left_out": {self.urls.index(u): w for u, w in left_out.items()},
+                "got": {e: each["got"][-1] for e, each in told.items()},
+                "joined": len(told[engines[0]]["joined"]),
+            }
+        )  # fmt: skip
+
+
+def main(folder: Path, urls: list[str]) -> None:
+    session = Session(folder, urls)
+    for name in CASES:
+        session.run(name, [[0, 1]])
+    session.run(next(iter(CASES)), [[0, 2, 3], [0], [0]])
+    if session.seen:
+        (folder / "seen.json").write_text(json.dumps(session.seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
