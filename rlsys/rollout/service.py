@@ -13,18 +13,18 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient, Limits, make_session
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.identity import NOBODY, engine_identity
+from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
@@ -225,78 +225,109 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
-    source = build_source(config, tokenizer)
-    rewards = Rewards(config)
-    rewards.begin()  # beside the engines' start
-    scorer = build_scorer(config, rewards, tokenizer)
+    async with make_session() as session:
+        parts = Parts(config, urls, reference, owner, session)
+        path = config.run.dir / FILE_NAME
 
-    async def ask(question: str) -> str:
-        return await ask_engines(router, tokenizer, config.rollout.max_response_tokens, question)
+        async def listen(runner: web.AppRunner) -> None:
+            await _listen(runner, port)
+            publish(owner, port)
 
-    async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
-        return await reference_scores(ids)
+        def open_buffer() -> RolloutBuffer:
+            return RolloutBuffer(path, identity(config), parts.planning.largest, owner)
 
-    judge = build_judge(config, ask, lambda: router.open)
-    planning = Planning(config, source, tokenizer, judge, prompt_scores)
-    path = config.run.dir / FILE_NAME
-
-    def open_buffer() -> RolloutBuffer:
-        return RolloutBuffer(path, identity(config), planning.largest, owner)
-
-    async def listen(runner: web.AppRunner) -> None:
-        await _listen(runner, port)
-        publish(owner, port)
-
-    try:
-        buffer = await open_while_telling(path, open_buffer, listen)
-    except RlsysError:
-        withdraw(owner)
-        raise
-    try:
-        async with make_session() as session, AsyncExitStack() as open_until_stopped:
-            tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
-            engines = [
-                EngineClient(
-                    url, session, tp=tp, index=i, identity=engine_identity(owner, url), limits=limits
-                )
-                for i, url in enumerate(urls)
-            ]
-            router = build_router(config, engines, tokenizer)
-            references = []
-            if reference is not None:
-                whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
-                references = [EngineClient(reference, session, identity=whose, limits=limits)]
-            if references:
-                patience = config.start_seconds
-                reference_scores = ReferenceScores(router, references[0], tokenizer.special_ids, patience)
-            sets = await open_until_stopped.enter_async_context(open_sets(config, tokenizer, router))
-            spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
-            manager = RolloutManager(config, buffer, router, source, scorer, planning, tokenizer, sets, spans)
-            watch = EngineWatch(engines, references, config.launch.min_engines or len(engines), router)
-
-            def rewards_in_flight() -> str:
-                asked = ", ".join(str(p.index) for p in scorer.scoring) or "none"
-                return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
-
-            app = make_app(manager, lambda: watch.ready, owner)
-            with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
-                await _serve_until(stop, app, port, watch.run())
-            log.info("stopping: parking what is in flight")
-            try:
-                async with asyncio.timeout(config.launch.grace_seconds / 2):
-                    await manager.close()
-            except TimeoutError:
-                log.warning("an engine does not answer; what it streamed so far is kept")
-    finally:
-        withdraw(owner)  # first: who asks from now on looks into the file
-        buffer.close()
-        await rewards.close()
-    if (
-        scorer.hung or planning.hung
-    ):  # an async one may not let itself be cancelled, and asyncio would wait for it
+        try:
+            buffer = await open_while_telling(path, open_buffer, listen)
+        except RlsysError:
+            withdraw(owner)
+            raise
+        try:
+            await _manage(config, parts, buffer, owner, stop, port)
+        finally:
+            withdraw(owner)  # first: who asks from now on looks into the file
+            buffer.close()
+            await parts.rewards.close()
+    if parts.hung:  # an async reward may not let itself be cancelled, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)
+
+
+class Parts:
+    """What a run's manager works with, made of the config. Raises UserError for a plug-in that does not exist, or a
+    wrong data section. The caller closes `rewards`."""
+
+    def __init__(
+        self,
+        config: Config,
+        urls: list[str],
+        reference: str | None,
+        owner: Owner,
+        session: ClientSession,
+    ) -> None:
+        limits = Limits(config.answer_seconds, config.work_seconds)
+
+        def client(url: str, whose: Identity, tp: int = 1, index: int | None = None) -> EngineClient:
+            return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits)
+
+        self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+        self.source = build_source(config, self.tokenizer)
+        self.rewards = Rewards(config)
+        self.rewards.begin()  # beside the engines' start
+        self.scorer = build_scorer(config, self.rewards, self.tokenizer)
+        self.engines = [
+            client(url, engine_identity(owner, url), config.engine.tp, i) for i, url in enumerate(urls)
+        ]
+        self.router = router = build_router(config, self.engines, self.tokenizer)
+        self.references: list[EngineClient] = []
+        prompt_scores = None
+        if reference is not None:
+            whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
+            self.references = [client(reference, whose)]
+            protected = self.tokenizer.special_ids
+            prompt_scores = ReferenceScores(router, self.references[0], protected, config.start_seconds)
+        ask = partial(ask_engines, router, self.tokenizer, config.rollout.max_response_tokens)
+        judge = build_judge(config, ask, lambda: router.open)
+        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a reward function may still be busy that does not end when it should."""
+        return bool(self.scorer.hung or self.planning.hung)
+
+
+async def _manage(
+    config: Config, parts: Parts, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event, port: int
+) -> None:
+    """Serve the trainer's commands until `stop`; then park what is in flight."""
+
+    def rewards_in_flight() -> str:
+        asked = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
+        return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
+
+    async with open_sets(config, parts.tokenizer, parts.router) as sets:
+        spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
+        manager = RolloutManager(
+            config,
+            buffer,
+            parts.router,
+            parts.source,
+            parts.scorer,
+            parts.planning,
+            parts.tokenizer,
+            sets,
+            spans,
+        )
+        fewest = config.launch.min_engines or len(parts.engines)
+        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router)
+        app = make_app(manager, lambda: watch.ready, owner)
+        with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
+            await _serve_until(stop, app, port, watch.run())
+        log.info("stopping: parking what is in flight")
+        try:
+            async with asyncio.timeout(config.launch.grace_seconds / 2):
+                await manager.close()
+        except TimeoutError:
+            log.warning("an engine does not answer; what it streamed so far is kept")
 
 
 async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, watch: Awaitable[None]) -> None:
