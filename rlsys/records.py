@@ -145,8 +145,8 @@ class Arrays(NamedTuple):
 
 
 class SegmentReader:
-    """Reads records in place, beside the writer. Keeps files open until the end of its `with` block; it may be used
-    in another one after that."""
+    """Reads records in place, beside the writer. Keeps files open until `close`, which ends its `with` block. It may
+    be used again after that."""
 
     def __init__(self, folder: Path, reader: str = "") -> None:
         """`folder`: the run's, where rollouts.sqlite is. `reader`: who it is, named in errors."""
@@ -161,6 +161,10 @@ class SegmentReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """All files; the next read opens what it needs."""
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()

@@ -21,6 +21,7 @@ from rlsys.obs.role import run_role
 from rlsys.owner import Owner, of_process
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.beside import add_models
+from rlsys.trainer.notes import write_notes
 from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
@@ -79,11 +80,14 @@ class Loop:
         """One train step on these groups, and the push of what came of it. `start`: when the step began."""
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
+        notes = [] if early is None else early.notes
         if "behaviour" in self.objective.asks.needs:
             stats["time_score"] = self.score_interrupted(taken.train_step)
-        stats |= train_step(self.trainer, self.objective, taken, early)
+        stats |= train_step(self.trainer, self.objective, taken, early, notes)
         trained_at = time.monotonic()
         stats |= self.push()
+        write_notes(self.trainer, taken, notes)  # for people: no engine waits for it
+        self.trainer.segments.close()
         end = time.monotonic()
         self.step = taken.train_step
         if self.recorder is not None:

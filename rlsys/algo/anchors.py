@@ -1,13 +1,9 @@
-"""What ratios are taken against: `algo.anchor`, the log-probs that it needs, and its value at each token."""
+"""What ratios are taken against, `algo.anchor`, and the log-probs that it needs; Objective.anchor_of is its value."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from rlsys.algo.batch import Batch
 from rlsys.config.algo import Anchor
 
 CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
@@ -28,24 +24,3 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
 }
 MOVING = frozenset({"interpolated", "current"})
 """Anchors that follow the current policy: before a loss is called, they need `now`."""
-
-
-def anchor_at(anchor: AnyAnchor, batch: Batch, logp: Tensor) -> Tensor:
-    """`[T]`, any number where masked. logp `[T]`: of the current weights, without gradient."""
-    if anchor == "current":
-        return logp
-    if anchor == "old":
-        return _old(batch, logp)
-    if anchor == "ewma":
-        return batch.signal("ewma")
-    if anchor == "behaviour":
-        stored = batch.signal("behaviour")
-        return torch.where(stored.isnan(), _old(batch, logp), stored)
-    if anchor == "interpolated":
-        age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
-        return batch.mu + (age - 1) / age * (logp - batch.mu)  # 0 up to an age of 1: see `algo.anchor`
-    return batch.mu
-
-
-def _old(batch: Batch, logp: Tensor) -> Tensor:
-    return logp if batch.old_is_current else batch.signal("old")

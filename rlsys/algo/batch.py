@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlsys.algo.segments import sequence_ids, sum_by
+from rlsys.algo.segments import sum_by
 from rlsys.errors import UserError
 from rlsys.types import Sample, SampleGroup, Status
 
@@ -130,6 +130,7 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
+    transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None
     old_is_current: bool = False  # then nobody filled `old`: it is what the loss is called with, detached
@@ -171,7 +172,8 @@ class Batch:
     @cached_property
     def ids(self) -> Tensor:
         """Sequence of each token, `[T]`."""
-        return sequence_ids(self.cu_seqlens)
+        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
     @cached_property
     def keep(self) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Sums
+from rlsys.algo.segments import sum_by
 
 AGES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
 """Classes of token age in weight versions, both ends included."""
@@ -34,6 +35,33 @@ def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor)
         "rejected": rejected.double(),
     }
     return {f"mismatch_{name}": classes @ value for name, value in fields.items()}
+
+
+def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
+    """|logp - mu|: `mismatch` of comparable tokens, `mismatch_kept` of those in responses that older weights began.
+    Sums, and as `_counts` histograms with so many bins of log10 from -12 to 2. logp `[T]`: of the weights that start
+    the step."""
+    gaps, alike = (logp.detach() - batch.mu).abs(), comparable(batch)
+    sums: Sums = {}
+    for name, tokens in (("mismatch", alike), ("mismatch_kept", alike & carried_over(batch))):
+        gap = gaps[tokens]
+        sums[name] = gap.sum()
+        sums[f"{name}_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), bins, -12, 2)
+    return sums
+
+
+def comparable(batch: Batch) -> Tensor:
+    """`[T]` bool: trained tokens that the weights which start the step sampled, and to this prompt."""
+    same = batch.keep & (batch.versions == batch.version)
+    return same if batch.transferred is None else same & ~batch.transferred
+
+
+def carried_over(batch: Batch) -> Tensor:
+    """`[T]` bool: tokens of responses that older weights began. With router.interruption = in_place the rest was
+    predicted from the older weights' keys and values, else from those of the current weights."""
+    older = (batch.versions >= 0) & (batch.versions < batch.version)
+    begun_before = sum_by(older.long(), batch.ids, batch.sequences) > 0
+    return begun_before[batch.ids]
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
-from rlsys.algo.anchors import AnyAnchor, anchor_at
+from rlsys.algo.anchors import AnyAnchor
 from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
@@ -32,7 +32,6 @@ from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
 from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
-from rlsys.algo.plan import StepPlan
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.put_off import PutOff
 from rlsys.algo.reducers import Reducer, Reduction
@@ -51,10 +50,37 @@ MEANS = (
 )  # fmt: skip
 """Figures of loss terms whose mean over the trained tokens is a metric."""
 
+Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
+"""This rank's parameters by name, for hooks that look at them."""
 Later = tuple[SampleGroup, float]
 """One sample that was put off, as a group of one, and its advantage."""
 PUT_OFF = "replay"
 """Key of what was put off in the objective's state; older checkpoints know it by this word."""
+
+
+@dataclass
+class StepPlan:
+    """What is trained in one step. Rows are rows of `samples`; the optional fields are set by Objective.finish."""
+
+    samples: Samples  # with the column `counted`
+    weight: Tensor  # [N]
+    rows: list[int]  # to be packed
+    deferred: list[int]  # put off by a selector that defers
+    updates: int = 1  # optimizer updates that share the rows
+    advantages: Tensor | None = None  # [N]
+    reduction: Reduction | None = None
+
+    @property
+    def counted(self) -> Tensor:
+        """`[N]` bool: not dropped by a `before` selector."""
+        return self.samples.column("counted")
+
+    @property
+    def denominator(self) -> float:
+        """What the step's loss sum is divided by. Raises ValueError before it is known."""
+        if self.reduction is None:
+            raise ValueError("the denominator is known after Objective.finish")
+        return self.reduction.denominator
 
 
 class Objective:
@@ -81,6 +107,7 @@ class Objective:
             *self.corrections, *self.losses, self.reducer, *self.hooks,
         ]  # fmt: skip
         self._preparing: list[Preparing] = [p for p in (*self.losses, *self.corrections) if p.prepares]
+        self._observing = [p for p in self.plugins if p.observes]
         self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
         self._prepared: dict[int, Any] = {}
@@ -92,7 +119,7 @@ class Objective:
 
     def plan(self, samples: Samples) -> StepPlan:
         """Choose what is packed. Equal on every rank, because the table is."""
-        counted = torch.ones(len(samples), dtype=torch.bool, device=samples.rewards.device)
+        counted = torch.ones(len(samples.rewards), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before):
             counted &= selector(samples, None) > 0
         plan = StepPlan(replace(samples, counted=counted), counted.float(), [], [])
@@ -137,11 +164,12 @@ class Objective:
         samples = plan.samples
         for shape in self.shaping:
             samples = replace(samples, rewards=shape(samples))
-        advantages = torch.zeros(len(samples), device=samples.rewards.device, dtype=samples.reward.dtype)
-        advantages[plan.counted] = self.advantage(samples.take(plan.counted))
-        factor, denominator = self.reducer(samples.lengths[plan.counted], (advantages != 0)[plan.counted])
-        factors = torch.zeros(len(samples), device=factor.device).masked_scatter(
-            plan.counted.to(factor.device), factor
+        counted = plan.counted
+        advantages = torch.zeros_like(samples.reward)
+        advantages[counted] = self.advantage(samples.take(counted))
+        factor, denominator = self.reducer(samples.lengths[counted], (advantages != 0)[counted])
+        factors = torch.zeros(len(samples.rewards), device=factor.device).masked_scatter(
+            counted.to(factor.device), factor
         )
         mass = factors * samples.lengths.to(factors)
         plan.advantages = advantages
@@ -166,10 +194,11 @@ class Objective:
         plan.samples = replace(plan.samples, kept=plan.weight != 0)
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
         groups = group_index(plan.samples.group_ids)[0]
+        denominator = plan.denominator / plan.updates
         for part, advantages in zip(parts, tokens, strict=True):
             part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
             part.groups = groups
-            part.denominator = plan.denominator / plan.updates
+            part.denominator = denominator
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
@@ -209,7 +238,23 @@ class Objective:
 
     def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
-        anchor = anchor_at(self.anchor, batch, logp.detach())
+        current = logp.detach()
+        if self.anchor == "current":
+            anchor = current
+        elif self.anchor == "ewma":
+            anchor = batch.signal("ewma")
+        elif self.anchor in ("old", "behaviour"):
+            anchor = current if batch.old_is_current else batch.signal("old")
+            if self.anchor == "behaviour":
+                stored = batch.signal("behaviour")
+                anchor = torch.where(stored.isnan(), anchor, stored)
+        elif self.anchor == "interpolated":
+            age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
+            anchor = batch.mu + (age - 1) / age * (
+                current - batch.mu
+            )  # 0 up to an age of 1: see `algo.anchor`
+        else:
+            anchor = batch.mu
         return anchor if batch.shift is None else anchor + batch.shift
 
     def __call__(
@@ -227,14 +272,18 @@ class Objective:
             )
         anchor = batch.masked(self.anchor_of(batch, logp))
         view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
-        weight, keep = self._corrected(view)
+        share = batch.signal("weight")
+        weight, keep = torch.ones_like(view.anchor), view.keep
+        for correction in self.corrections:
+            factor, kept = correction(view, self._prepared.get(id(correction)))
+            weight, keep = weight * factor.detach(), keep & kept
         total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
         figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}
         for term in self.losses:
             if term.critic and self.critic is not None:
                 continue
             loss, found = term(view, self._prepared.get(id(term)))
-            scale = batch.signal("weight") * (weight * keep if term.policy else 1.0)
+            scale = share * (weight * keep if term.policy else 1.0)
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
             clipped = clipped | (keep & found.pop("clipped", clipped))
             figures |= found
@@ -257,14 +306,6 @@ class Objective:
             sums |= {name: batch.masked(figure.detach()).sum() for name, figure in found.items()}
         return total, sums
 
-    def _corrected(self, view: View) -> tuple[Tensor, Tensor]:
-        """Product of weights, intersection of what is kept; both `[T]`."""
-        weight, keep = torch.ones_like(view.anchor), view.keep
-        for correction in self.corrections:
-            factor, kept = correction(view, self._prepared.get(id(correction)))
-            weight, keep = weight * factor.detach(), keep & kept
-        return weight, keep
-
     # -- around the optimizer -----------------------------------------------------------------------------------
 
     def lr_factor(self, plan: StepPlan, rows: Sequence[int]) -> float:
@@ -272,25 +313,22 @@ class Objective:
         size = float(plan.counted.sum()) / plan.updates
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
-    def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def start(self, parameters: Parameters) -> None:
         """Before the first pass of a train step, with this rank's parameters."""
-        named = list(parameters)
         for hook in self.hooks:
-            hook.start(named)
+            hook.start(list(parameters()))
 
-    def after_step(self, parameters: Iterable[tuple[str, Tensor]], metrics: dict[str, float]) -> None:
+    def after_step(self, parameters: Parameters, metrics: dict[str, float]) -> None:
         """After each optimizer update, with this rank's parameters and `metrics(sums)` of the update."""
-        named = list(parameters)
         for hook in self.hooks:
-            hook.after_step(named, metrics["active_share"])
-        for plugin in self.plugins:
+            hook.after_step(list(parameters()), metrics["active_share"])
+        for plugin in self._observing:
             plugin.observe(metrics)
 
-    def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
+    def after_version(self, parameters: Parameters, active_share: float) -> None:
         """After the last update of a train step, with this rank's parameters and the step's `active_share`."""
-        named = list(parameters)
         for hook in self.hooks:
-            hook.after_version(named, active_share)
+            hook.after_version(list(parameters()), active_share)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Sums over micro-batches, ranks and updates -> a step's metrics.

@@ -63,6 +63,11 @@ class Plugin(Section):
     def observe(self, metrics: dict[str, float]) -> None:
         """Hear a finished optimizer update's metrics."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether it listens."""
+        return type(self).observe is not Plugin.observe
+
     def state_dict(self) -> dict[str, Any]:
         """JSON values that a checkpoint keeps."""
         return {}

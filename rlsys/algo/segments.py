@@ -47,12 +47,6 @@ def group_std(values: Tensor, group_ids: Tensor) -> Tensor:
     return (squares / (sizes - 1).clamp(min=1)).sqrt()[index]
 
 
-def sequence_ids(cu_seqlens: Tensor) -> Tensor:
-    """Which sequence each token belongs to, `[T]`, from boundaries `[S+1]`."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-
-
 def discounted_suffix_sum(values: Tensor, ids: Tensor, factor: float | Tensor) -> Tensor:
     """y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations.
 

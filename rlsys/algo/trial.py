@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.objective import Objective
-from rlsys.algo.plan import StepPlan
+from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
@@ -116,7 +115,7 @@ def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: in
     Raises UserError for a loss or a gradient that is not finite, and whatever a plug-in raises.
     """
     weights, outcome = [("weight", torch.ones(2, 2))], Outcome()
-    objective.start(weights)
+    objective.start(lambda: weights)
     plan = objective.plan(_table(groups))
     updates = [rows for k in range(plan.updates) if (rows := plan.rows[k :: plan.updates])]
     if updates:
@@ -125,7 +124,7 @@ def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: in
         again = [group for group, _ in later]
         plan = objective.plan_again(_table(again), torch.tensor([a for _, a in later]))
         _learn(objective, plan, again, [plan.rows], pieces, outcome)
-    objective.after_version(weights, 1.0)
+    objective.after_version(lambda: weights, 1.0)
     objective.average_totals(weights)
     objective.average()
     return outcome
@@ -153,7 +152,7 @@ def _learn(
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
         outcome.metrics = objective.metrics(sums)
-        objective.after_step([("weight", torch.ones(2, 2))], outcome.metrics)
+        objective.after_step(lambda: [("weight", torch.ones(2, 2))], outcome.metrics)
 
 
 def _cut(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int) -> list[Batch]:

@@ -17,6 +17,7 @@ from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
 
@@ -46,10 +47,8 @@ class Critic(Trainer):
         chunks.end_in_values(self._device)
         return chunks
 
-    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Of values `[1, P / c, 1]`."""
-        values = share.aligned(output[0, :, 0].float())
-        return Scores(torch.zeros_like(values), values=values)
+    def _scoring(self) -> ScoresOf:
+        return value_scores
 
     def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
         """Fill `values` `[T]` of every micro-batch."""
@@ -75,6 +74,12 @@ class Critic(Trainer):
             "critic_skipped": int(result.skipped),
             "value_error": float(result.sums["value_error"]) / max(1.0, float(result.sums["tokens"])),
         }
+
+
+def value_scores(output: Tensor, share: Share, temperature: float) -> Scores:
+    """Of values `[1, P / c, 1]`."""
+    values = share.aligned(output[0, :, 0].float())
+    return Scores(torch.zeros_like(values), values=values)
 
 
 def add_critic(policy: Trainer, section: CriticSection) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlsys.algo.distill import divergence, with_rest
 from rlsys.trainer.entropy import logprob_and_entropy, logprobs_and_entropy, sum_pi_squared
 from rlsys.trainer.share import Share
+from rlsys.trainer.value_head import ValueHead
 
 NEVER = -1e30
 """Logit of an id that cannot be drawn. Its probability is exactly 0; minus infinity times that would be no number."""
@@ -34,6 +35,26 @@ class Scores:
     def to(self, device: torch.device) -> Self:
         there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return type(self)(**there)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a pass over the policy computes of each token, beside its log-prob. `head`: gives values. `direction`:
+    of the divergence from a teacher."""
+
+    entropy: bool
+    squares: bool
+    head: ValueHead | None
+    direction: float | None = None
+
+    def __call__(self, output: Tensor, share: Share, temperature: float) -> Scores:
+        """Of logits `[1, P / c, V / tp]`."""
+        values = None if self.head is None else self.head.values()
+        squares = self.squares and not torch.is_grad_enabled()
+        return token_scores(
+            output[0], share, temperature, entropy=self.entropy, squares=squares, values=values,
+            direction=self.direction,
+        )  # fmt: skip
 
 
 def token_scores(

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rlsys import support
 from rlsys.algo.batch import Batch
-from rlsys.algo.segments import sum_by
 from rlsys.records import Arrays, SegmentReader
 from rlsys.route_records import LayerRoutes, read_routes
 from rlsys.types import RouteSpan, Sample
@@ -113,7 +112,7 @@ class Unread:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """`mask` is 1 on response tokens that are trained, `transferred` on those whose mu is of another prompt.
+    """`mask` is 1 on response tokens that are trained.
 
     `support_at`, `support_ids`: of each token that was drawn from a part of the vocabulary, the ids of that part,
     itself among them, and where the token stands. None: all tokens were drawn from all of it.
@@ -122,7 +121,6 @@ class MicroBatch(Batch):
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
-    transferred: Tensor | None = None  # [T] bool
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
@@ -142,21 +140,6 @@ class MicroBatch(Batch):
             mask=zeros,
             versions=torch.full((n,), -1),
         )
-
-    @property
-    def comparable(self) -> Tensor:
-        """Trained tokens `[T]` whose mu must agree with the trainer: of these weights, and of this prompt."""
-        same = self.keep & (self.versions == self.version)
-        return same if self.transferred is None else same & ~self.transferred
-
-    @property
-    def carried_over(self) -> Tensor:
-        """Comparable tokens `[T]` of responses that older weights began. With router.interruption = in_place they
-        were predicted from the older weights' keys and values, else from those of the current weights.
-        """
-        older = (self.versions >= 0) & (self.versions < self.version)
-        begun_before = sum_by(older.long(), self.ids, self.sequences) > 0
-        return self.comparable & begun_before[self.ids]
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -191,6 +174,21 @@ def pack(
     mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
     return [_build([samples[i].read() for i in b]) if b else _masked(shortest.read()) for b in mine]
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs samples for one rank of a layout, see `pack`. Every rank gives the same samples."""
+
+    token_budget: int
+    dp_rank: int
+    dp_size: int
+    multiple: int
+    crossover: float
+
+    def __call__(self, samples: Sequence[TrainSample | Unread]) -> list[MicroBatch]:
+        """This rank's micro-batches."""
+        return pack(samples, self.token_budget, self.dp_rank, self.dp_size, self.multiple, self.crossover)
 
 
 def plan_bins(

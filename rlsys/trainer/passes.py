@@ -20,7 +20,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.precision import token_multiple
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, TrainSample, Unread, pack
+from rlsys.trainer.pack import MicroBatch, Packer
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
 
@@ -60,18 +60,14 @@ class Passes:
         """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops)."""
         self._config, self._models, self._routing = config, list(models), routing
         self._scores_of, self._clear_gradients = scores_of, clear_gradients
-        self._crossover, self._device = crossover, device
+        self._device = device
         self._multiple, self._cp = token_multiple(config), config.parallel.cp
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
-        self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_size = parallel_state.get_data_parallel_world_size()
+        dp_rank, budget = parallel_state.get_data_parallel_rank(), config.trainer.token_budget
+        self.pack = Packer(budget, dp_rank, self._dp_size, self._round, crossover)
         self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
         self._real_tokens = self._computed_tokens = 0
-
-    def pack(self, samples: Sequence[TrainSample | Unread]) -> list[MicroBatch]:
-        """This rank's micro-batches of `samples`, which every rank gives alike."""
-        budget = self._config.trainer.token_budget
-        return pack(samples, budget, self._dp_rank, self._dp_size, self._round, self._crossover)
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
         """Log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a sequence's first token.
@@ -115,11 +111,6 @@ class Passes:
 
         self._sums += self._schedule(loss, batch, forward_only=False)
         self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
-        length = self._common_length(batch)
-        for micro in batch:
-            self._computed_tokens += sum(
-                padded_lengths(micro.sequence_lengths, self._multiple, self._cp, length)
-            )
 
     def take_accumulated(self) -> Accumulated:
         """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
@@ -155,9 +146,13 @@ class Passes:
         cp_group = parallel_state.get_context_parallel_group()
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(batches).to(self._device)
+            micro = next(batches)
+            if micro.tokens.device != self._device:
+                micro = micro.to(self._device)
             share = Share.of(micro, self._multiple, cp_group, self._device, length)
             chunk = self._models.index(model)
+            if chunk == 0 and not forward_only:
+                self._computed_tokens += len(share.tokens) * self._cp
             self._routing.begin(chunk, micro, share)
             output = model(
                 share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed,

@@ -21,6 +21,7 @@ from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stacked
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.weights import gather_hf
@@ -38,6 +39,9 @@ class RewardTrainer(Trainer):
             if name == f"{_HEAD}bias":  # the folder has no place for it, and differences do not see it
                 parameter.requires_grad_(False)
         return chunks
+
+    def _scoring(self) -> ScoresOf:
+        return self._scores
 
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
         """Of values `[1, P / c, 1]`."""

@@ -24,12 +24,11 @@ from rlsys.data.trace import Trace
 from rlsys.data.traces import trace_batches
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
-from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.preference import preference_step
 from rlsys.trainer.reward_model import RewardTrainer
-from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.trainer import Trainer, learning_rate
 
 
 def sft(config: Config) -> None:

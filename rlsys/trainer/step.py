@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,47 +25,48 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.objective import Objective
-from rlsys.algo.plan import StepPlan
+from rlsys.algo.mismatch import engine_gaps
+from rlsys.algo.objective import Objective, StepPlan
 from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
 from rlsys.route_records import in_hand
 from rlsys.trainer.critic import Critic
-from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.notes import TokenNotes
+from rlsys.trainer.notes import Noted
 from rlsys.trainer.pack import MicroBatch, Unread
 from rlsys.trainer.teacher import Teacher
-from rlsys.trainer.trainer import Trainer
-from rlsys.types import SampleGroup, Scored, Taken, Unscored
+from rlsys.trainer.trainer import Trainer, learning_rate
+from rlsys.types import Sample, SampleGroup, Scored, Taken, Unscored
 
 
 def train_step(
-    trainer: Trainer, objective: Objective, taken: Taken, early: Early | None = None
+    trainer: Trainer,
+    objective: Objective,
+    taken: Taken,
+    early: Early | None = None,
+    notes: list[Noted] | None = None,
 ) -> dict[str, object]:
-    """Train on the groups taken, of which some may have gone backward early. Returns the step's metrics."""
+    """Train on the groups taken, of which some may have gone backward early. Returns the step's metrics; adds to
+    `notes`."""
     step, config = taken.train_step, trainer.config
-    objective.start(trainer.named_parameters())
     sums: dict[str, Tensor] = {}
+    notes = [] if notes is None else notes
 
-    plan = objective.plan(sample_table(taken.groups, step, objective.asks.needs))
+    table = sample_table(taken.groups, step, objective.asks.needs)
+    objective.start(trainer.named_parameters)
+    plan = objective.plan(table)
     metrics: dict[str, object] = {
         "effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})
     }
-    gone: set[int] = set()
-    notes = TokenNotes()
+    gone = set[int]() if early is None else early.group_ids
     if early is not None:
-        gone, notes = early.group_ids, early.notes
         metrics |= early.metrics(taken)
     if plan.rows:  # else every group's rewards are equal: nothing to learn
         rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
         updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
         metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs, notes=notes)
-    notes.write(trainer, taken)
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
-    with trainer.segments as segments:
-        due = objective.put_off(plan, taken.groups, step, partial(in_hand, segments))
-    if due:
+    if due := objective.put_off(plan, taken.groups, step, partial(in_hand, trainer.segments)):
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
@@ -75,7 +76,7 @@ def train_step(
         }
 
     of_loss = objective.metrics(sums) if sums else {}
-    objective.after_version(trainer.named_parameters(), of_loss.get("active_share", 1.0))
+    objective.after_version(trainer.named_parameters, of_loss.get("active_share", 1.0))
     metrics |= of_loss
     for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
         metrics |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
@@ -91,7 +92,7 @@ def learn(
     sums: dict[str, Tensor],
     epochs: int = 1,
     *,
-    notes: TokenNotes | None = None,
+    notes: list[Noted] | None = None,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
 
@@ -106,7 +107,6 @@ def learn(
     t, skipped = trainer.config.trainer, 0
     critic = trainer.critic if objective.critic is not None else None
     assert critic is None or isinstance(critic, Critic)
-    rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
     share = plan.denominator / max(1, len(updates))
     samples = [s for group in taken.groups for s in group.samples]
     one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
@@ -115,9 +115,10 @@ def learn(
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.now = logp
         objective.prepare(batch, trainer.passes.sum_over_dp)
-        first = notes is not None and i == 0
-        noted = partial(notes.take, samples=samples) if notes is not None and i < len(one_pass) else None
-        loss = partial(micro_loss, objective, compare=first, note=noted)
+        factor = objective.lr_factor(plan, rows)
+        rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
+        first, noted = notes is not None and i == 0, notes if i < len(one_pass) else None
+        loss = partial(micro_loss, objective, compare=first, notes=noted, samples=samples)
         of_critic: dict[str, object] = {}
         if critic is not None:
             of_critic = critic.improve(objective, batch, rate, share)
@@ -125,9 +126,9 @@ def learn(
                 figures = of_critic
                 continue
 
-        lr = rate * objective.lr_factor(plan, rows)
+        lr = rate * factor
         done = trainer.update(batch, loss, lr, denominator=share)
-        objective.after_step(trainer.named_parameters(), objective.metrics(done.sums))
+        objective.after_step(trainer.named_parameters, objective.metrics(done.sums))
 
         skipped += done.skipped
         figures = {
@@ -184,8 +185,7 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
-    with trainer.segments as segments:
-        batch = trainer.passes.pack([Unread(samples[r], r, segments, layers) for r in rows])
+    batch = trainer.passes.pack([Unread(samples[r], r, trainer.segments, layers) for r in rows])
     for micro in batch:
         micro.version = taken.weight_version
     return batch
@@ -256,23 +256,22 @@ def micro_loss(
     micro: MicroBatch,
     *,
     compare: bool,
-    note: Callable[..., None] | None = None,
+    notes: list[Noted] | None = None,
+    samples: Sequence[Sample] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum of one packed micro-batch, and sums for the metrics.
 
     `compare`: the weights are still those that start the step, so that log-probs must be those of the engine. After
-    an update the same difference says how far the weights have moved. `note`: TokenNotes.take for these samples.
+    an update the same difference says how far the weights have moved. `notes`: gets what people may read of the
+    tokens; `samples`: the rows of the sample table.
     """
-    if note is not None:
-        note(micro, logp=scores.logp.detach() if compare else micro.old)
+    if notes is not None and micro.mask.any():  # else it fills a bin, and is trained elsewhere
+        logp = scores.logp if compare else micro.old
+        figures = [None if v is None else v.detach().cpu() for v in (logp, micro.advantages)]
+        notes.append(Noted(samples, micro.rows.tolist(), micro.cu_seqlens.tolist(), *figures))
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values, scores.divergence)
-    if not compare:
-        return loss, sums
-    gaps = (scores.logp.detach() - micro.mu).abs()
-    for name, tokens in (("mismatch", micro.comparable), ("mismatch_kept", micro.carried_over)):
-        gap = gaps[tokens]
-        sums[name] = gap.sum()
-        sums[f"{name}_counts"] = torch.histc(gap.clamp(min=1e-12).log10(), len(MISMATCH_EDGES) - 1, -12, 2)
+    if compare:
+        sums |= engine_gaps(scores.logp, micro, len(MISMATCH_EDGES) - 1)
     return loss, sums
 
 
@@ -286,7 +285,7 @@ class Early:
     group_ids: set[int] = field(default_factory=set)
     samples: int = 0
     seconds: float = 0.0
-    notes: TokenNotes = field(default_factory=TokenNotes)
+    notes: list[Noted] = field(default_factory=list)
 
     def metrics(self, taken: Taken) -> dict[str, float]:
         """early_share: of the step's samples. time_early: seconds, all of them while the rollout went on."""
@@ -301,8 +300,8 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
         objective.prepare(batch, trainer.passes.sum_over_dp)
         samples = [s for group in part.groups for s in group.samples]
-        note = partial(early.notes.take, samples=samples)
-        trainer.passes.accumulate(batch, partial(micro_loss, objective, compare=True, note=note))
+        loss = partial(micro_loss, objective, compare=True, notes=early.notes, samples=samples)
+        trainer.passes.accumulate(batch, loss)
     early.group_ids |= {g.group_id for g in part.groups}
     early.samples += sum(len(g.samples) for g in part.groups)
     early.seconds += time.monotonic() - start
@@ -317,10 +316,9 @@ def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]
     if not unscored:
         return []
     layers = trainer.replayed_layers
-    with trainer.segments as segments:
-        batch = trainer.passes.pack(
-            [Unread(u.sample, row, segments, layers) for row, u in enumerate(unscored)]
-        )
+    batch = trainer.passes.pack(
+        [Unread(u.sample, row, trainer.segments, layers) for row, u in enumerate(unscored)]
+    )
     mine: dict[int, list[float]] = {}
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         ends = micro.cu_seqlens[1:].tolist()

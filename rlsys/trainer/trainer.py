@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.convert.carried import carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
@@ -37,13 +38,12 @@ from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
-from rlsys.trainer.logprobs import Scores, token_scores
+from rlsys.trainer.logprobs import Scoring
 from rlsys.trainer.model import build_model
 from rlsys.trainer.muon import add_muon
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.passes import LossFn, Passes
+from rlsys.trainer.passes import LossFn, Passes, ScoresOf
 from rlsys.trainer.routing import Routing
-from rlsys.trainer.share import Share
 from rlsys.trainer.weights import LocalWeights, gather_hf
 from rlsys.types import Canary
 
@@ -65,6 +65,20 @@ class Updated:
     routing: dict[str, float]
     padding_share: float
     skipped: bool = False
+
+
+def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
+    """Of the 1-based `step`: up to t.lr over the warm-up steps, then by `schedule`, down to `end` of it at t.steps.
+
+    The first step after the warm-up has the full rate.
+    """
+    if step <= t.warmup_steps:
+        return t.lr * (step / t.warmup_steps)
+    if schedule == "constant":
+        return t.lr
+    done = min(1.0, (step - 1 - t.warmup_steps) / max(1, t.steps - t.warmup_steps))
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return t.lr * (end + (1 - end) * left)
 
 
 class Trainer:
@@ -95,11 +109,14 @@ class Trainer:
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._chunks = self._built()
+        self.named_parameters = self._chunks.named_parameters
+        """This rank's parameters, by megatron's names."""
         self._transformer = self._chunks.config
         shared = "values" in self._signals and config.algo.critic is None
         self._head = self._chunks.add_value_head(self._device) if shared else None
         self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
         self._models = setup.data_parallel(self._chunks, config.parallel.overlap)
+        self._expert_biases = [bias for _, bias in self._chunks.named_expert_biases()]
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         if config.trainer.optimizer == "muon":
             add_muon(self._optimizer, self._chunks, self.hf)
@@ -114,7 +131,7 @@ class Trainer:
         )
         self._skipped_in_a_row = 0
         self.passes = Passes(
-            config, self._models, self._routing, self._scores, self._clear_gradients, crossover_length(self.hf),
+            config, self._models, self._routing, self._scoring(), self._clear_gradients, crossover_length(self.hf),
             self._device,
         )  # fmt: skip
 
@@ -174,7 +191,7 @@ class Trainer:
             divisor = float(sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
         if batch:
             self.passes.accumulate(batch, loss_fn, divisor / denominator)
-        biases = {name: bias.clone() for name, bias in self._chunks.named_expert_biases()}
+        biases = [bias.clone() for bias in self._expert_biases]
         # Not by the schedule: its own division knows token counts only, and portions are reduced together.
         finalize_model_grads(self._models, None)
         for model in self._models:
@@ -183,10 +200,15 @@ class Trainer:
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         skipped = not math.isfinite(grad_norm)
-        self._count_skipped(skipped)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
+            raise RunError(
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
+                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
+            )
         if skipped:
-            for name, bias in self._chunks.named_expert_biases():
-                bias.copy_(biases[name])  # megatron moves it while it reduces gradients
+            for bias, before in zip(self._expert_biases, biases, strict=True):
+                bias.copy_(before)  # megatron moves it while it reduces gradients
         else:
             self._optimizer.step()
         done = self.passes.take_accumulated()
@@ -200,21 +222,14 @@ class Trainer:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
-            raise RunError(
-                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
-                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
-            )
-
-    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Of logits `[1, P / c, V / tp]`."""
-        values = None if self._head is None else self._head.values()
-        squares = "sum_pi_squared" in self._signals and not torch.is_grad_enabled()
-        asked = {"entropy": "entropy" in self._signals, "squares": squares}
-        direction = None if self.config.algo.teacher is None else self.config.algo.teacher.direction
-        return token_scores(output[0], share, temperature, **asked, values=values, direction=direction)
+    def _scoring(self) -> ScoresOf:
+        teacher = self.config.algo.teacher
+        return Scoring(
+            "entropy" in self._signals,
+            "sum_pi_squared" in self._signals,
+            self._head,
+            None if teacher is None else teacher.direction,
+        )
 
     @property
     def models(self) -> Sequence[DistributedDataParallel]:
@@ -230,10 +245,6 @@ class Trainer:
     def modules(self) -> Sequence[torch.nn.Module]:
         """This rank's part of the model, one module a virtual pipeline stage."""
         return self._chunks.modules
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters, by megatron's names."""
-        return self._chunks.named_parameters()
 
     @property
     def first_weights(self) -> Mapping[str, Tensor]:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.losses import Sums
-from rlsys.algo.objective import Objective
-from rlsys.algo.plan import StepPlan
+from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.reduction import Reduce, alone
 from rlsys.config.algo import AlgoSection
 from rlsys.types import Sample, SampleGroup
@@ -210,7 +209,7 @@ class _Step:
                 sums = {k: v + sums.get(k, 0) for k, v in more.items()}
             summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
             self.outcome.loss += float(summed.pop("loss"))
-            self.objective.after_step([], self.objective.metrics(summed))
+            self.objective.after_step(list, self.objective.metrics(summed))
             self.outcome.sums = {k: v + self.outcome.sums.get(k, 0) for k, v in summed.items()}
             self.outcome.lr_factor *= self.objective.lr_factor(plan, rows)
 

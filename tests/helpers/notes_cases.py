@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from rlsys.algo.objective import Objective
+from rlsys.trainer.notes import Noted, write_notes
 from rlsys.trainer.step import train_step
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases as cases
@@ -20,7 +21,9 @@ def train_recorded(run: Path, *overrides: str) -> None:
     config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
     objective = Objective(config.algo)
     trainer = Trainer(config, objective.asks.passes)
-    train_step(trainer, objective, cases.single_rewards(cases.recorded()))
+    taken, notes = cases.single_rewards(cases.recorded()), list[Noted]()
+    train_step(trainer, objective, taken, notes=notes)
+    write_notes(trainer, taken, notes)
     trainer.close()
 
 

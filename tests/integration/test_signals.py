@@ -19,6 +19,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.obs.trained import read_floats, read_trained
 from rlsys.trainer.entropy import ROWS, logprob_and_entropy
+from rlsys.trainer.notes import Noted, write_notes
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import Early, go_backward, pack_rows, score, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
@@ -93,7 +94,9 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         for row, end in zip(micro.rows.tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
             expected[rows[row].sample_id] = logp[end - len(rows[row].response_ids) : end].tolist()
-    train_step(trainer, objective, taken)
+    noted: list[Noted] = []
+    train_step(trainer, objective, taken, notes=noted)
+    write_notes(trainer, taken, noted)
     found = read_trained(trainer.config.run.dir, taken.train_step)
     assert set(found) == {s.sample_id for g in kept for s in g.samples}
     for group, sample in ((g, s) for g in kept for s in g.samples):

@@ -16,8 +16,8 @@ from rlsys.data.trace import Trace
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup
 from rlsys.trainer import sft as sft_module
-from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.sft import sft
+from rlsys.trainer.trainer import learning_rate
 from tests.helpers import trainer_cases as cases
 
 pytestmark = pytest.mark.integration

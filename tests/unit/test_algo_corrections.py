@@ -427,7 +427,8 @@ def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() ->
     weights = torch.tensor([1.0])
     for value in (1.0, 4.0):
         metrics = stepped(objective, batch, vector(4 * LOG2, *[0.0] * 9))
-        objective.after_version([("w", weights.fill_(value))], metrics["active_share"])
+        weights.fill_(value)
+        objective.after_version(lambda: [("w", weights)], metrics["active_share"])
     assert metrics["active_share"] == pytest.approx(0.9)
     assert objective.average()["w"].item() == pytest.approx(2.8)
 
@@ -439,7 +440,8 @@ def test_the_average_goes_on_under_cispo_which_takes_no_gradient() -> None:
     weights = torch.tensor([1.0])
     for value in (1.0, 4.0):
         metrics = stepped(objective, batch, vector(LOG2, LOG2))
-        objective.after_version([("w", weights.fill_(value))], metrics["active_share"])
+        weights.fill_(value)
+        objective.after_version(lambda: [("w", weights)], metrics["active_share"])
     assert (metrics["clip_share"], metrics["active_share"]) == (0, 1)
     assert objective.average()["w"].item() != 4.0
 

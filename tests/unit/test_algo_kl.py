@@ -131,7 +131,7 @@ def test_controllers_hear_an_update_and_go_through_a_checkpoint() -> None:
 
     def update(one: Objective) -> dict[str, float]:
         metrics = one.metrics(one(vector(0, 0), batch, vector(0.1, 0.1))[1])
-        one.after_step([], metrics)
+        one.after_step(list, metrics)
         return metrics
 
     first, second = update(objective), update(objective)

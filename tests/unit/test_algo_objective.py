@@ -348,7 +348,7 @@ def test_state_of_plugins_goes_through_a_checkpoint() -> None:
     algo = section(advantage={"name": "mssr", "lam": 0.0})
     first, samples = Objective(algo), World(size=1, groups=8).samples
     first.plan(samples)
-    first.after_step([], {"active_share": 1.0, "policy_kl": 0.02})
+    first.after_step(list, {"active_share": 1.0, "policy_kl": 0.02})
     second = Objective(algo)
     second.load_state_dict(first.state_dict())
     torch.testing.assert_close(first.plan(samples).advantages, second.plan(samples).advantages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlsys.config.trainer import TrainerConfig
-from rlsys.trainer.learning_rate import learning_rate
+from rlsys.trainer.trainer import learning_rate
 
 
 def test_the_rate_rises_and_falls() -> None:

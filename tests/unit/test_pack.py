@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algo.mismatch import carried_over, comparable
 from rlsys.trainer.pack import MicroBatch, TrainSample, fill, pack
 from rlsys.types import RouteSpan, Sample, Segment, TokenSpan, VersionSpan
 
@@ -166,7 +167,7 @@ def test_a_transferred_sample_is_trained_on_its_groups_prompt_and_compared_with_
     own = int(batch.rows[0] == 1) * 4  # where the sequence of row 0 begins
     assert [(s.start, s.end) for s in batch.routes] == [(own, own + 3)]
     assert batch.keep.sum() == 4
-    assert batch.comparable.nonzero().flatten().tolist() == [own + 2, own + 3]
+    assert comparable(batch).nonzero().flatten().tolist() == [own + 2, own + 3]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,8 @@ def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
     fresh, old = (TrainSample([1], [3, 4], [-0.5] * 2, [version] * 2) for version in (2, 1))
     [batch] = pack([went_on, fresh, old], 100)
     batch.version = 2
-    assert batch.tokens[batch.comparable].tolist() == [5, 3, 4]
-    assert batch.tokens[batch.carried_over].tolist() == [5]
+    assert batch.tokens[comparable(batch)].tolist() == [5, 3, 4]
+    assert batch.tokens[comparable(batch) & carried_over(batch)].tolist() == [5]
 
 
 @pytest.mark.parametrize("which", ["observed", "masked", "both", "neither"])
