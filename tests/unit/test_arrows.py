@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {
+        "machines",
         "errors",
         "config",
         "obs",
