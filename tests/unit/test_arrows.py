@@ -26,6 +26,7 @@ BASE = {
 }
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
+    "machines": BASE,
     "plugins": {"types", "errors", "config"},
     "starter": {"errors"},
     "config": BASE | {"foreign"},
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
     "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
+    "planner": BASE | {"machines", "convert", "engine", "launch", "rollout", "router"},
     "dash": BASE | {"rollout"},
     "trackers": BASE | {"rollout"},
     "convert": BASE | {"algo", "megatron_patches"},
