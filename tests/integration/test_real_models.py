@@ -91,7 +91,7 @@ def of_tokens(logps: torch.Tensor, ids: list[int]) -> torch.Tensor:
 def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> None:
     """Log-probs of given tokens, and of tokens that the engine decodes, which are those that transformers finds most
     likely; the engine's tensors have the checksums that we foretell."""
-    folder = tiny.write(tmp_path / "model", TINY[family], **TINY[family].served)
+    folder = tiny.write(tmp_path / "model", TINY[family], **TINY[family].served, eos_token_id=None)
     engine = {"extra_args": ["--skip-tokenizer-init"], "max_running_requests": 8, "max_total_tokens": 4096}
     config = cases.config_of(folder, tmp_path / "run", engine=engine)
     with running_engine(config, tmp_path) as url:
