@@ -70,6 +70,7 @@ def test_it_trains_alone_and_beside_a_policy_loss_but_not_without_a_teacher() ->
 
 @pytest.mark.gate  # only `make test` installs TRL
 @pytest.mark.skipif(not PARITY_STAMP.is_file(), reason="TRL: launch/bootstrap.py --parity")
+@pytest.mark.filterwarnings("ignore")  # of TRL's own classes, which pytest's main process cannot import
 @pytest.mark.parametrize("direction", [0.0, 0.3, 1.0])
 def test_value_and_gradient_are_trls(direction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """GKD's loss over a whole vocabulary, and the support with a rest of its distillation from a server."""

@@ -23,6 +23,7 @@ from rlsys.algo.preferences import Answers
 pytestmark = [
     pytest.mark.gate,  # only `make test` installs it
     pytest.mark.skipif(not PARITY_STAMP.is_file(), reason="TRL: launch/bootstrap.py --parity"),
+    pytest.mark.filterwarnings("ignore"),  # of TRL's own classes, which pytest's main process cannot import
 ]
 
 B, V, PROMPT = 5, 11, 3
