@@ -170,14 +170,20 @@ def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -
 
 
 def run_plan(
-    config: Config, plan: LaunchPlan, backend: Backend, run_dir: RunDir, display: Display, stop: StopSignals
+    config: Config,
+    plan: LaunchPlan,
+    backend: Backend,
+    run_dir: RunDir,
+    display: Display,
+    stop: StopSignals,
+    check: Callable[[], None],
 ) -> None:
-    """With launch.metrics_port, under the eyes of Prometheus."""
+    """With launch.metrics_port, under the eyes of Prometheus. `check`: the Supervisor's."""
     if config.launch.metrics_port is None:
-        Supervisor(config, plan, backend, run_dir, display, stop).run()
+        Supervisor(config, plan, backend, run_dir, display, stop, check).run()
         return
     exporter = Exporter(display)
-    supervisor = Supervisor(config, plan, backend, run_dir, exporter, stop)
+    supervisor = Supervisor(config, plan, backend, run_dir, exporter, stop, check)
     exporter.roles = supervisor.roles
     engines = [role.ready_url for role in plan.pool() if role.ready_url]
     with exported(exporter, config.launch.metrics_port, run_dir.path, engines) as port:

@@ -33,6 +33,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.count = 0
         self.number = 0
+        self._breaks_off = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignals]:
@@ -44,6 +45,21 @@ class StopSignals:
             for n, handler in before.items():
                 signal.signal(n, handler)
 
+    @contextlib.contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Around what cannot look at `count`: a signal ends it where it is, and Stopped is raised."""
+        self._breaks_off = True
+        try:
+            if self.count:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            raise Stopped(self.number) from None
+        finally:
+            self._breaks_off = False
+
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.number = number
+        if self._breaks_off:
+            raise KeyboardInterrupt  # which no tolerance of a plug-in's errors catches

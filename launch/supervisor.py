@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -73,7 +74,11 @@ class Supervisor:
         run_dir: RunDir,
         display: Display,
         stop: StopSignals,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check`: raises what forbids the run. It lasts seconds, and so do engines until they serve: it runs when
+        they have started, before anything else has."""
+        self._check = check
         self._config = config
         self._plan = plan
         self._backend = backend
@@ -112,9 +117,15 @@ class Supervisor:
             self._say(f"all {done['step']} steps are done already; a larger trainer.steps goes on")
             return
         try:
-            for role in self._plan.roles:
-                self._start(role)
             self._say("starting " + ", ".join(role.name for role in self._plan.roles))
+            for role in self._plan.roles:
+                if role.kind == "engine":
+                    self._start(role)
+            with self._stop.breaking_off():
+                self._check()
+            for role in self._plan.roles:
+                if role.kind != "engine":
+                    self._start(role)
             while not self._trainer_done():
                 if number := self._stop_signal():
                     if number in (signal.SIGTERM, signal.SIGUSR1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -54,9 +55,12 @@ from rlsys.trackers.tracker import check_trackers
 
 def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
+    from rlsys.rollout.preflight import check_names
+
     config = pin_data(load_config(args.config, args.overrides))
     check_model(config)
-    check_plugins(config)
+    check_sinks(config)
+    check_names(config)
     if config.launch.backend == "local":  # other nodes say it themselves
         found = importlib.util.find_spec("transformer_engine") is not None
         check_device(config, device_capability(), found)
@@ -66,7 +70,7 @@ def train(args: argparse.Namespace) -> int:
         ports = choose_ports(config, layout, backend.free_ports)
         return build_plan(config, layout, backend.nodes, ports, engine_command)
 
-    supervise(config, plan)
+    supervise(config, plan, functools.cache(lambda: check_plugins(config)))
     show_report(config.run.dir)
     return 0
 
@@ -101,10 +105,17 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, aside: bool = False) -> None:
+def supervise(
+    config: Config,
+    make_plan: Callable[[Backend], LaunchPlan],
+    check: Callable[[], None] = lambda: None,
+    *,
+    aside: bool = False,
+) -> None:
     """Run the plan's processes under the live display until they are done; lost nodes and ports are replaced.
 
-    `aside`: the display goes to stderr, because stdout is for a program to read.
+    `check`: the Supervisor's, asked at every start of the plan. `aside`: the display goes to stderr, because stdout
+    is for a program to read.
     """
     console = Console(stderr=aside)
     check_folder(config.run.dir)
@@ -118,7 +129,7 @@ def supervise(config: Config, make_plan: Callable[[Backend], LaunchPlan], *, asi
         losses, reached = 0, -1
         while True:
             try:
-                run_plan(config, make_plan(backend), backend, run_dir, display, stop)
+                run_plan(config, make_plan(backend), backend, run_dir, display, stop, check)
                 return
             except NodeLost as lost:
                 step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0
@@ -170,10 +181,15 @@ def check_plugins(config: Config) -> None:
     """Raises UserError for a run that would not start; tells what is worth knowing of it."""
     from rlsys.preflight import check_start  # imports torch
 
-    check_trackers(config.run.trackers)
-    check_spans(config.run.spans)
+    check_sinks(config)
     for line in check_start(config):
         print(f"rlsys: note: {line}", file=sys.stderr)
+
+
+def check_sinks(config: Config) -> None:
+    """Raises UserError for a tracker or a receiver of spans that cannot be used."""
+    check_trackers(config.run.trackers)
+    check_spans(config.run.spans)
 
 
 def report(args: argparse.Namespace) -> int:

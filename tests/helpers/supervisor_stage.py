@@ -80,10 +80,12 @@ class Stage:
         url = f"http://127.0.0.1:{port}/status" if serves else None
         return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
 
-    def run(self, *roles: Role) -> None:
+    def run(self, *roles: Role, check: Callable[[], None] = lambda: None) -> None:
         with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
             backend = LocalBackend(self.config, run_dir.lock_fd)
-            Supervisor(self.config, LaunchPlan(list(roles)), backend, run_dir, self.display, stop).run()
+            Supervisor(
+                self.config, LaunchPlan(list(roles)), backend, run_dir, self.display, stop, check
+            ).run()
 
     @property
     def notes(self) -> list[str]:
