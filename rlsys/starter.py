@@ -27,7 +27,7 @@ trainer:
 eval:
   prompts: 16
 """
-_REWARD = r'''"""The reward of this run: a number for each response, here 1 for the right answer and 0 for any other."""
+_REWARD = r'''"""The reward of this run: a number for each response: 1 for the right answer, 0 for others."""
 
 import re
 

@@ -257,8 +257,8 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
         def encode(self, text: str) -> list[int]:
             return [5] * len(text)
 
-        def decode(self, ids: list[int]) -> str:
-            return json.dumps(ids)
+        def decode(self, ids: Sequence[int]) -> str:
+            return json.dumps([int(i) for i in ids])
 
         def apply_chat(self, messages: list[dict[str, str]]) -> str:
             return "user: " + messages[0]["content"]
