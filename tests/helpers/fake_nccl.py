@@ -221,6 +221,8 @@ def _watch_ends(made: Machines, patch: pytest.MonkeyPatch) -> None:
 
 def as_rank(made: Machines, rank: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is that rank, started by torchrun, in groups of its own; they are left at the end."""
+    if dist.is_initialized():  # a trainer of another test has left its layout, and not its group of one rank
+        dist.destroy_process_group()
     node = made.trainer[rank][0]
     made.rank = rank
     patch.setenv("LOCAL_RANK", str([r for r, gpu in enumerate(made.trainer) if gpu[0] == node].index(rank)))
