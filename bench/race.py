@@ -98,7 +98,8 @@ def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Ru
 
 def run(name: str, task: Task, seed: int, folder: Path) -> Run:
     """Raises Failed."""
-    config = [CONFIG, *task.overrides, f"run.seed={seed}"]
+    # No warm-up: TRL is told a constant learning rate, and the first steps decide who is at the target.
+    config = [CONFIG, "trainer.warmup_steps=0", *task.overrides, f"run.seed={seed}"]
     if name == "rlsys":
         command = ["-m", "rlsys.cli", "train", *config, f"run.dir={folder}/run", "eval.every=1"]
         out, paths, threads = folder / "run" / "metrics.jsonl", [ROOT], 1
