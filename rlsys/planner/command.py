@@ -121,19 +121,18 @@ def _basis(args: argparse.Namespace, config: Config) -> tuple[Callable[[Config],
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     cap = config.rollout.max_response_tokens
+    trace = read_trace(args.trace, cap) if args.trace else None
     if args.calibrate is not None:
         if args.gpus is not None:
             raise UserError(
                 "--calibrate and --gpus: a run tells the costs of its own layout only; give one of them"
             )
-        costs, lengths = calibrated(args.calibrate)
-        return lambda _: costs, read_trace(args.trace, cap) if args.trace else Lengths(lengths.values, cap)
+        costs, seen = calibrated(args.calibrate)
+        return (lambda _: costs), trace or Lengths(seen.values, cap)
     if args.gpus is None and not config.launch.gpus_per_node:
         raise UserError("a config without GPUs: give --gpus N, or --calibrate RUN with a run of this machine")
     hf, machine = read_model(config), machines()[args.gpu]
-    return lambda made: costs_of(made, hf, machine), read_trace(args.trace, cap) if args.trace else long_tail(
-        cap
-    )
+    return (lambda made: costs_of(made, hf, machine)), trace or long_tail(cap)
 
 
 def best(tried: Sequence[tuple[Setting, Forecast]]) -> tuple[Setting, Forecast]:
@@ -151,7 +150,7 @@ def reason(tried: Sequence[tuple[Setting, Forecast]]) -> str:
         why.append(
             f"the trainer waits {clock(top.rollout_seconds)} a step instead of {clock(base.rollout_seconds)}"
         )
-    price = f"; its tokens are {top.staleness:.1f} steps old at most on average" if top.staleness else ""
+    price = f"; a group's oldest token is {top.staleness:.1f} steps old on average" if top.staleness else ""
     return (
         f"best: {setting.name}: {top.tokens_per_s / base.tokens_per_s:.2f} times the tokens a second of "
         f"'{first.name}': {', '.join(why)}{price}"
