@@ -34,7 +34,7 @@ from rlsys.cli_import import add_import
 from rlsys.cli_look import add_look, followed_by_trackers
 from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
-from rlsys.config import Config, load_config
+from rlsys.config import Config, add_config, load_config
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
@@ -301,12 +301,7 @@ def make_parser() -> Parser:
         ("sft", sft, "learn from chats, compared answers or traces"),
     ):
         sub = add(name, run, help)
-        sub.add_argument(
-            "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
-        )
-        sub.add_argument(
-            "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
-        )
+        add_config(sub)
     for name, run, help in (
         ("report", report, "make report.html and plots of a run, and print its figures"),
         ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,7 +19,7 @@ from launch.memory import Fact, describe_memory, odd_sizes
 from launch.picture import Fold, draw, fold
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from launch.preflight import read_model
-from rlsys.config import Config, dump_config, load_config
+from rlsys.config import Config, add_config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import UserError
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
@@ -47,10 +46,7 @@ def add_explain(add: Add) -> None:
     sub = add(
         "explain", explain, "show what a config comes to: what will run, how large, how long, what is odd"
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
-    sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
-    )
+    add_config(sub)
     sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
     sub.add_argument("--config", action="store_true", dest="whole", help="print the resolved config instead")
     sub.add_argument("--commands", action="store_true", help="print every process of every node instead")

@@ -19,7 +19,7 @@ from launch.layout import lay_out
 from launch.plan import LaunchPlan, build_asking_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model
-from rlsys.config import Config, load_config
+from rlsys.config import Config, add_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RunError, UserError, disk_errors
 from rlsys.rollout.tryout import FILE_NAME
@@ -48,10 +48,7 @@ def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], No
         lambda args: try_out(args, supervise, check_plugins),
         "ask the model a run's first prompts, score the answers and show them",
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
-    sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
-    )
+    add_config(sub)
     sub.add_argument("--json", action="store_true", help="print what was found as JSON only")
 
 

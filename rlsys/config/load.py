@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,16 @@ from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import find_config, find_model
 from rlsys.foreign.explain import explain_foreign
+
+
+def add_config(command: ArgumentParser) -> None:
+    """The arguments of a command that works on a config; they are `load_config`'s."""
+    command.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
+    )
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

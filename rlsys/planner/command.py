@@ -17,13 +17,13 @@ from rich.table import Table
 
 from launch.duration import clock
 from launch.preflight import read_model
-from rlsys.config import Config, load_config
+from rlsys.config import Config, add_config, load_config
 from rlsys.errors import RunError, UserError
 from rlsys.machines import machines
 from rlsys.planner.calibration import calibrated
 from rlsys.planner.costs import Costs, costs_of
 from rlsys.planner.lengths import Lengths, long_tail, read_trace
-from rlsys.planner.settings import Setting, as_written, settings
+from rlsys.planner.settings import PER_NODE, Setting, as_written, settings
 from rlsys.planner.simulation import Forecast, simulate
 
 _COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
@@ -46,10 +46,7 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
         plan,
         "forecast step time, tokens a second and idle slots of a config's settings, by simulating its rollout",
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
-    sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
-    )
+    add_config(sub)
     sub.add_argument("--gpus", type=int, metavar="N", help="try placements of so many; else the config's own")
     sub.add_argument("--gpu", choices=list(machines()), default="h100", help="which kind; h100")
     sub.add_argument(
@@ -93,7 +90,7 @@ def plan(args: argparse.Namespace) -> int:
         else:
             tried.append((setting, forecast))
     if not tried:
-        raise UserError("; ".join(["no setting can run", *against[:3]]))
+        raise UserError("; ".join(["no setting can run", *_folded(against)]))
     if args.json:
         told = [{"name": s.name, **asdict(f)} for s, f in tried]
         print(json.dumps({"settings": told, "not_possible": against, "best": best(tried)[0].name}, indent=2))
@@ -120,6 +117,8 @@ def _basis(args: argparse.Namespace, config: Config) -> tuple[Callable[[Config],
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+    if args.gpus is not None and args.gpus > PER_NODE and args.gpus % PER_NODE:
+        raise UserError(f"--gpus {args.gpus}: expected at most {PER_NODE}, or whole nodes of {PER_NODE}")
     cap = config.rollout.max_response_tokens
     trace = read_trace(args.trace, cap) if args.trace else None
     if args.calibrate is not None:

@@ -17,7 +17,7 @@ from typing import IO
 
 from launch.memory import budget, model_size
 from launch.preflight import read_model
-from rlsys.config import Config, load_config
+from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
 from rlsys.errors import RunError, UserError
@@ -46,10 +46,7 @@ def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
         rehearse,
         "run one update of true size of any rank on this CPU, without weights or values: memory, FLOPs, collectives",
     )
-    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
-    sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
-    )
+    add_config(sub)
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="this rank only")
     which.add_argument(

@@ -285,6 +285,9 @@ def test_placements_of_so_many_gpus_as_json(capsys: pytest.CaptureFixture[str]) 
     [
         (["configs/quickstart.yaml"], "give --gpus N, or --calibrate RUN"),
         ([str(BIG), "--steps", "0"], "--steps 0: expected 1 or more"),
+        ([str(BIG), "--gpus", "12"], "--gpus 12: expected at most 8, or whole nodes of 8"),
+        ([str(BIG), "--gpus", "1"], "no setting can run; colocated, 0 engines"),
+        ([str(BIG), "--calibrate", "nowhere"], "nowhere: no metrics.jsonl in it"),
         ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "give one of them"),
         ([str(BIG), "--trace", "nowhere.json"], "nowhere.json: No such file"),
     ],
