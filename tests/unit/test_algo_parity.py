@@ -6,7 +6,6 @@ Neither library is a dependency: `make test` puts them, and what they import, in
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
+from launch.bootstrap import PARITY_STAMP
 from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.objective import Objective
 from rlsys.config.algo import AlgoSection
+from tests.helpers import parity
 from tests.helpers.algo_world import DOUBLE
 
 pytestmark = [
@@ -35,29 +35,20 @@ B, L = len(LENGTHS), max(LENGTHS)
 
 @pytest.fixture(scope="module")
 def libraries() -> Iterator[SimpleNamespace]:
-    """Their modules. transformers is told that there is no torchvision: neither library needs it for this."""
-    import transformers.utils
-    import transformers.utils.import_utils
+    """Their modules."""
+    with parity.importable():
+        from trl.rewards import get_soft_overlong_punishment
+        from trl.trainer.grpo_trainer import GRPOTrainer
+        from verl.trainer.ppo import core_algos, rollout_corr_helper
+        from verl.workers.config import ActorConfig
 
-    patch = pytest.MonkeyPatch()
-    for module in (transformers.utils, transformers.utils.import_utils):
-        for name in ("is_torchvision_available", "is_torchvision_v2_available"):
-            patch.setattr(module, name, lambda: False, raising=False)
-    sys.path.append(str(PARITY_FOLDER))
-    from trl.rewards import get_soft_overlong_punishment
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
-    from verl.workers.config import ActorConfig
-
-    yield SimpleNamespace(
-        trl=GRPOTrainer,
-        overlong=get_soft_overlong_punishment,
-        verl=core_algos,
-        corrections=rollout_corr_helper,
-        actor=ActorConfig,
-    )
-    sys.path.remove(str(PARITY_FOLDER))
-    patch.undo()
+        yield SimpleNamespace(
+            trl=GRPOTrainer,
+            overlong=get_soft_overlong_punishment,
+            verl=core_algos,
+            corrections=rollout_corr_helper,
+            actor=ActorConfig,
+        )
 
 
 class Padded:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
+from launch.bootstrap import PARITY_STAMP
 from rlsys.algo import build
 from rlsys.algo.distill import divergence, with_rest
 from rlsys.algo.losses import View
 from rlsys.algo.preflight import check
 from rlsys.config import Config
 from rlsys.errors import UserError
+from tests.helpers import parity
 from tests.helpers.algo_world import packed
 
 POLICY, TEACHER = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.25, 0.5, 0.25]).log()
@@ -72,18 +72,11 @@ def test_it_trains_alone_and_beside_a_policy_loss_but_not_without_a_teacher() ->
 @pytest.mark.skipif(not PARITY_STAMP.is_file(), reason="TRL: launch/bootstrap.py --parity")
 @pytest.mark.filterwarnings("ignore")  # of TRL's own classes, which pytest's main process cannot import
 @pytest.mark.parametrize("direction", [0.0, 0.3, 1.0])
-def test_value_and_gradient_are_trls(direction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_and_gradient_are_trls(direction: float) -> None:
     """GKD's loss over a whole vocabulary, and the support with a rest of its distillation from a server."""
-    import transformers.utils
-    import transformers.utils.import_utils
-
-    for module in (transformers.utils, transformers.utils.import_utils):
-        for name in ("is_torchvision_available", "is_torchvision_v2_available"):
-            monkeypatch.setattr(module, name, lambda: False, raising=False)
-    monkeypatch.syspath_prepend(str(PARITY_FOLDER))
-    monkeypatch.setattr(sys, "path", [*sys.path[1:], sys.path[0]])  # behind our own packages
-    from trl.experimental.gkd.gkd_trainer import GKDTrainer
-    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket
+    with parity.importable():
+        from trl.experimental.gkd.gkd_trainer import GKDTrainer
+        from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket
 
     g = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 1, 7, 13, generator=g, dtype=torch.float64)

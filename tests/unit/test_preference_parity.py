@@ -5,7 +5,6 @@ Logits are rows of a table, one for each token: a bigram model, in float64.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
+from launch.bootstrap import PARITY_STAMP
 from rlsys.algo import build
 from rlsys.algo.preferences import Answers
+from tests.helpers import parity
 
 pytestmark = [
     pytest.mark.gate,  # only `make test` installs it
@@ -34,26 +34,17 @@ MARGINS = torch.tensor([0.5, 0.0, 1.0, 0.25, 2.0], dtype=torch.float64)
 
 @pytest.fixture(scope="module")
 def trl() -> Iterator[SimpleNamespace]:
-    """Its trainers. transformers is told that there is no torchvision, as in test_algo_parity."""
-    import transformers.utils
-    import transformers.utils.import_utils
+    """Its trainers."""
+    with parity.importable():
+        from trl.experimental.cpo import CPOTrainer
+        from trl.experimental.orpo import ORPOTrainer
+        from trl.trainer.dpo_trainer import DPOTrainer
+        from trl.trainer.kto_trainer import KTOTrainer
+        from trl.trainer.reward_trainer import RewardTrainer
 
-    patch = pytest.MonkeyPatch()
-    for module in (transformers.utils, transformers.utils.import_utils):
-        for name in ("is_torchvision_available", "is_torchvision_v2_available"):
-            patch.setattr(module, name, lambda: False, raising=False)
-    sys.path.append(str(PARITY_FOLDER))
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.orpo import ORPOTrainer
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.kto_trainer import KTOTrainer
-    from trl.trainer.reward_trainer import RewardTrainer
-
-    yield SimpleNamespace(
-        dpo=DPOTrainer, cpo=CPOTrainer, orpo=ORPOTrainer, kto=KTOTrainer, reward=RewardTrainer
-    )
-    sys.path.remove(str(PARITY_FOLDER))
-    patch.undo()
+        yield SimpleNamespace(
+            dpo=DPOTrainer, cpo=CPOTrainer, orpo=ORPOTrainer, kto=KTOTrainer, reward=RewardTrainer
+        )
 
 
 class Bigram:
