@@ -23,7 +23,8 @@ class RewardSpec(Section):
     """One reward of several, or one with parameters: a name, or `{name: ..., weight: ..., params: ...}`."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`."""
+    """Short name of a reward function, an import path `package.module:function`, `path/to/file.py:function`, or the
+    URL of a service that scores."""
     weight: float = 1.0
     """What its value is multiplied with before all are added."""
     signature: Literal["auto", "rlsys", "verl", "slime", "trl", "verifiers"] = "auto"
@@ -61,8 +62,8 @@ class DataConfig(Section):
     reward: Annotated[list[RewardSpec], BeforeValidator(_one_or_several)] = Field(
         default=[RewardSpec(name="reasoning_gym")], min_length=1
     )
-    """Short name of a reward function, or an import path `package.module:function`, or `path/to/file.py:function`; or
-    a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
+    """Short name of a reward function, an import path `package.module:function`, `path/to/file.py:function`, or the
+    URL of a service that scores; or a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
     reward_env: list[str] = Field(default_factory=list)
     """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
     no other variables of ours."""

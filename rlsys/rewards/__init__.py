@@ -1,9 +1,10 @@
 """Rewards: `reward_fn(prompt, response_text) -> Mark`, any finite number.
 
-A reward function, built in or named by import path, is made as `function(config)`, or has the signature of another
-framework (signatures.py). It may be async or plain. An async one runs in the event loop and must not hold it: a loop
-that stands still for rollout.stall_timeout ends the run. A plain one runs in processes of its own, each of which
-makes the function for itself: one that hangs can be killed there. Whoever calls has the time limit and censors.
+A reward function, built in or named by import path, is made as `function(config)`, has the signature of another
+framework (signatures.py), or stands behind a URL (service.py). It may be async or plain. An async one runs in the
+event loop and must not hold it: a loop that stands still for rollout.stall_timeout ends the run. A plain one runs in
+processes of its own, each of which makes the function for itself: one that hangs can be killed there. Whoever calls
+has the time limit and censors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlsys.rewards.environment import environment
 from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.marks import Mark, join_marks, read_mark
 from rlsys.rewards.maths import math
+from rlsys.rewards.service import ServiceReward, find_service, is_url, service_name
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
@@ -57,6 +59,8 @@ def make_scores(config: Config) -> list[Score]:
 
 def find_reward(name: str) -> Callable[..., Any]:
     """What `data.reward` names. Raises UserError for an unknown name."""
+    if is_url(name):
+        return find_service(name)
     install()
     return resolve("data.reward", name, REWARDS)
 
@@ -69,7 +73,7 @@ def make_score(config: Config) -> Score:
 
 def short_names(names: list[str]) -> list[str]:
     """What the parts of a joined reward are called: the function's name alone, with a number where two share it."""
-    short = [name.rpartition(":")[2] for name in names]
+    short = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
     return [
         name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
         for i, name in enumerate(short)
@@ -123,6 +127,9 @@ class Rewards:
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.gather(self._beginning, return_exceptions=True)
+        for score in self._async_scores.values():
+            if isinstance(score, ServiceReward):
+                await score.close()
         await self._workers.close()
 
 

@@ -21,6 +21,7 @@ from rlsys.errors import UserError
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
+from rlsys.rewards.service import is_url
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.generator import build_generator
@@ -203,8 +204,12 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     return sample
 
 
-async def _score(config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Names of the reward's parts."""
+async def _score(
+    config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer
+) -> tuple[str, ...] | None:
+    """Names of the reward's parts; None: a service says them, which is not asked."""
+    if any(is_url(spec.name) for spec in config.data.reward):
+        return None
     verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
     if verdict.reward is None:
         raise UserError(
