@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 from launch.layout import lay_out, push_plan
@@ -106,16 +107,22 @@ class Loop:
         return time.monotonic() - start
 
     def push(self) -> dict[str, float]:
-        """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics."""
-        start = time.monotonic()
-        self._make_room()  # engines that rest take back their weights' memory next
-        ticket = self.on_main(self.rollout.begin_push)
-        sent = self.delivery.push(ticket)
-        canaries = self.trainer.canaries(ticket.canaries)
-        self._make_room()  # and their caches'
-        attested = self.on_main(lambda: self.rollout.end_push(ticket, canaries, sent.digests, sent.left_out))
-        attested["time_checksums"] += sent.hashing
-        return {"time_sync": time.monotonic() - start, **attested}
+        """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics.
+
+        With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
+        """
+        start, hashing, left = time.monotonic(), 0.0, 1.0
+        while left:
+            self._make_room()  # engines that rest take back their weights' memory next
+            ticket = self.on_main(self.rollout.begin_push)
+            sent = self.delivery.push(ticket)
+            canaries = self.trainer.canaries(ticket.canaries)
+            self._make_room()  # and their caches'
+            end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
+            found = self.on_main(end)
+            left, hashing = found.pop("push_left"), hashing + sent.hashing
+        found["time_checksums"] += hashing
+        return {"time_sync": time.monotonic() - start, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""

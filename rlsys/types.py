@@ -390,7 +390,8 @@ class EngineAddress:
 
 @dataclass(slots=True)
 class PushTicket:
-    """Permission to send weights: made by begin_push, ended by end_push with the same version.
+    """Permission to send weights: made by begin_push, ended by end_push with the same version and engines. A rolling
+    push has a ticket for every round.
 
     `canaries`: token sequences that trainer and engines are compared on; real prompts and responses, because on
     random tokens log-probs are so large that rounding alone exceeds a useful bound.

@@ -152,7 +152,7 @@ class RouterConfig(Section):
     strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
     """Which engine a sample goes to. prefix_affinity: the one that has its prefix, unless that one is
     overloaded. least_tokens: the one with the fewest tokens. power_of_two: the less busy of two. version_aware:
-    the same as prefix_affinity in a training run."""
+    with weights.rolling one that has the weights of its last token, else the same as prefix_affinity."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
     """What a weight push does to samples in flight (disaggregated engines). abort: they return, are saved, and
     go on after the push. retract: the engine keeps them and computes their cache again. in_place: it keeps them
@@ -165,6 +165,10 @@ class WeightsConfig(Section):
     broadcast: buckets through a process group, to any machine. sharded: the same from the trainer ranks that own
     the tensors, in turns, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
     safetensors folder that all share. disk_delta: the same, changed tensors only."""
+    rolling: Annotated[int, Field(ge=1)] | None = None
+    """Engines that a push updates at once; the others go on with the weights before it until their turn comes.
+    Unset: all at once. For large pools: it keeps the others at work, but the trainer gathers and sends the model
+    once for every round, and tokens get older. For disaggregated engines."""
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None

@@ -112,6 +112,18 @@ class Config(Section):
                 "launch.placement = disaggregated and engine.count >= 2, they are "
                 f"{self.launch.placement} and {self.engine.count}"
             )
+        if (rolling := self.weights.rolling) is not None:
+            if self.launch.placement == "colocated" or self.engine.count < 2 or r.max_staleness < 1:
+                raise ValueError(
+                    f"weights.rolling = {rolling} lets engines with older weights go on: expected launch.placement = "
+                    "disaggregated, engine.count >= 2 and rollout.max_staleness >= 1, they are "
+                    f"{self.launch.placement}, {self.engine.count} and {r.max_staleness}"
+                )
+            if r.repeat is not None:
+                raise ValueError(
+                    f"weights.rolling = {rolling} with rollout.repeat: a record does not say which engine had which "
+                    "weights; leave one of them out"
+                )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "

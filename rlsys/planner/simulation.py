@@ -244,9 +244,12 @@ class _Run:
         return [self._grain * (s.tokens + len(s.prompt_ids)) for g in taken.groups for s in g.samples]
 
     async def _push(self, manager: RolloutManager) -> None:
-        ticket: PushTicket = await manager.begin_push()
-        await asyncio.sleep(self._costs.push)
-        await manager.end_push(ticket, [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries])
+        left = True
+        while left:
+            ticket: PushTicket = await manager.begin_push()
+            await asyncio.sleep(self._costs.push)
+            canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries]
+            left = bool((await manager.end_push(ticket, canaries))["push_left"])
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 
 from rlsys.config import Config
@@ -95,6 +95,8 @@ class RolloutManager:
         self._trained_steps: int | None = None
         """Train steps that the engines' weights contain; None before the first push."""
         self._push_due = True
+        self._rolling = False
+        """A push has updated some engines, and others serve with the weights before it until their round."""
         self._parts: list[list[int]] = []
         """Of the next step: ids of the groups that the trainer was given before its take."""
         self._lost_seen = 0
@@ -113,6 +115,7 @@ class RolloutManager:
             check_conservation(self._buffer.ledger())
             self._runner.flush()
             self._done_steps, self._trained_steps, self._push_due = train_step, None, True
+            self._rolling = False
             self._parts = []
 
     async def early(self, train_step: int) -> Taken | None:
@@ -223,19 +226,34 @@ class RolloutManager:
             self._runner.flush()
 
     async def begin_push(self) -> PushTicket:
-        """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only."""
+        """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only.
+
+        With `weights.rolling` each call is one round: the engines of the ticket rest, the others go on.
+        """
         async with self._command:
             self._runner.raise_failure()
-            if self._push_due:
-                if not self._colocated:  # else take has done it
-                    await self._waiting.watched(self._until_interruptible(), "samples that must go on")
-                    await self._interrupt_all(keep=self._stays_young)
+            first, members = self._push_due and not self._rolling, self._next_members()
+            if members or (first and not self._colocated):  # else take has done it
+                resting = members or None
+                await self._waiting.watched(self._until_interruptible(resting), "samples that must go on")
+                await self._interrupt_all(keep=self._stays_young, members=resting)
+            if first:
                 self._buffer.new_version(self._done_steps)
                 await self._expire()
-                self._runner.flush()
+                self._rolling = bool(members)
+            self._runner.flush()
             version = self._buffer.weight_version
-            engines = await self._router.begin_push(version, only_stale=not self._push_due)
+            engines = await self._router.begin_push(version, only_stale=not first, members=members)
+            if members:
+                self._go_on()
             return PushTicket(version, engines, self._canaries.sequences())
+
+    def _next_members(self) -> list[str]:
+        """URLs of the engines of the next round. None after a restart: nothing is made then that could go on."""
+        at_once = self._config.weights.rolling
+        if at_once is None or self._trained_steps is None or not self._push_due:
+            return []
+        return self._router.next_members(at_once)
 
     async def end_push(
         self,
@@ -245,13 +263,17 @@ class RolloutManager:
         left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
         """Attest the engines of the ticket but those of `left_out` (URL -> why), then go on generating. Returns the
-        push's metrics."""
+        push's metrics; as long as `push_left` of them is not 0, the trainer begins another round.
+
+        Until the last round, admission counts with the oldest weights that serve.
+        """
         async with self._command:
             version = self._buffer.weight_version
             if ticket.weight_version != version:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
             metrics = await self._router.end_push(version, canaries, checksums, left_out)
-            self._trained_steps, self._push_due = self._done_steps, False
+            if not metrics["push_left"]:
+                self._trained_steps, self._push_due, self._rolling = self._done_steps, False, False
             self._go_on()
             return metrics
 
@@ -369,9 +391,9 @@ class RolloutManager:
             await self._runner.censor_overdue(late)
             self._generate(trained_steps)
 
-    async def _until_interruptible(self) -> None:
+    async def _until_interruptible(self, members: Collection[str] | None) -> None:
         step = self._trained_steps
-        while step is not None and self._selection.must_go_on(step) and not self._called_away():
+        while step is not None and self._selection.must_go_on(step, members) and not self._called_away():
             await self._look_again()
 
     def _called_away(self) -> bool:
@@ -406,14 +428,18 @@ class RolloutManager:
     def _stays_young(self, sample: Sample) -> bool:
         return self._selection.stays_young(sample, self._done_steps)
 
-    async def _interrupt_all(self, keep: Callable[[Sample], bool] | None = None) -> None:
+    async def _interrupt_all(
+        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+    ) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is in the buffer, lost ones are counted.
+        that came is in the buffer, lost ones are counted. `members`: only these engines rest, and the others go on
+        with samples to keep.
         """
-        self._runner.pause()
+        if members is None:
+            self._runner.pause()
         busy = self._runner.in_flight()
         try:
-            await self._router.interrupt(keep)
+            await self._router.interrupt(keep, members)
         finally:
             self._runner.save_running()
         parked = [s for s in busy if s.status is Status.PARKED]

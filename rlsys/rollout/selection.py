@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.repeat import Repeat
@@ -38,16 +40,17 @@ class Selection:
         under the staleness policy `wait`, and not for a record."""
         return self._buffer.ready()[: self._rollout.groups_per_step]
 
-    def must_go_on(self, trained_steps: int) -> bool:
-        """Whether a sample in an engine has been resumed as often as rollout.max_resumes allows, or the record has
-        more tokens of these weights."""
+    def must_go_on(self, trained_steps: int, members: Collection[str] | None = None) -> bool:
+        """Whether a sample in an engine (one of these URLs) has been resumed as often as rollout.max_resumes allows,
+        or the record has more tokens of these weights."""
         if self._repeat is not None:
             return self._repeat.lacks_tokens(trained_steps)
         limit = self._rollout.max_resumes
         if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
             return False
         samples = (s for g in self._buffer.active() for s in g.samples)
-        return any(s.status is Status.IN_FLIGHT and s.resumes >= limit for s in samples)
+        full = (s for s in samples if s.status is Status.IN_FLIGHT and s.resumes >= limit)
+        return any(members is None or s.engine in members for s in full)
 
     def stays_young(self, sample: Sample, done_steps: int) -> bool:
         """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""

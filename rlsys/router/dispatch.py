@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from rlsys.engine.client import DeadEngine, EngineError
-from rlsys.router.pool import EngineState, Flight, Pool
+from rlsys.router.pool import NEVER, EngineState, Flight, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
 
@@ -34,6 +34,7 @@ keeps them with it (then tokens are predicted from keys and values of older weig
 """
 
 Priority = Callable[[], tuple[int, ...]]
+Keep = Callable[[Sample], bool]
 
 log = logging.getLogger("rlsys.router")
 
@@ -116,17 +117,29 @@ class Dispatcher:
 
     # -- all requests -------------------------------------------------------------------------------------------
 
-    async def bring_back(self, keep: Callable[[Sample], bool] | None = None) -> None:
+    async def bring_back(
+        self,
+        keep: Keep | None = None,
+        *,
+        members: Collection[str] | None = None,
+        elsewhere: Keep | None = None,
+    ) -> None:
         """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left. What
-        a pinned engine answers for an evaluation stays in it.
+        a pinned engine answers for an evaluation stays in it. `members`: that is done to the engines of these URLs;
+        in the others stays what `elsewhere` keeps.
 
         An abort that overtakes its request is lost, so it is repeated until each request has answered.
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
-        await asyncio.gather(*(self._empty(e, keep) for e in self.pool.engines))
+        await asyncio.gather(
+            *(
+                self._empty(e, keep if members is None or e.url in members else elsewhere)
+                for e in self.pool.engines
+            )
+        )
 
-    async def _empty(self, engine: EngineState, keep: Callable[[Sample], bool] | None) -> None:
+    async def _empty(self, engine: EngineState, keep: Keep | None) -> None:
         loop, patience, seen = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
         while leaving := _leaving(engine, keep):
             engine.landed.clear()
@@ -158,9 +171,10 @@ class Dispatcher:
         if engine.paused:  # a request that is kept in place answers only when it may go on
             await self._continue(engine)
 
-    async def pause(self, mode: Interruption) -> None:
-        """Engines keep what is in them and make no more tokens, until `unpause`."""
-        busy = [e for e in self.pool.engines if e.alive and e.flights and not e.paused and not e.pinned]
+    async def pause(self, mode: Interruption, members: Collection[str] | None = None) -> None:
+        """Engines keep what is in them and make no more tokens, until `unpause`. `members`: those of these URLs."""
+        asked = [e for e in self.pool.engines if members is None or e.url in members]
+        busy = [e for e in asked if e.alive and e.flights and not e.paused and not e.pinned]
         await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
 
     async def _pause(self, engine: EngineState, mode: Interruption) -> None:
@@ -176,10 +190,10 @@ class Dispatcher:
             await self._continue(engine)
 
     def resume(self) -> None:
-        """Open the gate; what was interrupted goes on."""
+        """Open the gate; what was interrupted goes on. Not what an engine keeps that gets new weights just now."""
         self.open, self.interrupted = True, False
         for engine in self.pool.engines:
-            if engine.paused:
+            if engine.paused and engine.version != NEVER:
                 task = asyncio.create_task(self._unpause_soon(engine))
                 self._background.add(task)
                 task.add_done_callback(self._background.discard)
@@ -201,7 +215,7 @@ class Dispatcher:
         return True
 
 
-def _leaving(engine: EngineState, keep: Callable[[Sample], bool] | None) -> list[str]:
+def _leaving(engine: EngineState, keep: Keep | None) -> list[str]:
     """Ids of its flights that must end."""
     leaving = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
     if keep is None or engine.pinned:  # nothing of training stays in an engine that gets no push

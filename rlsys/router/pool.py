@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
@@ -268,6 +269,8 @@ class Pool:
         self._trusted = trusted
         self.engines: list[EngineState] = []
         self.version = NEVER
+        self.older: int | None = None
+        """The version before it, while a rolling push goes round: engines that have it serve until their turn."""
         self._gone = {"generated": 0, "lost": 0, "deaths": 0}
         self._pin: tuple[EngineState, int] | None = None
         """The engine that answers an evaluation alone, and its weight version."""
@@ -303,13 +306,18 @@ class Pool:
         return [
             e
             for e in self.engines
-            if e.version == version and e.alive and not (e.paused or e.pinned or e.draining)
+            if e.version in (version, self.older) and e.alive and not (e.paused or e.pinned or e.draining)
             if e.quarantined is None and not (e.breaker.failures and _held_off(e, now))
         ]
 
     def stale(self) -> list[EngineState]:
-        """Alive, but without the current weights: they serve after a push."""
-        return [e for e in self.alive() if e.version != self.version and not e.pinned]
+        """Alive, but without weights that may serve: they serve after a push."""
+        return [e for e in self.alive() if e.version not in (self.version, self.older) and not e.pinned]
+
+    def before_roll(self) -> list[EngineState]:
+        """Those that a rolling push has still to update: all that serve, as long as it has not begun."""
+        version = self.version if self.older is None else self.older
+        return [e for e in self.alive() if e.version == version and not e.pinned]
 
     def pin(self) -> bool:
         """See Router.pin."""
@@ -353,9 +361,11 @@ class Pool:
         if self._trusted and self.version == NEVER:
             self.version = max((e.version for e in self.alive()), default=NEVER)
 
-    async def count(self) -> None:
-        """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight."""
-        await asyncio.gather(*(e.count() for e in self.alive() if not e.pinned))
+    async def count(self, members: Collection[str] | None = None) -> None:
+        """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight. `members`:
+        URLs of those that are asked; all when none are given."""
+        asked = [e for e in self.alive() if not e.pinned and (members is None or e.url in members)]
+        await asyncio.gather(*(e.count() for e in asked))
 
     def figures(self) -> dict[str, dict[str, object]]:
         """See Router.engine_figures."""
@@ -363,7 +373,7 @@ class Pool:
         return {
             e.url: {
                 "state": e.state,
-                "serving": e.alive and e.url not in left_out and e.version == self.version,
+                "serving": e.alive and e.url not in left_out and e.version in (self.version, self.older),
                 "requests": e.load,
                 "tokens": e.tokens,
                 "weight_version": e.version if e.version >= 0 else None,

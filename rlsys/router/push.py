@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
@@ -43,27 +44,34 @@ class WeightPush:
         self._told = False  # that some tensors cannot be compared
         self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
         """The trainer's log-probs of each canary, of the last two versions."""
-        self._comparing = 0.0  # seconds of this push, in the slowest engine
-        self._warned = 0  # engines of this push beyond the bounds of canaries, and let pass
+        self._figures = Figures()
 
-    async def begin(self, version: int, *, only_stale: bool) -> list[EngineAddress]:
+    async def begin(
+        self, version: int, *, only_stale: bool, members: Collection[str] = ()
+    ) -> list[EngineAddress]:
         """Get every engine (or only those without the current weights) ready for tensors; nothing may run in them.
 
-        Waits up to `patience` for an engine, since the supervisor may be restarting the only one; then RunError.
+        `members`: URLs of the engines of this round of a rolling push, beside those without weights; `only_stale`
+        from the second round on. Without them the push waits up to `patience` for an engine, since the supervisor may
+        be restarting the only one; then RunError.
         """
         if not only_stale:
+            self._pool.older = self._pool.version if members else None
             self._pool.version = version
+        if not (only_stale and members):
+            self._figures = Figures()
         try:
             async with asyncio.timeout(self._patience):
                 while True:
                     await self._pool.probe()
-                    targets = self._pool.stale()
+                    turn = [e for e in self._pool.before_roll() if e.url in members]
+                    targets = [*self._pool.stale(), *turn]
                     held = {e.url: e.version for e in targets}
                     ready = await asyncio.gather(
                         *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
                     )
                     self._pushing = [e for e, ok in zip(targets, ready, strict=True) if ok]
-                    if self._pushing or only_stale:
+                    if self._pushing or only_stale or members:
                         break
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
@@ -97,7 +105,8 @@ class WeightPush:
         checksums: Sequence[dict[str, str]],
         left_out: Mapping[str, str],
     ) -> dict[str, float]:
-        """Empty caches and attest. Raises RunError when every engine is quarantined.
+        """Empty caches and attest. Raises RunError when every engine is quarantined. The figures are of all rounds of
+        a rolling push so far; `push_left`: engines that still serve with the weights before it.
 
         `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared. `left_out`:
         URLs of engines that did not get all tensors, and why: they hold a part of them, and get all once more.
@@ -109,7 +118,6 @@ class WeightPush:
                 engine.died()
                 engine.missed_push()
         pushing = [e for e in pushing if e.url not in left_out]
-        self._comparing, self._warned = 0.0, 0
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
         self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}
         finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
@@ -122,17 +130,10 @@ class WeightPush:
         self._raise_if_hopeless()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
-        agreements = [e.agreement for e in pushing if e.agreement is not None]
-        matches = [e.match for e in pushing if e.match is not None]
-        return {
-            "push_canary_mean": max((a.mean for a in agreements), default=0.0),
-            "push_canary_p999": max((a.p999 for a in agreements), default=0.0),
-            "push_canary_warnings": self._warned,
-            "push_tensors_equal": min((m.equal for m in matches), default=0),
-            "push_tensors_unknown": max((len(m.unknown) for m in matches), default=0),
-            "push_share_unknown": max((m.share_unknown for m in matches), default=0.0),
-            "time_checksums": self._comparing,
-        }
+        left = [] if self._pool.older is None else self._pool.before_roll()
+        if not left:
+            self._pool.older = None
+        return {**self._figures.told(), "push_left": len(left)}
 
     async def _finish(
         self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]
@@ -158,11 +159,12 @@ class WeightPush:
         engine.received += len(canaries)  # each asked for one token more
         engine.counting = counting
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
+        self._figures.add(engine)
         if (objection := self._objection(engine, version, reported, canaries, seen)) is not None:
             self._quarantine(engine, objection)
             return
         if not engine.agreement.within(self._bounds):
-            self._warned += 1
+            self._figures.warned += 1
             gaps = engine.agreement.against(self._bounds)
             log.warning(
                 "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
@@ -221,7 +223,7 @@ class WeightPush:
         clock = asyncio.get_running_loop().time
         start = clock()
         match = self._checksums.compare(engine.url, checksums, await engine.client.checksums())
-        self._comparing = max(self._comparing, clock() - start)
+        self._figures.comparing = max(self._figures.comparing, clock() - start)
         if match.unknown and not self._told:
             self._told = True
             log.warning(
@@ -238,6 +240,34 @@ class WeightPush:
     def _raise_if_hopeless(self) -> None:
         if self._pool.engines and all(e.quarantined for e in self._pool.engines):
             raise RunError(f"no engine can serve weight version {self._pool.version}: {states(self._pool)}")
+
+
+@dataclass
+class Figures:
+    """Of a push: the worst of its engines. `comparing`: seconds for checksums in the slowest one. `warned`: engines
+    beyond the bounds of canaries that were let pass."""
+
+    agreements: list[Agreement] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
+    comparing: float = 0.0
+    warned: int = 0
+
+    def add(self, engine: EngineState) -> None:
+        if engine.agreement is not None:
+            self.agreements.append(engine.agreement)
+        if engine.match is not None:
+            self.matches.append(engine.match)
+
+    def told(self) -> dict[str, float]:
+        return {
+            "push_canary_mean": max((a.mean for a in self.agreements), default=0.0),
+            "push_canary_p999": max((a.p999 for a in self.agreements), default=0.0),
+            "push_canary_warnings": self.warned,
+            "push_tensors_equal": min((m.equal for m in self.matches), default=0),
+            "push_tensors_unknown": max((len(m.unknown) for m in self.matches), default=0),
+            "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),
+            "time_checksums": self.comparing,
+        }
 
 
 def states(pool: Pool) -> str:

@@ -198,7 +198,8 @@ class Router:
     def _wish(self, sample: Sample) -> Wish:
         """A prefix lives in an engine's cache for as long as the weights do."""
         version = sample.spans[-1].version if sample.spans else None
-        has_prefix = version == self._pool.version
+        last = None if sample.engine is None else self._pool.find(sample.engine)
+        has_prefix = last is not None and last.version == version
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
         return Wish(prefer, version, sample.seed)
 
@@ -223,7 +224,7 @@ class Router:
         rid = f"{self._run_id}-{sample.sample_id}-{next(self._order)}."  # the point: not the beginning of another
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
-        flight = Flight(rid, sample, asyncio.timeout(None), pinned=pinned, why=self._why(sample))
+        flight = Flight(rid, sample, asyncio.timeout(None), pinned=pinned, why=_why(engine, sample))
         ids, what = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
         try:
             async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
@@ -247,14 +248,6 @@ class Router:
             return self._suspects.blame(made, engine, sample)
         finally:
             sample.status = self._status(sample, finish, limit, ends)
-
-    def _why(self, sample: Sample) -> str:
-        """What could have put its prefix into the engine's cache."""
-        if not sample.response_ids:
-            return "sibling"
-        if sample.spans[-1].version != self._pool.version:
-            return "update"
-        return "turn" if sample.observed_last else "resume"
 
     def _routes_from(self, sample: Sample) -> int | None:
         """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
@@ -283,18 +276,21 @@ class Router:
 
     # -- all samples --------------------------------------------------------------------------------------------
 
-    async def interrupt(self, keep: Callable[[Sample], bool] | None = None) -> None:
+    async def interrupt(
+        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+    ) -> None:
         """Close the gate and bring samples back: afterwards nothing is in flight, every token is here.
 
         keep: under the interruptions retract and in_place, samples for which it is true stay in their engines, which
-        pause: they keep the status IN_FLIGHT, and their tasks must not be cancelled.
+        pause: they keep the status IN_FLIGHT, and their tasks must not be cancelled. members: URLs of the engines
+        that are brought to rest so; the others go on with the samples to keep, and get no new ones before `resume`.
         """
         holding = self._interruption != "abort" and keep is not None
-        await self._dispatcher.bring_back(keep if holding else None)
+        await self._dispatcher.bring_back(keep if holding else None, members=members, elsewhere=keep)
         if holding:
-            await self._dispatcher.pause(self._interruption)
+            await self._dispatcher.pause(self._interruption, members)
         else:
-            await self._pool.count()
+            await self._pool.count(members)
 
     def resume(self) -> None:
         """Open the gate; samples that were interrupted go on."""
@@ -312,15 +308,25 @@ class Router:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    async def begin_push(self, version: int, *, only_stale: bool = False) -> list[EngineAddress]:
+    def next_members(self, at_most: int) -> list[str]:
+        """URLs of the engines that a rolling push updates next."""
+        return [e.url for e in self._pool.before_roll()[:at_most]]
+
+    async def begin_push(
+        self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
+    ) -> list[EngineAddress]:
         """Interrupt, then get every engine (or only those without the current weights) ready for tensors.
 
         Waits up to `patience` for an engine, since the supervisor may be restarting the only one; then RunError.
+
+        `members`: one round of a rolling push, which updates these engines and those without weights, while the
+        others go on after `resume`. `only_stale` says that it is not the first round of this version.
         """
-        if not only_stale:
-            await self.interrupt(keep=lambda _: True)
-            self._group_engine.clear()
-        return await self._push.begin(version, only_stale=only_stale)
+        if members or not only_stale:
+            await self.interrupt(keep=lambda _: True, members=members or None)
+            kept = self._group_engine.items() if members else ()
+            self._group_engine = {group: url for group, url in kept if url not in members}
+        return await self._push.begin(version, only_stale=only_stale, members=members)
 
     async def end_push(
         self,
@@ -333,7 +339,7 @@ class Router:
 
         An engine that fails attestation is quarantined, one that died is left to its restart, one of `left_out` (its
         URL -> why it did not get all tensors) gets the next push to stale engines. Raises RunError when every engine
-        is quarantined.
+        is quarantined. `push_left` of what it returns: engines that wait for their round of a rolling push.
         """
         return await self._push.end(version, canaries, checksums, left_out)
 
@@ -393,3 +399,12 @@ class Router:
             "engines_serving": len(self._pool.serving()),
             "weight_version": self._pool.version,
         }
+
+
+def _why(engine: EngineState, sample: Sample) -> str:
+    """What could have put its prefix into the engine's cache."""
+    if not sample.response_ids:
+        return "sibling"
+    if sample.spans[-1].version != engine.version:
+        return "update"
+    return "turn" if sample.observed_last else "resume"

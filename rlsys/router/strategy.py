@@ -7,8 +7,9 @@ A strategy is named in the config (`router.strategy`):
     power_of_two     the better of two engines that the request's key picks: no herd when figures are late
     version_aware    the weights that made the sample's last token, as long as some candidate has them
 
-The router's candidates all have the pool's current weights (pool.py), so there version_aware chooses as
-prefix_affinity does. It differs for a caller whose candidates have several versions.
+Candidates have different weights while a rolling push goes round (`weights.rolling`), and only then: version_aware
+keeps a resumed sample to the weights that it began with, and may be interrupted once more for it; the others fill the
+engines that have just been updated, and are empty.
 """
 
 from __future__ import annotations

@@ -112,22 +112,36 @@ class DiskFolders:
         self._reading: dict[Path, set[str]] = {}
         """URLs of engines that were asked to load a folder and gave no answer."""
         self._version = -1
+        self._base: int | None = None
+        """Version that an engine must hold for the last folder to be enough; None: it has all tensors."""
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket, receivers: Receivers) -> int:
         folder = self._root / f"version-{ticket.weight_version:06d}"
-        if self._delta:
-            if any(engine.holds != self._version for engine in ticket.engines):
-                self._digests.clear()
-            tensors = self._changed(tensors)
-            if (first := next(tensors, None)) is None:
-                return 0
-            tensors = chain([first], tensors)
-        write_hf(folder, self._source, tensors)
+        if self._enough(ticket):  # the next round of a rolling push, or an engine that came back
+            for _ in tensors:
+                pass
+        else:
+            self._base = None
+            if self._delta:
+                if any(engine.holds != self._version for engine in ticket.engines):
+                    self._digests.clear()
+                else:
+                    self._base = self._version
+                tensors = self._changed(tensors)
+                if (first := next(tensors, None)) is None:
+                    return 0
+                tensors = chain([first], tensors)
+            write_hf(folder, self._source, tensors)
         asked = {engine.url for engine in receivers.present}
         receivers.settle(receivers.ask([load_from_disk(str(folder))] * len(receivers.present)))
         self._version = ticket.weight_version
         self._delete_read(folder, asked, {engine.url for engine in receivers.present})
         return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+    def _enough(self, ticket: PushTicket) -> bool:
+        """Whether the folder of the last push brings every engine of the ticket to its version."""
+        same = ticket.weight_version == self._version
+        return same and (self._base is None or all(e.holds == self._base for e in ticket.engines))
 
     def _delete_read(self, folder: Path, asked: set[str], loaded: set[str]) -> None:
         """What nobody reads any more goes. Who did not answer may still be at it, until it has loaded a later one."""

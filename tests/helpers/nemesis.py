@@ -24,7 +24,7 @@ from rlsys.rollout.store import FILE_NAME
 from tests.helpers import nemesis_launch
 from tests.helpers.history import Verdict, judge
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
-from tests.helpers.nemesis_launch import Launch, RolloutRole
+from tests.helpers.nemesis_launch import ENGINES, Launch, RolloutRole
 from tests.helpers.rollout_rig import make_config
 from tests.helpers.scripted_engine import LATENCY
 from tests.helpers.virtual_processes import Process, run_processes
@@ -93,6 +93,8 @@ def play(folder: Path, seed: int, schedule: list[Fault] | None = None, poison: i
         },
         trainer={"checkpoint_every": 3, "keep_checkpoints": 2},
         launch={"placement": ("colocated", "disaggregated")[seed % 2]},
+        engine={"count": ENGINES},
+        weights={"rolling": 1 if seed % 8 in (5, 7) else None},
         router={"interruption": ("abort", "abort", "abort", "retract")[seed % 4]},
     )  # fmt: skip
     drawn = draw(random.Random(seed)) if schedule is None else schedule

@@ -176,13 +176,15 @@ class TrainerRole:
         return await self._command("take", StepRequest(step), cast("type[Taken | None]", Taken | None))
 
     async def _push(self) -> None:
-        ticket = await self._command("begin_push", None, PushTicket)
-        weights = self._weights
-        sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
-        left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
-        canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
-        request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
-        await self._command("end_push", request, dict[str, float])
+        weights, left = self._weights, True
+        while left:
+            ticket = await self._command("begin_push", None, PushTicket)
+            sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
+            left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
+            canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
+            request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
+            found = await self._command("end_push", request, dict[str, float])
+            left = bool(found["push_left"])
 
     async def _send(self, engine: EngineAddress, weights: int) -> str:
         """Why the engine is left out; empty when it has all. As rlsys.weights.receivers."""

@@ -55,6 +55,7 @@ class Rig:
             **options,
         )
         self.version = 0
+        self.left = 0  # engines that a rolling push has not updated yet
 
     @property
     def engine(self) -> ScriptedEngine:

@@ -35,6 +35,10 @@ class ScriptedRouter:
         self.probed: list[tuple[int, float, int]] = []
         """Length of the prompt, temperature and seed of what was asked outside the ledger."""
         self.stale_engines: list[str] = []
+        self.members = ["e1", "e2", "e3"]
+        self.left: list[int] = []
+        """Engines that a rolling push has still to update, after each round."""
+        self.rounds: list[list[str]] = []
         self.pinned: int | None = None
         """Version of what answers an evaluation in the background."""
         self.refuse: Callable[[Sample], bool] = lambda sample: False
@@ -90,10 +94,10 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def interrupt(self, keep: object = None) -> None:
+    async def interrupt(self, keep: object = None, members: Sequence[str] | None = None) -> None:
         self.calls.append("interrupt")
         self._gate.clear()
-        for sample_id in self.in_flight:
+        for sample_id in self.in_flight if members is None or URL in members else ():
             self._busy[sample_id].sample.status = Status.PARKED
             self._end(sample_id)
         await asyncio.sleep(0)
@@ -101,10 +105,13 @@ class ScriptedRouter:
     def resume(self) -> None:
         self._gate.set()
 
-    async def begin_push(self, version: int, *, only_stale: bool = False) -> list[EngineAddress]:
+    async def begin_push(
+        self, version: int, *, only_stale: bool = False, members: Sequence[str] = ()
+    ) -> list[EngineAddress]:
+        self.rounds.append(list(members))
         self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
         if not only_stale:
-            await self.interrupt()
+            await self.interrupt(members=members or None)
         self._next = version
         return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
 
@@ -118,7 +125,14 @@ class ScriptedRouter:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []
-        return {"push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0}
+        return {
+            "push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0,
+            "push_left": self.left.pop(0) if self.left else 0,
+        }  # fmt: skip
+
+    def next_members(self, at_most: int) -> list[str]:
+        taken, self.members = self.members[:at_most], self.members[at_most:]
+        return taken
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)

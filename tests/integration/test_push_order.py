@@ -40,7 +40,7 @@ class Rollout:
 
     def end_push(self, *_: object) -> dict[str, float]:
         self._events.append("end_push: engines wake their caches")
-        return {"time_checksums": 0.0}
+        return {"time_checksums": 0.0, "push_left": 0}
 
 
 @pytest.mark.parametrize("release", [True, False])

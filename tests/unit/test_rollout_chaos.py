@@ -135,13 +135,16 @@ class World:
             self.happened["engines brought back"] += 1
 
     async def push(self) -> None:
-        ticket = await self.manager.begin_push()
-        for address in ticket.engines:
-            engine = next(e for e in self.engines if e.url == address.url)
-            if engine.update_open and not engine.dead:  # else it died since
-                engine.load(ticket.weight_version)
-        canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
-        await self.manager.end_push(ticket, canaries)
+        left = True
+        while left:
+            ticket = await self.manager.begin_push()
+            for address in ticket.engines:
+                engine = next(e for e in self.engines if e.url == address.url)
+                if engine.update_open and not engine.dead:  # else it died since
+                    engine.load(ticket.weight_version)
+            canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
+            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+            self.happened["rounds of a rolling push"] += left
 
     async def sabotage(self) -> None:
         while True:
@@ -221,14 +224,21 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+ROLLING = {
+    "launch": {"placement": "disaggregated"}, "engine": {"count": 2, "tp": 1}, "weights": {"rolling": 1},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "sections"),
     [
-        pytest.param(0, marks=pytest.mark.gate),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6)),
+        pytest.param(0, {}, marks=pytest.mark.gate),
+        pytest.param(0, ROLLING, marks=pytest.mark.gate, id="rolling"),
+        *(pytest.param(n, {}, marks=pytest.mark.slow) for n in range(1, 6)),
+        *(pytest.param(n, ROLLING, marks=pytest.mark.slow, id=f"rolling-{n}") for n in range(1, 6)),
     ],
 )
-def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
+def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, Any]) -> None:
     config = make_config(
         folder,
         rollout={
@@ -236,6 +246,7 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
             "stall_timeout": 600,
         },
         trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        **sections,
     )  # fmt: skip
     world = World(config, seed)
     run_virtual(world.run())
@@ -257,6 +268,7 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int) -> None:
     deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
     rewards = ("reward raised", "reward NaN", "reward hung")
     assert world.happened["engines brought back"] > 0
+    assert (world.happened["rounds of a rolling push"] > 100) == bool(sections)
     assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened
     assert world.happened["routes in hand"] > 100 and world.happened["routes in files"] > 100
     assert world.happened["positions with routes"] > 0.8 * world.happened["positions"]
