@@ -127,6 +127,13 @@ class EngineConfig(Section):
     reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
     """Server with the reference weights that the planner lens compares prompts against: its URL. own starts one
     more engine, which keeps the weights of model.path."""
+    tool_call_parser: str | None = None
+    """SGLang's name for the format in which the model calls tools, for example qwen25, hermes or llama3. Chats at the
+    engines and the generator functions use it. Unset: calls stay text."""
+    reasoning_parser: str | None = None
+    """SGLang's name for the format of the model's reasoning, for example deepseek-r1 or qwen3. Chats at the engines
+    then have it apart, as reasoning_content, and the generator functions looks for calls behind it. It changes no
+    token."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
 

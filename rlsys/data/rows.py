@@ -56,7 +56,7 @@ def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
     if not messages or messages[-1]["role"] == "assistant":
         what = "ends with the assistant's turn" if messages else "is empty"
         raise UserError(f"{where}: the prompt {what}; expected a chat that ends with the user's turn")
-    return Row(messages, question, _with_answer(row, keys.answer, where), _tools(row, keys.tools, where))
+    return Row(messages, question, _with_answer(row, keys.answer, where), tools_of(row, keys.tools, where))
 
 
 def find(row: Entry, path: str) -> Any:
@@ -122,7 +122,8 @@ def _with_answer(row: Entry, key: str | None, where: str) -> Entry:
     return {k: v for k, v in row.items() if k != "answer"} if "answer" in row else dict(row)
 
 
-def _tools(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | None:
+def tools_of(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | None:
+    """The schemas of the functions that a row offers. Raises UserError for what is no list of them."""
     found = find(row, key or "tools")
     if found is _MISSING or found is None:
         if key:

@@ -46,6 +46,10 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         ]  # in another format than the folder's: the first push brings the weights
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
+    if e.tool_call_parser is not None:
+        argv += ["--tool-call-parser", e.tool_call_parser]
+    if e.reasoning_parser is not None:
+        argv += ["--reasoning-parser", e.reasoning_parser]
     if have_cuda():
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")

@@ -41,6 +41,7 @@ DONE = b"data: [DONE]"
 READER_SECONDS = 60.0
 """A client that takes nothing for so long is gone."""
 _ABORTED = b'"abort"'
+_CALLS = b'"tool_calls":['
 
 
 class Unread(Exception):
@@ -289,23 +290,24 @@ class Proxy:
     # -- streams ------------------------------------------------------------------------------------------------
 
     async def _stream(self, job: Job, pieces: Any, before: int) -> AsyncGenerator[bytes, None]:
-        """Events for the client: all but the one that tells of our abort."""
+        """Events for the client: all but those that our abort has made."""
+        held = b""  # of a tool call, while an abort is due
         behind = None
         if job.sent and job.made is None:
             behind = skipper(job.path, job.sent, incremental=self.incremental)
         async for event in events(pieces):
-            if (
-                _ABORTED in event
-                and self._dispatcher.interrupts != before
-                and stitch.was_aborted(parse(event))
-            ):
+            interrupted = self._dispatcher.interrupts != before
+            if _ABORTED in event and interrupted and stitch.was_aborted(parse(event)):
                 chunk = parse(event)
                 if self._goes_on(job) and chunk["meta_info"].get("prompt_tokens"):
                     if job.made is not None:
                         chunk = stitch.join(job.made, chunk, incremental=self.incremental)
                     chunk["meta_info"]["finish_reason"] = None
                     yield b"data: " + msgspec.json.encode(chunk)
-                return
+                return  # without `held`: SGLang writes an end to the arguments of a call that it aborts
+            if held:
+                yield held
+                held = b""
             if job.made is not None and event.startswith(b"data: {"):
                 chunk = stitch.join(job.made, parse(event), incremental=self.incremental)
                 event = b"data: " + msgspec.json.encode(chunk)
@@ -313,7 +315,12 @@ class Proxy:
                 event = behind.skip(event)
                 if not event:
                     continue
+            if interrupted and _CALLS in event:
+                held = event
+                continue
             yield event
+        if held:
+            yield held
 
     def _goes_on(self, job: Job) -> bool:
         return job.path == "/generate" and stitch.can_go_on(job.body)

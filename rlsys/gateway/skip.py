@@ -104,52 +104,83 @@ class TokenSkipper:
 # -- OpenAI's ---------------------------------------------------------------------------------------------------
 
 
+_Place = tuple[int, str]
+"""A choice, and what of it is written: its text, its reasoning, the name or the arguments of one of its calls."""
+
+
 class TextSkipper:
-    """By the text of each choice: OpenAI's chunks have no token ids."""
+    """By the texts of each choice: OpenAI's chunks have no token ids. The engine reads tool calls and reasoning from
+    the model's text, so the same text gives the same ones. Only a call's id is made anew: its client has the first.
+    """
 
     def __init__(self, sent: Sequence[bytes]) -> None:
-        self._sent: dict[int, str] = {}
+        self._sent: dict[_Place, str] = {}
         for chunk in _chunks(sent):
-            for index, text in _texts(chunk):
-                self._sent[index] = self._sent.get(index, "") + text
-        self._again: dict[int, str] = {}
+            for choice in chunk.get("choices") or []:
+                for place, holder, name in _texts(choice):
+                    self._sent[place] = self._sent.get(place, "") + (holder.get(name) or "")
+        self._again: dict[_Place, str] = {}
 
     def skip(self, event: bytes) -> bytes:
         if not event.startswith(_CHUNK):
             return event
-        chunk, new = parse(event), False
+        chunk = parse(event)
         if not chunk.get("choices"):
             return event  # usage
-        for choice in chunk["choices"]:
-            index, (holder, name) = choice.get("index", 0), _place(choice)
+        new = [self._skip_choice(choice) for choice in chunk["choices"]]
+        return b"data: " + msgspec.json.encode(chunk) if any(new) else b""
+
+    def _skip_choice(self, choice: dict[str, Any]) -> bool:
+        """Leaves of it what the client has not; whether that is anything."""
+        index, ended = choice.get("index", 0), choice.get("finish_reason") is not None
+        cut = new = False
+        for place, holder, name in _texts(choice):
             text = holder.get(name) or ""
-            had, seen = self._sent.get(index, ""), self._again.get(index, "")
+            had, seen = self._sent.get(place, ""), self._again.get(place, "")
             whole = seen + text
             if not had.startswith(whole[: len(had)]):
                 raise Broken(_DIFFERS)
-            self._again[index] = whole
+            self._again[place] = whole
             fresh = whole[max(len(had), len(seen)) :]
-            if fresh != text and choice.get("logprobs"):
+            if fresh != text:
+                holder[name], cut = fresh, True
+            new = new or bool(fresh)
+        if ended and any(
+            len(self._again.get(place, "")) < len(had)
+            for place, had in self._sent.items()
+            if place[0] == index
+        ):
+            raise Broken(_DIFFERS)
+        if cut:
+            _drop_empty_calls(choice)
+            if choice.get("logprobs"):
                 choice["logprobs"] = None
-            holder[name] = fresh
-            new = new or bool(fresh) or choice.get("finish_reason") is not None
-        return b"data: " + msgspec.json.encode(chunk) if new else b""
+        return new or ended
 
 
-def _place(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Where a chunk's choice has its text. Raises Broken for what is no text."""
+def _texts(choice: dict[str, Any]) -> list[tuple[_Place, dict[str, Any], str]]:
+    """Where a chunk's choice has text: the place, the object that holds it, its name there."""
+    index, delta = choice.get("index", 0), choice.get("delta") or {}
     if "text" in choice:
-        return choice, "text"
+        return [((index, "text"), choice, "text")]
+    found = [((index, name), delta, name) for name in ("reasoning_content", "content")]
+    for call in delta.get("tool_calls") or []:
+        found += [
+            ((index, f"{name} of call {call.get('index', 0)}"), call.get("function") or {}, name)
+            for name in ("name", "arguments")
+        ]
+    return found
+
+
+def _drop_empty_calls(choice: dict[str, Any]) -> None:
+    """A client takes a chunk with an id or a name for the beginning of a call."""
     delta = choice.get("delta") or {}
-    if delta.get("tool_calls") or delta.get("reasoning_content"):
-        raise Broken("interrupted in the middle of a tool call or of reasoning")
-    choice["delta"] = delta
-    return delta, "content"
-
-
-def _texts(chunk: dict[str, Any]) -> list[tuple[int, str]]:
-    out = []
-    for choice in chunk.get("choices") or []:
-        holder, name = _place(choice)
-        out.append((choice.get("index", 0), holder.get(name) or ""))
-    return out
+    left = []
+    for call in delta.get("tool_calls") or []:
+        function = call.get("function") or {}
+        if function.get("name"):
+            left.append(call)
+        elif function.get("arguments"):
+            left.append({**call, "id": None, "function": {**function, "name": None}})
+    if delta.get("tool_calls"):
+        delta["tool_calls"] = left or None

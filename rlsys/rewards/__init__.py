@@ -105,11 +105,11 @@ class Rewards:
     async def open(self) -> AsyncIterator[RewardFn]:
         """For one score. The plain functions' process is killed when their scores have not come by the end."""
         all_async = len(self._async_scores) == len(self._names)
-        async with nullcontext() if all_async else self._workers.worker() as worker:
+        async with nullcontext() if all_async else self._workers.scores() as scores:
 
             async def reward_fn(prompt: Prompt, response_text: str) -> Mark:
                 async def plain() -> list[Any]:
-                    return [] if worker is None else await worker(prompt, response_text)
+                    return [] if scores is None else await scores(prompt, response_text)
 
                 asked = [score(prompt, response_text) for score in self._async_scores.values()]
                 plain_values, *async_values = await asyncio.gather(plain(), *asked)

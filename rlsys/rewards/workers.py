@@ -1,168 +1,34 @@
-"""Plain reward functions in processes of their own: one that hangs is killed, one that crashes takes nobody along.
-
-A thread could do neither. Requests go to a worker as pickles, which it may trust; its answers come as JSON, because
-what a reward function makes is not to be trusted with more than numbers and words.
-"""
+"""The processes in which plain reward functions run."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
 import pickle
-import signal
-import socket
-import struct
-import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psutil
-
 from rlsys.config import Config
-from rlsys.errors import RunError
 from rlsys.types import Prompt
+from rlsys.workers import Workers
 
-START_SECONDS = 120.0
-KEPT_VARIABLES = (
-    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME",
-)  # fmt: skip
-LENGTH = struct.Struct("<I")
-"""Every message is its length and its bytes."""
+PlainScores = Callable[[Prompt, str], Awaitable[list[Any]]]
+"""What each plain reward function gives a response, in the order of data.reward. Raises WorkerError."""
 
 
-class RewardError(Exception):
-    """The reward function raised, or its process died: a type and a message."""
-
-
-class RewardWorkers:
-    """Processes that score, used again and again.
-
-    A start costs seconds, mostly imports, and most scores cost microseconds. So another worker starts only when none
-    has come free in the time that a start takes: that is never more than twice the shortest wait.
-    """
+class RewardWorkers(Workers):
+    """Requests go to a worker as pickles, which it may trust."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config.model_dump_json().encode()
-        self._reward_env = config.data.reward_env
-        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
-        self._held = 0
-        self._next = asyncio.Lock()
-        """Held by the one that waits or starts for the next worker; the others are behind it, in their order."""
-        self._start_seconds = 0.0
-        self.started = 0
+        dumped = config.model_dump_json().encode()
+        super().__init__("data.reward", "rlsys.rewards.worker", dumped, config.data.reward_env)
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[Worker]:
-        """A worker that is ready. It is killed when it has not answered by the end."""
-        async with self._next:
-            worker = await self._free() or await self._start()
-        self._held += 1
-        try:
-            yield worker
-        finally:
-            self._held -= 1
-            if worker.busy:
-                await worker.kill()
-            else:
-                self._idle.put_nowait(worker)
+    async def scores(self) -> AsyncIterator[PlainScores]:
+        """For one response. The process is killed when it has not answered by the end."""
+        async with self.worker() as worker:
 
-    async def _free(self) -> Worker | None:
-        """One that is idle, or comes free sooner than a new one would start."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._start_seconds if self._held else 0):
-                return await self._idle.get()
-        return None
+            async def ask(prompt: Prompt, response_text: str) -> list[Any]:
+                answer: list[Any] = await worker.ask(pickle.dumps((prompt, response_text)))
+                return answer
 
-    async def _start(self) -> Worker:
-        self.started += 1
-        begin = time.monotonic()
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "rlsys.rewards.worker",
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    env=self._environment(),
-                    start_new_session=True,
-                )  # fmt: skip
-        except BaseException:
-            ours.close()
-            raise
-        worker = Worker(process, *await asyncio.open_connection(sock=ours))
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await worker.ask(self._config)
-        except (TimeoutError, RewardError) as e:
-            raise RunError(f"data.reward: its process did not start: {e or 'no answer'}") from None
-        finally:
-            if worker.busy:
-                await worker.kill()
-        self._start_seconds = time.monotonic() - begin
-        return worker
-
-    def _environment(self) -> dict[str, str]:
-        """Of this process's variables only what programs need and what data.reward_env names: reward code is somebody
-        else's, and ours hold tokens and keys."""
-        named = {*KEPT_VARIABLES, *self._reward_env}
-        kept = {name: value for name, value in os.environ.items() if name in named}
-        return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-
-    async def close(self) -> None:
-        while not self._idle.empty():
-            await self._idle.get_nowait().kill()
-
-
-class Worker:
-    """One process; one question at a time.
-
-    The socket is not one of asyncio's pipes of a process: its `wait` would wait for their end too, and whatever the
-    reward function started may hold them open after the process has gone.
-    """
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        answers: asyncio.StreamReader,
-        questions: asyncio.StreamWriter,
-    ) -> None:
-        self._process = process
-        self._answers = answers
-        self._questions = questions
-        self.busy = False
-
-    async def __call__(self, prompt: Prompt, response_text: str) -> Any:
-        """What the reward function gives. Raises RewardError."""
-        return await self.ask(pickle.dumps((prompt, response_text)))
-
-    async def ask(self, message: bytes) -> Any:
-        self.busy = True  # and stays it when this is cancelled, or the process dies
-        try:
-            self._questions.write(LENGTH.pack(len(message)) + message)
-            await self._questions.drain()
-            (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
-            answer = json.loads(await self._answers.readexactly(length))
-        except (ConnectionError, asyncio.IncompleteReadError):
-            raise RewardError(f"ProcessEnded: with code {await self._process.wait()}") from None
-        self.busy = False
-        if "error" in answer:
-            raise RewardError(answer["error"])
-        return answer["value"]
-
-    async def kill(self) -> None:
-        """It and whatever the reward function started. The worker adopts orphans, so that all are its descendants."""
-        if self._process.returncode is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(self._process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            self._process.kill()
-        self._questions.transport.abort()
-        await self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # a child that was born meanwhile
-            os.killpg(self._process.pid, signal.SIGKILL)
+            yield ask

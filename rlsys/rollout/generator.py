@@ -20,6 +20,7 @@ from rlsys.errors import UserError
 from rlsys.plugins import call, expect_function, resolve
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.functions import functions
 from rlsys.rollout.slime_generator import SlimeGenerator, is_slimes
 from rlsys.rollout.tools import calculator
 from rlsys.rollout.turns import Speak
@@ -35,7 +36,11 @@ def single_turn(config: Config, tokenizer: Tokenizer | None, speak: Speak) -> Ge
     return generate
 
 
-GENERATORS: dict[str, Callable[..., Generator]] = {"single_turn": single_turn, "calculator": calculator}
+GENERATORS: dict[str, Callable[..., Generator]] = {
+    "single_turn": single_turn,
+    "calculator": calculator,
+    "functions": functions,
+}
 
 
 def find_generator(name: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from rlsys.config import Config
 from rlsys.data import SOURCES
+from rlsys.engine.parsers import check_parsers
 from rlsys.errors import UserError
 from rlsys.plugins import resolve
 from rlsys.rewards import find_reward
@@ -19,6 +20,7 @@ def check_names(config: Config) -> None:
     for spec in config.data.reward:
         find_reward(spec.name)
     find_generator(config.rollout.generator)
+    check_parsers(config)
     if (judge := config.data.judge) is not None:
         if "://" in judge or judge.partition(":")[2][:1].isdigit():
             _check_url("data.judge", judge)

@@ -25,7 +25,7 @@ from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, resume_key, sample_seed
 from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.tools import ToolFailed
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.router import Poisonous, RefusedPrompt, Router
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 

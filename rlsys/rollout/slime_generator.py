@@ -22,7 +22,7 @@ from rlsys.data import Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
-from rlsys.rollout.tools import ToolFailed
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
 from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import TurnEnds

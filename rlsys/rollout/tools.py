@@ -14,9 +14,10 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
 from rlsys.rewards.answer import count_answers
 from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Status
 
@@ -29,10 +30,6 @@ NO_CALL = 0.5
 _ERROR = re.compile(r"^error\b", re.MULTILINE)
 
 Tool = Callable[[str], Awaitable[str]]
-
-
-class ToolFailed(RunError):
-    """The tool could not answer, through no fault of the model: the sample is censored; an evaluation fails."""
 
 
 class ToolTurns:

@@ -24,6 +24,7 @@ from rlsys.rewards.judges import PatientJudge, build_judge
 from rlsys.rewards.service import is_url
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import config_of, heldout_of
+from rlsys.rollout.functions import FunctionTurns
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
@@ -35,7 +36,7 @@ RESPONSE = "<answer>0</answer>"
 """What the model is taken to say."""
 VERDICT = r"\boxed{-1}"
 """What a judge is taken to say."""
-GENERATOR_SECONDS = 30.0
+GENERATOR_SECONDS = 90.0
 """In which a generator has to end a response whose turns cost no time."""
 HELDOUT = 256
 """Held-out prompts that are drawn, at most: they cost about half a millisecond each."""
@@ -197,6 +198,9 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
                 f"{field}: it has not ended a response within {GENERATOR_SECONDS:g} s, though each turn of the "
                 "model took none"
             ) from None
+        finally:
+            if isinstance(generate, FunctionTurns):
+                await generate.close()
     if not sample.status.terminal:
         raise UserError(
             f"{field}: it left the first response {sample.status}; expected finished, truncated or censored"

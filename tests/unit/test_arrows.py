@@ -22,6 +22,7 @@ BASE = {
     "records",
     "route_records",
     "support",
+    "workers",
     "obs",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": BASE | {"foreign"},
     "foreign": {"errors"},
     "algo": {"types", "errors", "config", "plugins"},
-    "rewards": {"types", "errors", "config", "plugins", "data"},  # the eos token ends an answer
+    "rewards": {"types", "errors", "config", "plugins", "workers", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},
     "engine": BASE,
     "router": BASE | {"engine"},
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "records",
     "route_records",
     "support",
+    "workers",
     "obs",
     "plugins",
     "rewards",

@@ -169,6 +169,80 @@ def test_of_a_repeated_stream_only_what_is_new_is_left(incremental: bool) -> Non
             skipper("/generate", [event(0, 0, 5)], incremental=incremental).skip(other)
 
 
+def delta(finish: str | None = None, index: int = 0, **fields: Any) -> bytes:
+    """As SGLang writes it: all fields, those without a value null."""
+    empty = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None}
+    choice = {"index": index, "delta": empty | fields, "logprobs": None, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode()
+
+
+def call(
+    arguments: str = "", name: str | None = None, key: str | None = None, index: int = 0
+) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"id": key, "index": index, "type": "function", "function": function}]}
+
+
+AGAIN = [
+    delta(role="assistant", content=""),
+    delta(reasoning_content="12 and"),
+    delta(reasoning_content=" 30"),
+    delta(content="so"),
+    delta(**call(name="add", key="call_b")),
+    delta(**call('{"a": 12, ')),
+    delta(**call('"b": 30}')),
+    delta(**call(name="sub", key="call_c", index=1)),
+    delta(**call("{}", index=1)),
+    delta("tool_calls"),
+    b"data: [DONE]",
+]
+
+
+def put_together(events: list[bytes]) -> dict[str, Any]:
+    """As a client does."""
+    told: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": {}, "finish": None}
+    for event in events[:-1]:
+        (choice,) = json.loads(event[6:])["choices"]
+        for name in ("reasoning_content", "content"):
+            told[name] += choice["delta"].get(name) or ""
+        for part in choice["delta"].get("tool_calls") or []:
+            one = told["calls"].setdefault(part["index"], {"id": "", "name": "", "arguments": ""})
+            one["id"] += part["id"] or ""
+            one["name"] += part["function"]["name"] or ""
+            one["arguments"] += part["function"]["arguments"] or ""
+        told["finish"] = choice["finish_reason"] or told["finish"]
+    return told
+
+
+@pytest.mark.parametrize("kept", range(len(AGAIN) - 1))
+def test_reasoning_and_tool_calls_go_on_where_the_client_is(kept: int) -> None:
+    """Wherever the first stream was cut. Its pieces had other sizes, and its call another id."""
+    sent = AGAIN[:kept]
+    if kept > 2:
+        sent[1:3] = [delta(reasoning_content="12 an"), delta(reasoning_content="d 30")]
+    sent = [e.replace(b"call_b", b"call_a") for e in sent]
+    again = skipper("/v1/chat/completions", sent, incremental=True)
+    rest = [e for event in AGAIN if (e := again.skip(event))]
+    whole = put_together(AGAIN)
+    whole["calls"][0]["id"] = "call_a" if kept > 4 else "call_b"
+    assert put_together([*sent, *rest]) == whole
+    assert rest[-1] == b"data: [DONE]"
+
+
+def test_another_call_or_an_earlier_end_breaks_the_stream() -> None:
+    sent = AGAIN[:6]
+    for other in (
+        [*AGAIN[:4], delta(**call(name="sub", key="x"))],
+        [*AGAIN[:5], delta(**call('{"b"'))],
+        [*AGAIN[:5], delta("length")],
+        [delta(content="12")],
+    ):
+        again = skipper("/v1/chat/completions", sent, incremental=True)
+        with pytest.raises(Broken, match="made again it is not the same"):
+            for event in other:
+                again.skip(event)
+
+
 @pytest.mark.parametrize(
     ("sampling", "goes_on"),
     [

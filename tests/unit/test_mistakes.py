@@ -180,15 +180,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
 
     @asynccontextmanager
-    async def worker(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        scores = make_scores(Config.model_validate_json(self._config))
+    async def scores(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        made = make_scores(Config.model_validate_json(self._config))
 
         async def ask(prompt: Prompt, text: str) -> list[Any]:
-            return [score(prompt, text) for score in scores]
+            return [score(prompt, text) for score in made]
 
         yield ask
 
-    monkeypatch.setattr(RewardWorkers, "worker", worker)
+    monkeypatch.setattr(RewardWorkers, "scores", scores)
     return tmp_path
 
 

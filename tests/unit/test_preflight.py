@@ -34,15 +34,15 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward's own process takes two seconds to start: here it scores where the test runs."""
 
     @asynccontextmanager
-    async def worker(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        scores = make_scores(Config.model_validate_json(self._config))
+    async def scores(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        made = make_scores(Config.model_validate_json(self._config))
 
         async def ask(prompt: Prompt, response_text: str) -> Any:
-            return [score(prompt, response_text) for score in scores]
+            return [score(prompt, response_text) for score in made]
 
         yield ask
 
-    monkeypatch.setattr(RewardWorkers, "worker", worker)
+    monkeypatch.setattr(RewardWorkers, "scores", scores)
 
 
 def with_tokenizer(config: Config, folder: Path) -> Config:

@@ -16,7 +16,7 @@ from rlsys.errors import UserError
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.rewards.slime_names import post
 from rlsys.rollout.generator import build_generator
-from rlsys.rollout.tools import ToolFailed
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
 

@@ -18,7 +18,8 @@ from rlsys.errors import UserError
 from rlsys.rollout import tools
 from rlsys.rollout.calculator import evaluate, refusal
 from rlsys.rollout.generator import build_generator
-from rlsys.rollout.tools import CALCULATOR, Calculator, ToolFailed, ToolTurns, around_answer
+from rlsys.rollout.tools import CALCULATOR, Calculator, ToolTurns, around_answer
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, settle

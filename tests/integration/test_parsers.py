@@ -1,0 +1,157 @@
+"""Tool calls and reasoning by SGLang's parsers: at a real server, through `rlsys router`, and in a run's turns.
+
+The model is random. A bias lets it end its reasoning, and a grammar then makes it write the calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.engine.client import EngineClient, make_session
+from rlsys.rollout.turn_reader import Call, TurnReader
+from tests.helpers.engine_stack import SLOW
+from tests.helpers.servers import running_engine, running_router
+
+pytestmark = pytest.mark.integration
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+WRITTEN = (
+    'so <tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1234567, "b": 7654321}}\n</tool_call>'
+)
+CALLS = [("add", {"a": 12, "b": 30}), ("add", {"a": 1234567, "b": 7654321})]
+EOS, THOUGHT = 2, 7
+"""Ids of <eos> and </think>."""
+
+
+@pytest.fixture(scope="module")
+def config(engine_config: Config) -> Config:
+    """Every token has a chunk: parsers meet marks in pieces."""
+    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "deepseek-r1", "stream_interval": 1}
+    return engine_config.model_copy(update={"engine": engine_config.engine.model_copy(update=parsers)})
+
+
+@pytest.fixture(scope="module")
+def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_engine(config, tmp_path_factory.mktemp("parsers")) as url:
+        yield url
+
+
+def request(**more: Any) -> dict[str, Any]:
+    return {
+        "model": "any", "messages": [{"role": "user", "content": "12 + 30"}], "tools": [ADD], "seed": 5,
+        "max_tokens": 400,
+        "temperature": 1.0, "logit_bias": {str(EOS): -100, str(THOUGHT): 2.0},
+        "extra_body": {"regex": re.escape(WRITTEN).replace("\\\n", "\n").replace("\\ ", " ").replace("\\<", "<")},
+        **more,
+    }  # fmt: skip
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def whole(url: str) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Reasoning, content, calls and why it ended, of an answer in one piece."""
+    choice = client(url).chat.completions.create(**request()).choices[0]
+    message: Any = choice.message
+    calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
+    return message.reasoning_content, message.content, calls, choice.finish_reason
+
+
+def streamed(url: str) -> tuple[str, str, list[tuple[str, str]], str]:
+    """The same of a stream, put together as clients do it."""
+    reasoning = content = finish = ""
+    calls: dict[int, list[str]] = {}
+    ids: dict[int, str] = {}
+    for chunk in client(url).chat.completions.create(**request(stream=True)):
+        for choice in chunk.choices:
+            delta: Any = choice.delta
+            reasoning += getattr(delta, "reasoning_content", None) or ""
+            content += delta.content or ""
+            for call in delta.tool_calls or []:
+                one = calls.setdefault(call.index, ["", ""])
+                one[0] += call.function.name or ""
+                one[1] += call.function.arguments or ""
+                assert ids.setdefault(call.index, call.id) == (call.id or ids[call.index]), "one call, one id"
+            finish = choice.finish_reason or finish
+    assert len(set(ids.values())) == len(ids)
+    return reasoning, content, [(name, arguments) for name, arguments in calls.values()], finish
+
+
+def test_the_router_gives_what_the_server_gives(server: str, tmp_path: Path) -> None:
+    direct = whole(server)
+    reasoning, content, calls, finish = direct
+    assert reasoning and "think" not in reasoning and content.strip() == "so"
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS and finish == "tool_calls"
+    with running_router(tmp_path, "--engine", server) as url:
+        assert whole(url) == direct
+        assert streamed(url) == streamed(server)
+    assert streamed(server)[2:] == direct[2:]
+
+
+@pytest.mark.parametrize("how", ["retract", "abort"])
+@pytest.mark.parametrize("after", [5, 40, 100, 160])
+def test_an_interruption_does_not_show(
+    how: str, after: int, server: str, config: Config, tmp_path: Path
+) -> None:
+    """In the reasoning, in the name of a call, in its arguments."""
+    whole_stream = streamed(server)
+
+    async def interrupted(url: str) -> Any:
+        async with make_session() as session:
+            engine = EngineClient(server, session)
+            await engine.slow_down(SLOW)
+            try:
+                task = asyncio.create_task(asyncio.to_thread(streamed, url))
+                await asyncio.sleep(SLOW * after)
+                assert not task.done()
+                body = {"model_path": str(config.model.path)}
+                async with session.post(f"{url}/update_weights_from_disk", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                await engine.slow_down(None)
+                return await task
+            finally:
+                await engine.slow_down(None)
+
+    with running_router(tmp_path, "--engine", server, "--interruption", how) as url:
+        assert asyncio.run(interrupted(url)) == whole_stream
+
+
+def test_a_run_reads_a_turn_as_the_server_does(server: str, config: Config) -> None:
+    """From the text of the tokens that it sampled, with and without tools, and of a turn that was cut off."""
+    tokenizer = Tokenizer(config.model.path)
+    before = tokenizer.apply_chat([{"role": "user", "content": "12 + 30"}])
+    reasoning, content, calls, _ = whole(server)
+
+    async def read() -> None:
+        reader = TurnReader(config)
+        try:
+            turn = await reader(f"{reasoning}</think>{WRITTEN}", before, [ADD])
+            assert (turn.reasoning, turn.text, turn.calls) == (
+                reasoning,
+                content,
+                tuple(Call(*call) for call in calls),
+            )
+            assert (await reader(f"{reasoning}</think>{WRITTEN}", before, [])).text == WRITTEN
+            assert (await reader("1 + 2", before, [ADD])).reasoning == "1 + 2"
+        finally:
+            await reader.close()
+
+    asyncio.run(read())
