@@ -428,6 +428,10 @@ class EvalResult:
     """That sampled every token of it."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
     """Figures of the named sets."""
+    same_answer: float | None = None
+    """Share of the prompts that got the commonest answer; None where answers are not known."""
+    constant: float | None = None
+    """Accuracy of who gives the best constant answer; None where the data has no right answers."""
 
     def figures(self) -> dict[str, float]:
         """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
@@ -435,4 +439,7 @@ class EvalResult:
             "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
             "truncated": self.truncated, "weight_version": self.weight_version,
         }  # fmt: skip
+        for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
+            if share is not None:
+                own[name] = share
         return own | {f"{name}/{key}": v for name, found in self.sets.items() for key, v in found.items()}

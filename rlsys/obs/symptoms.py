@@ -29,6 +29,8 @@ LOAD_GROWTH, IDLE_GROWTH = 2.0, 0.25
 """Times the first steps' load of the busiest expert; share of a layer's experts that got tokens and get none now."""
 DEVIATIONS = 2.0
 """Standard deviations by which a held-out accuracy must lie below the best one."""
+ONE_ANSWER = 0.9
+"""Share of the held-out prompts from which one answer to all of them is odd."""
 PAID = 0.5
 """Mean reward from which an accuracy of 0 is odd."""
 QUIET = 2 * WINDOW
@@ -143,6 +145,45 @@ def _variance(entry: Entry) -> float:
     return share * (1 - share) / n
 
 
+def learned_to_guess(history: History) -> Symptom | None:
+    """Better than at first, by an answer that does not look at the prompt: the two last evaluations tell."""
+    if len(history.evals) < 3 or _nearly_solved(history):
+        return None
+    first, latest = history.evals[0], history.evals[-2:]
+    now = float(latest[-1]["accuracy"])
+    same = [float(e.get("same_answer_share") or 0) for e in latest]
+    constant = [float(e.get("constant_accuracy") or 0) for e in latest]
+    best, chance = constant[-1], DEVIATIONS * math.sqrt(_variance(first) + _variance(latest[-1]))
+    if min(same) >= ONE_ANSWER and float(first.get("same_answer_share") or 0) < ONE_ANSWER:
+        seen = f"the model gives {same[-1]:.0%} of the held-out prompts the same answer; {now:.0%} of these are right"
+    elif (
+        all(float(e["accuracy"]) <= c for e, c in zip(latest, constant, strict=True))
+        and now > float(first["accuracy"]) + chance
+        and _stands(history)
+    ):
+        seen = (
+            f"held-out accuracy rose from {float(first['accuracy']):.3f} to {now:.3f} and stands, where one and the "
+            f"same answer to every prompt would get {best:.3f}"
+        )
+    else:
+        return None
+    return Symptom(
+        "learned_to_guess",
+        seen,
+        "The model has learned which answers are frequent and not how to find the right one: the task is too hard "
+        "for it, or its responses are too short to work it out",
+        "Read the samples; take easier prompts first (data.params) or prompts whose answers are less alike, let the "
+        "prompt ask for the way to the answer, raise rollout.max_response_tokens, or begin with rlsys sft",
+    )
+
+
+def _stands(history: History) -> bool:
+    """The reward of the last steps is no higher than that of those before."""
+    rewards, before = history.last("reward"), history.steps[-2 * WINDOW : -WINDOW]
+    middle = _values(before, "reward", WINDOW)
+    return bool(rewards and middle) and fmean(rewards) <= fmean(middle) + 0.01
+
+
 def at_the_cap(history: History) -> Symptom | None:
     shares = history.last("truncated_share")
     if not shares or (share := fmean(shares)) < CUT_OFF:
@@ -166,12 +207,10 @@ def entropy_collapse(history: History) -> Symptom | None:
     """Entropy fell to nearly nothing, and the reward does not rise any more although not every group is equal."""
     key = "entropy" if history.last("entropy") else "sampled_entropy"
     first, now = history.first(key), history.last(key)
-    rewards, middle = history.last("reward"), history.steps[-2 * WINDOW : -WINDOW]
-    if not first or not now or not rewards:
+    if not first or not now:
         return None
     was, left = fmean(first), fmean(now)
-    stands = fmean(rewards) <= fmean(float(s["reward"]) for s in middle) + 0.01
-    if left > ENTROPY_LEFT * was or left > ENTROPY_LOW or not stands or _nearly_solved(history):
+    if left > ENTROPY_LEFT * was or left > ENTROPY_LOW or not _stands(history) or _nearly_solved(history):
         return None
     return Symptom(
         "entropy_collapse",
@@ -228,6 +267,7 @@ RULES = (
     no_signal,
     held_out_falls,
     never_right,
+    learned_to_guess,
     at_the_cap,
     entropy_collapse,
     mismatch_grows,

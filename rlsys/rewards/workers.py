@@ -9,10 +9,14 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.types import Prompt
-from rlsys.workers import Workers
+from rlsys.workers import WorkerError, Workers
 
 PlainScores = Callable[[Prompt, str], Awaitable[list[Any]]]
-"""What each plain reward function gives a response, in the order of data.reward. Raises WorkerError."""
+"""What each plain reward function gives a response, in the order of data.reward. Raises RewardError."""
+
+
+class RewardError(Exception):
+    """The reward function raised, its process died, or its service refused: a type and a message."""
 
 
 class RewardWorkers(Workers):
@@ -28,7 +32,10 @@ class RewardWorkers(Workers):
         async with self.worker() as worker:
 
             async def ask(prompt: Prompt, response_text: str) -> list[Any]:
-                answer: list[Any] = await worker.ask(pickle.dumps((prompt, response_text)))
+                try:
+                    answer: list[Any] = await worker.ask(pickle.dumps((prompt, response_text)))
+                except WorkerError as e:
+                    raise RewardError(str(e)) from None
                 return answer
 
             yield ask

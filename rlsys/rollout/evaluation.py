@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -81,7 +82,21 @@ def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
         mean_length=sum(s.sampled_tokens for s, _ in answered) / len(answered),
         truncated=sum(s.status is Status.TRUNCATED for s, _ in answered),
         weight_version=one_version([s for s, _ in answered]),
+        same_answer=commonest([v.answer for v in judged]),
+        constant=commonest([right_answer(p) for _, p in answered]),
     )
+
+
+def commonest(answers: Sequence[str | None]) -> float | None:
+    """The share of the answer that stands most often in `answers`; None when less than half of them are known."""
+    known = Counter(a for a in answers if a is not None)
+    return max(known.values()) / len(answers) if 2 * known.total() >= len(answers) else None
+
+
+def right_answer(prompt: Prompt) -> str | None:
+    """As the data has it, written as final answers are when they are compared; None for what is no text or number."""
+    found = prompt.entry.get("answer")
+    return " ".join(str(found).casefold().split()) if isinstance(found, str | int | float) else None
 
 
 @asynccontextmanager

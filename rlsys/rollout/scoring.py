@@ -11,8 +11,8 @@ from typing import Any
 
 from rlsys.plugins import place
 from rlsys.rewards.marks import NoMark, read_mark
+from rlsys.rewards.workers import RewardError
 from rlsys.types import Prompt
-from rlsys.workers import WorkerError
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Scorer:
         if (error := task.exception()) is not None:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
-            ours = isinstance(error, WorkerError)
+            ours = isinstance(error, RewardError)
             told = str(error) if ours else f"{type(error).__name__}: {error}{place(error)}"
             return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
         try:

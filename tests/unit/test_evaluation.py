@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.identity import NOBODY
 from rlsys.rollout import evaluation, tryout
 from rlsys.starter import write_starter
-from rlsys.types import EvalResult
+from rlsys.types import EvalResult, Prompt
 from tests.helpers.http_engine import HttpEngine
 
 
@@ -49,7 +50,7 @@ def config(tmp_path: Path) -> Config:
 async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str, config: Config) -> None:
     """The engine's answers are cut off at 8 tokens and wrong."""
     result = await evaluation.evaluate(config, {engine: NOBODY})
-    assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3)
+    assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3)
     found = await tryout.try_out(config, {engine: NOBODY})
     assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
     source = build_source(config, Tokenizer(config.model.path))
@@ -57,6 +58,15 @@ async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str
     for entry in found:
         for sample in entry["samples"]:
             assert (sample["tokens"], sample["status"], sample["reward"]) == (8, "truncated", 0)
+
+
+def test_the_commonest_answer_and_the_best_constant_one() -> None:
+    assert evaluation.commonest(["4", "4", "5", None]) == 0.5
+    assert evaluation.commonest(["4", None, None]) is None, "most are not known"
+    answers: list[Any] = [" A  b ", "a B", 7, 7.5, None, [1], {"x": 1}]
+    told = [evaluation.right_answer(Prompt(0, "", [], {"answer": a})) for a in answers]
+    assert told == ["a b", "a b", "7", "7.5", None, None, None]
+    assert evaluation.right_answer(Prompt(0, "", [], {})) is None
 
 
 async def test_a_reward_that_fails_is_a_reason_and_no_reward(

@@ -112,6 +112,46 @@ def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35), reward=0.1)) == [], "both fall: another illness"
 
 
+def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
+    """Evaluations of (accuracy, share of the commonest answer, accuracy of the best constant one)."""
+    late = {} if rising else {"reward": 0.3}
+    evals = [
+        evaluation(5 * i, a) | {"same_answer_share": same, "constant_accuracy": best}
+        for i, (a, same, best) in enumerate(of)
+    ]
+    return History(history(**late).steps, evals)
+
+
+def test_one_answer_to_every_prompt_is_a_guess() -> None:
+    (found,) = find_symptoms(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.3, 0.97, 0.3), rising=True))
+    assert found.name == "learned_to_guess"
+    assert "97% of the held-out prompts the same answer; 30% of these are right" in found.seen
+    assert names(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.35, 0.8, 0.3), rising=True)) == []
+    assert names(guesses((0.3, 0.95, 0.95), (0.3, 0.95, 0.95), (0.3, 0.97, 0.95))) == [], "as it was at first"
+    assert names(guesses((0.05, 0.2, 0.95), (0.95, 0.95, 0.95), (0.96, 0.95, 0.95))) == [], (
+        "most answers are alike"
+    )
+    assert names(History(history().steps, [evaluation(5 * i, 0.2 * i) for i in range(3)])) == [], (
+        "nothing is known"
+    )
+
+
+def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
+    """Frequent answers in turn: no single one has most prompts."""
+    told = guesses((0.05, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))
+    (found,) = find_symptoms(told)
+    assert found.name == "learned_to_guess"
+    assert (
+        "rose from 0.050 to 0.330 and stands, where one and the same answer to every prompt would get 0.350"
+        in found.seen
+    )
+    assert names(History(history().steps, told.evals)) == [], "the reward still rises"
+    assert names(guesses((0.3, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))) == [], (
+        "it has learned nothing"
+    )
+    assert names(guesses((0.05, 0.2, 0.35), (0.3, 0.4, 0.35), (0.36, 0.4, 0.35))) == [], "better than a guess"
+
+
 def test_a_reward_that_no_evaluation_counts_as_right() -> None:
     assert names(history(evals=(0.0, 0.0), reward=0.9)) == ["never_right"]
     (found,) = find_symptoms(history(evals=(0.0, 0.0), reward=0.9))
