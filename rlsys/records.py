@@ -1,6 +1,6 @@
 """Records: the tokens of samples in segments, append-only files beside rollouts.sqlite, and their reader.
 
-    segments/EPOCH-NUMBER.seg    records, one behind the other, little-endian:
+    segments/EPOCH-WRITER-NUMBER.seg    records, one behind the other, little-endian:
 
         magic  checksum  kind  version  policy  sample  sequence  parent  start  tokens  routes  payload
         4 s    u32       u8    u8       u16     u64     u32       u32     u32    u32     u32     u32

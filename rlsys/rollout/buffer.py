@@ -1,4 +1,4 @@
-"""RolloutBuffer: every group that was ever issued, its state, and the weight version. The one owner of both.
+"""RolloutBuffer: every group that was ever issued, and its state. The one owner of both.
 
     ACTIVE --finish--> READY --take--> TRAINED --restore (only what a lost trainer took)--> READY, reserved
        |                 |
@@ -8,7 +8,7 @@
 Invariants, true after every method and therefore at every commit:
 - every group issued is in exactly one state, and has all its samples (3);
 - a group is in the journal (`takes`) of at most one train step; once there, only that step can take it (4);
-- a weight version is handed out once, whatever crashes.
+- a weight version is handed out once, whatever crashes (versions.py).
 
 Methods write into one open transaction; `flush` commits it. Whoever tells another process about a change
 flushes first, so a crash takes back only what nobody has heard of. NOT guaranteed: tokens that the router
@@ -29,15 +29,9 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.samples import SampleQuery, Seen
-from rlsys.rollout.store import (
-    Stored,
-    extend_scores,
-    ids_to_blob,
-    read_groups,
-    sqlite_errors,
-    write_sample,
-    write_scores,
-)
+from rlsys.rollout.saved import SavedSamples, extend_scores
+from rlsys.rollout.store import ids_to_blob, read_groups, sqlite_errors
+from rlsys.rollout.versions import WeightVersions
 from rlsys.rollout.writer import StoreWriter
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Scored
 
@@ -67,12 +61,10 @@ class RolloutBuffer:
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
-        self.added_tokens = 0
-        """Tokens that a model sampled, written since the file was opened."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
-        self._trained_steps: dict[int, int] = {}
-        self._stored: dict[int, Stored] = {}  # by sample id, of live groups
+        self._saved = SavedSamples(self._file)
         try:
+            self.versions = WeightVersions(self._file)
             self._load()
         except RlsysError:
             self._file.close()
@@ -84,17 +76,16 @@ class RolloutBuffer:
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             for group in self.groups.values():
                 group.samples = self.load(group.samples)
-            samples = (s for g in self.groups.values() for s in g.samples)
-            self._stored = {s.sample_id: Stored.of(s) for s in samples}
+                for sample in group.samples:
+                    self._saved.know(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
             self._ready = [row[0] for row in self._db.execute(f"{ready} ORDER BY ready_order")]
             last = self._db.execute("SELECT coalesce(max(train_step), 0) FROM takes")
             self._last_taken = last.fetchone()[0]
-            self._trained_steps = dict(self._db.execute("SELECT weight_version, train_step FROM pushes"))
-        self._issued, self._completed, self._version, self._pruned_to, self._lost = (
-            self._file.counter(key) for key in ("issued", "completed", "weight_version", "pruned_to", "lost")
+        self._issued, self._completed, self._pruned_to, self._lost = (
+            self._file.counter(key) for key in ("issued", "completed", "pruned_to", "lost")
         )
 
     # Samples and groups
@@ -114,7 +105,7 @@ class RolloutBuffer:
             row = (group_id, prompt.index, group.state.value, None, None, blob, size)
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for sample in samples:
-                self._write(sample)
+                self._saved.write(sample)
             self._file.set_counter("issued", group_id + 1)
         self._issued += 1
         group.samples = samples
@@ -137,7 +128,7 @@ class RolloutBuffer:
         size = len(group.samples) + len(samples)
         with self._file.writing():
             for sample in (*group.samples, *samples):
-                self._write(sample)
+                self._saved.write(sample)
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
         group.samples.extend(samples)
         return samples
@@ -159,11 +150,16 @@ class RolloutBuffer:
                 group = self.groups.get(sample.group_id)
                 if group is None or group.state is not GroupState.ACTIVE:
                     raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
-                self._write(sample)
+                self._saved.write(sample)
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
-        return sample.tokens > self._stored[sample.sample_id].tokens
+        return self._saved.unsaved(sample)
+
+    @property
+    def added_tokens(self) -> int:
+        """Tokens that a model sampled, saved since the file was opened."""
+        return self._saved.added_tokens
 
     def store_scores(self, scores: Iterable[Scored]) -> None:
         """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
@@ -179,7 +175,7 @@ class RolloutBuffer:
                         f"{len(sample.behaviour)} of {sample.tokens} have one"
                     )
                 extend_scores(sample.behaviour, found.start, found.logp)
-                write_scores(self._db, self._file.segments, found)
+                self._saved.write_scores(found)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -188,7 +184,7 @@ class RolloutBuffer:
         with self._file.writing():
             if group.state is GroupState.ACTIVE:
                 for sample in group.samples:
-                    self._write(sample)
+                    self._saved.write(sample)
             self._move(group, state)
             if state is GroupState.READY:
                 self._db.execute(
@@ -234,7 +230,7 @@ class RolloutBuffer:
         if missing := {i for part in parts for i in part} - set(ids):
             raise RunError(f"train step {train_step} leaves out groups that are in training: {missing}")
         with self._file.writing():
-            row = (train_step, self._version, json.dumps(ids), json.dumps(parts))
+            row = (train_step, self.versions.newest, json.dumps(ids), json.dumps(parts))
             self._db.execute("INSERT INTO takes VALUES (?, ?, ?, ?)", row)
             for group in groups:
                 self._move(group, GroupState.TRAINED, train_step)
@@ -314,51 +310,17 @@ class RolloutBuffer:
             self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
-    # Weight versions
-
-    @property
-    def weight_version(self) -> int:
-        """The version handed out last; 0 before the first push."""
-        return self._version
-
-    def new_version(self, train_step: int) -> int:
-        """The next weight version, for the weights after this many train steps."""
-        version = self._version + 1
-        with self._file.writing():
-            self._db.execute("INSERT INTO pushes VALUES (?, ?)", (version, train_step))
-            self._file.set_counter("weight_version", version)
-        self._version = version
-        self._trained_steps[version] = train_step
-        return version
-
-    def trained_steps(self, version: int) -> int:
-        """Train steps that the weights of a version contain. Raises RunError for one that was never handed out.
-
-        Ages are differences of these: after a restart the version counter goes on but the weights go back,
-        and pushing the same weights again makes no token older.
-        """
-        if version not in self._trained_steps:
-            raise RunError(f"an engine reported weight version {version}, which was never pushed to it")
-        return self._trained_steps[version]
-
-    def age(self, group: SampleGroup, train_step: int) -> int:
-        """Train steps between the weights that sampled the group's oldest token and the weights after `train_step`
-        steps; 0 for a group without tokens.
-        """
-        versions = {span.version for sample in group.samples for span in sample.spans}
-        return max((train_step - self.trained_steps(v) for v in versions), default=0)
-
     # The file
 
     def record_admission(self, group: SampleGroup) -> None:
         """The group may start, or go on after a restart, under the current weight version."""
         with self._file.writing():
             insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
-            self._db.execute(insert, (group.group_id, self._version))
+            self._db.execute(insert, (group.group_id, self.versions.newest))
 
     def record_interrupts(self, samples: Iterable[Sample]) -> None:
         """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""
-        rows = [(s.sample_id, s.tokens, self._version) for s in samples]
+        rows = [(s.sample_id, s.tokens, self.versions.newest) for s in samples]
         with self._file.writing():
             self._db.executemany(
                 "INSERT INTO interrupts (sample_id, tokens, weight_version) VALUES (?, ?, ?)", rows
@@ -403,13 +365,6 @@ class RolloutBuffer:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, sample: Sample) -> None:
-        before = self._stored.get(sample.sample_id, Stored())
-        new = sample.routes[before.routes :]
-        sample.routes[before.routes :] = self._file.routes.claim(sample.sample_id, new)
-        now = self._stored[sample.sample_id] = write_sample(self._db, self._file.segments, sample, before)
-        self.added_tokens += now.sampled - before.sampled
-
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
         if state not in _LEGAL.get(group.state, ()):
             raise RunError(f"group {group.group_id} cannot go from {group.state} to {state}")
@@ -424,9 +379,6 @@ class RolloutBuffer:
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)
-        for sample in group.samples:
-            self._stored.pop(sample.sample_id, None)
+        self._saved.forget(group.samples)
         if group.state in DEAD:
-            ids = [(s.sample_id,) for s in group.samples]
-            for table in ("pieces", "route_places"):
-                self._db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
+            self._saved.drop_tokens(group.samples)

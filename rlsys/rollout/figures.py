@@ -34,8 +34,8 @@ class Figures:
 
     def of_step(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """Of the groups that this step took, which starts from the weights of `version`."""
-        at = self._buffer.trained_steps(version)
-        metrics = step_metrics(groups, lambda v: at - self._buffer.trained_steps(v))
+        at = self._buffer.versions.trained_steps(version)
+        metrics = step_metrics(groups, lambda v: at - self._buffer.versions.trained_steps(v))
         return {**metrics, **self._bias.metrics(train_step, groups)}
 
     def counts(self) -> dict[str, float]:

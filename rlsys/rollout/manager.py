@@ -9,15 +9,15 @@ steps after a restart, their groups come from the journal and nothing is generat
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import takewhile
+from functools import partial
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
+from rlsys.rollout.commits import Commits
 from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluator import Evaluator
@@ -25,15 +25,17 @@ from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.received import Received
 from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.tools import tool_penalty
+from rlsys.rollout.streams import Streams
+from rlsys.rollout.tools import ToolPenalties
 from rlsys.rollout.turns import sampling_turns
-from rlsys.rollout.waiting import LOOK_SECONDS, Waiting
+from rlsys.rollout.waiting import Waiting
 from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
@@ -44,7 +46,6 @@ from rlsys.types import (
     Sample,
     SampleGroup,
     Scored,
-    Status,
     Taken,
     Unscored,
 )
@@ -73,22 +74,30 @@ class RolloutManager:
         self._router = router
         self._source = source
         self._scorer = scorer
-        self._tokenizer = tokenizer
+        self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
         planning.restore(buffer.note("planning") or "")
         other = config.rollout.repeat
         repeat = None if other is None else Repeat(Record(other, config), buffer)
         speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
         generator = build_generator(config, tokenizer, speak)
         self._evaluator = Evaluator(config, router, source, scorer, tokenizer, eval_sets)
-        self._runner = SampleRunner(config, buffer, router, planning, scorer, generator, repeat, self._spans)
+        self._commits = Commits(buffer)
+        self._streams = Streams(
+            config, router, scorer, generator, self._commits, lambda s: buffer.groups[s.group_id], self._spans,
+            config.flush_tokens,
+        )  # fmt: skip
+        self._runner = SampleRunner(
+            config, buffer, self._commits, planning, self._streams, repeat, self._spans
+        )
         self._selection = Selection(config, buffer, repeat)
         self._canaries = Canaries(source, config.eval.prompts)
         self._over_provision = OverProvision(config, buffer, self._runner)
-        self._waiting = Waiting(config, buffer, router, self._runner)
+        self._waiting = Waiting(
+            config, buffer, router, self._runner, self._selection, self._called_away, self._give_up
+        )
         self._figures = Figures(config, buffer, router, scorer, planning)
+        self._received = Received(buffer, router)
         self._colocated = config.launch.placement == "colocated"
-        self._budget = config.trainer.token_budget * config.parallel.data_parallel
-        """Tokens of a full micro-batch on every trainer rank."""
         self._command = asyncio.Lock()
         self._done_steps = 0
         """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
@@ -99,7 +108,6 @@ class RolloutManager:
         """A push has updated some engines, and others serve with the weights before it until their round."""
         self._parts: list[list[int]] = []
         """Of the next step: ids of the groups that the trainer was given before its take."""
-        self._lost_seen = 0
         self._leave_by: float | None = None
         """Loop time by which the trainer must have left; None as long as nobody asked for it."""
 
@@ -113,7 +121,7 @@ class RolloutManager:
             await self._runner.reset()
             self._buffer.restore(train_step)
             check_conservation(self._buffer.ledger())
-            self._runner.flush()
+            self._commits.flush()
             self._done_steps, self._trained_steps, self._push_due = train_step, None, True
             self._rolling = False
             self._parts = []
@@ -128,17 +136,21 @@ class RolloutManager:
         async with self._command:
             trained_steps = self._steps_before(train_step)
             if train_step > self._buffer.last_taken_step:
-                version = self._buffer.weight_version
-                part = await self._waiting.watched(self._until_part(trained_steps), "groups of a train step")
+                version = self._buffer.versions.newest
+                part: list[int] = []
+                if self._selection.groups(trained_steps) is None:
+                    self._generate(trained_steps)
+                    given = {i for part in self._parts for i in part}
+                    part = await self._waiting.for_part(trained_steps, given)
             else:
                 version, _ = self._buffer.taken(train_step)
                 part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
             if not part:
                 return None
             groups = self._buffer.unloaded(part)
-            self._set_tool_penalties(groups)
-            self._selection.mask_old(groups, self._buffer.trained_steps(version))
-            self._runner.flush()
+            self._tool_penalties.put(groups)
+            self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
+            self._commits.flush()
             self._parts.append(part)
             return Taken(train_step, version, groups, {})
 
@@ -149,12 +161,6 @@ class RolloutManager:
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
         return self._trained_steps
 
-    def _set_tool_penalties(self, groups: list[SampleGroup]) -> None:
-        if self._tokenizer is not None and self._config.rollout.generator != "single_turn":
-            samples = [s for group in groups for s in group.samples]
-            for sample, whole in zip(samples, self._buffer.load(samples), strict=True):
-                sample.tool_penalty = tool_penalty(whole, self._tokenizer.decode)
-
     async def take(self, train_step: int) -> Taken | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
 
@@ -162,29 +168,32 @@ class RolloutManager:
         leaving (`status`): there will be no more groups.
         """
         async with self._command:
-            if self._leave_by is not None:
+            if self._leaving:
                 return None
             trained_steps = self._steps_before(train_step)
             new = train_step > self._buffer.last_taken_step
             if new:
-                chosen = await self._chosen(trained_steps)
+                if self._selection.groups(trained_steps) is None:
+                    self._generate(trained_steps)
+                    await self._waiting.for_groups(trained_steps)
+                chosen = None if self._leaving else self._selection.groups(trained_steps)
                 if chosen is None:
                     return None
                 self._buffer.take(train_step, chosen, self._parts)
             counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
-            self._set_tool_penalties(groups)
+            self._tool_penalties.put(groups)
             if self._colocated:
                 await self._interrupt_all()
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
-            masked = self._selection.mask_old(groups, self._buffer.trained_steps(version))
+            masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._figures.of_step(train_step, version, groups)
             if new:
                 self._over_provision.steer(metrics["off_policy_share"])
             metrics |= {**self._over_provision.figures, "masked_tokens": masked}
             self._buffer.check_counts()
-            self._runner.flush()
+            self._commits.flush()
             self._done_steps, self._push_due, self._parts = train_step, True, []
             self._canaries.see(groups, self._buffer.load)
             self._go_on()
@@ -202,28 +211,16 @@ class RolloutManager:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
                 raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
             live = [s for g in self._buffer.groups.values() for s in g.samples]
-            starts = {s.sample_id: self._first_unscored(s, train_step - 1) for s in live}
+            starts = {s.sample_id: self._selection.first_unscored(s, train_step - 1) for s in live}
             wanted = {s.group_id: None for s in live if starts[s.sample_id] is not None}
             found = [s for g in self._buffer.unloaded(wanted) for s in g.samples]
-            self._runner.flush()
+            self._commits.flush()
             return [Unscored(s, start) for s in found if (start := starts[s.sample_id]) is not None]
-
-    def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
-        """First response token without a score of the run of tokens that these weights sampled last."""
-        if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
-            return None
-        if not sample.spans or self._buffer.trained_steps(sample.spans[-1].version) != trained_steps:
-            return None
-        same = takewhile(
-            lambda x: self._buffer.trained_steps(x.version) == trained_steps, reversed(sample.spans)
-        )
-        start = max(min(span.start for span in same), len(sample.behaviour))
-        return start if start < sample.tokens else None
 
     async def store_scores(self, scores: list[Scored]) -> None:
         async with self._command:
             self._buffer.store_scores(scores)
-            self._runner.flush()
+            self._commits.flush()
 
     async def begin_push(self) -> PushTicket:
         """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only.
@@ -235,14 +232,17 @@ class RolloutManager:
             first, members = self._push_due and not self._rolling, self._next_members()
             if members or (first and not self._colocated):  # else take has done it
                 resting = members or None
-                await self._waiting.watched(self._until_interruptible(resting), "samples that must go on")
-                await self._interrupt_all(keep=self._stays_young, members=resting)
+                if self._trained_steps is not None:
+                    await self._waiting.until_interruptible(self._trained_steps, resting)
+                stays_young = partial(self._selection.stays_young, done_steps=self._done_steps)
+                await self._interrupt_all(keep=stays_young, members=resting)
             if first:
-                self._buffer.new_version(self._done_steps)
-                await self._expire()
+                self._buffer.versions.new(self._done_steps)
+                too_old = self._selection.too_old(self._done_steps)  # for every step to come (invariant 7)
+                await self._runner.drop(too_old, GroupState.EXPIRED)
                 self._rolling = bool(members)
-            self._runner.flush()
-            version = self._buffer.weight_version
+            self._commits.flush()
+            version = self._buffer.versions.newest
             engines = await self._router.begin_push(version, only_stale=not first, members=members)
             if members:
                 self._go_on()
@@ -268,7 +268,7 @@ class RolloutManager:
         Until the last round, admission counts with the oldest weights that serve.
         """
         async with self._command:
-            version = self._buffer.weight_version
+            version = self._buffer.versions.newest
             if ticket.weight_version != version:
                 raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
             metrics = await self._router.end_push(version, canaries, checksums, left_out)
@@ -302,9 +302,11 @@ class RolloutManager:
                 raise RunError(f"commit({train_step}) after {self._done_steps} steps: no such checkpoint yet")
             t = self._config.trainer
             check_conservation(self._buffer.ledger())
-            self._runner.save_running()  # what nobody has claimed of the engines' files may go with them
+            await (
+                self._streams.save_running()
+            )  # what nobody has claimed of the engines' files may go with them
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
-            self._runner.flush()
+            self._commits.flush()
 
     async def leave(self, seconds: float) -> None:
         """The machines will be taken away: a waiting take gives up, everything is parked and on disk afterwards.
@@ -316,7 +318,7 @@ class RolloutManager:
         async with self._command:
             await self._evaluator.stop()
             await self._interrupt_all()
-            self._runner.flush()
+            self._commits.flush()
 
     async def close(self) -> None:
         """Park what is in flight, durably, and end every task."""
@@ -325,7 +327,7 @@ class RolloutManager:
             await self._interrupt_all()
         finally:
             await self._runner.reset()
-            self._runner.flush()
+            self._commits.flush()
             self._spans.stop(s for g in self._buffer.active() for s in g.samples)
 
     # Figures
@@ -339,75 +341,33 @@ class RolloutManager:
         return self._buffer.samples(query)
 
     def status(self) -> dict[str, object]:
-        """For the live display."""
+        """For the live display. `leaving`: seconds left; None when nobody asked the run to leave."""
+        now = asyncio.get_running_loop().time()
         return {
             **self._figures.counts(),
             **self._figures.totals(),
-            "weight_version": self._buffer.weight_version,
+            "weight_version": self._buffer.versions.newest,
             "train_step": self._done_steps,
             "engines": self._router.engine_states(),
             "engine_figures": self._router.engine_figures(),
-            "leaving": self._seconds_left(),
+            "leaving": None if self._leave_by is None else self._leave_by - now,
             "waiting_for": self._waiting.missing(),
         }
 
-    def _seconds_left(self) -> float | None:
-        """None: nobody asked the run to leave."""
-        return None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
+    @property
+    def _leaving(self) -> bool:
+        return self._leave_by is not None
 
-    # Waiting
+    # Order of operations
 
-    async def _chosen(self, trained_steps: int) -> list[SampleGroup] | None:
-        """The groups of the next step, once there are enough; None when an engine is stale."""
-        if self._selection.groups(trained_steps) is None:
-            self._generate(trained_steps)
-            wanted = self._config.rollout.groups_per_step
-            await self._waiting.watched(
-                self._wait_for_groups(trained_steps), f"{wanted} groups of a train step"
-            )
-        return self._selection.groups(trained_steps) if self._leave_by is None else None
-
-    async def _wait_for_groups(self, trained_steps: int) -> None:
-        while self._selection.groups(trained_steps) is None and not self._called_away():
-            await self._censor_overdue(trained_steps)
-            await self._look_again()
-
-    async def _until_part(self, trained_steps: int) -> list[int]:
-        """Ids of groups for the trainer to begin with; none when a take would not wait."""
-        if self._selection.groups(trained_steps) is None:
-            self._generate(trained_steps)
-        while self._selection.groups(trained_steps) is None and not self._called_away():
-            given = {i for part in self._parts for i in part}
-            fresh = [g for g in self._selection.certain() if g.group_id not in given]
-            if sum(len(s.prompt_ids) + s.tokens for g in fresh for s in g.samples) >= self._budget:
-                return [g.group_id for g in fresh]
-            await self._censor_overdue(trained_steps)
-            await self._look_again()
-        return []
-
-    async def _censor_overdue(self, trained_steps: int) -> None:
-        if late := self._runner.overdue():
-            await self._interrupt_all()
-            await self._runner.censor_overdue(late)
-            self._generate(trained_steps)
-
-    async def _until_interruptible(self, members: Collection[str] | None) -> None:
-        step = self._trained_steps
-        while step is not None and self._selection.must_go_on(step, members) and not self._called_away():
-            await self._look_again()
+    async def _give_up(self, late: Collection[SampleGroup], trained_steps: int) -> None:
+        await self._interrupt_all()
+        await self._runner.censor_overdue(late)
+        self._generate(trained_steps)
 
     def _called_away(self) -> bool:
         """Something else comes first: an engine needs weights, or the run is to leave."""
-        return bool(self._router.stale_engines) or self._leave_by is not None
-
-    async def _look_again(self) -> None:
-        """After a group has settled, or LOOK_SECONDS: time, a sample's end and a stale engine wake nobody."""
-        self._runner.raise_failure()
-        self._runner.wake.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
-
-    # Order of operations
+        return bool(self._router.stale_engines) or self._leaving
 
     def _generate(self, trained_steps: int) -> None:
         """Samples that wait for an engine go on, and what may start starts."""
@@ -421,12 +381,8 @@ class RolloutManager:
         surplus that grows old, and what a take with enough of it interrupts would have been prefilled for nothing.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
-        stays = self._leave_by is None
-        if not self._colocated and caught_up and stays and self._trained_steps is not None:
+        if not self._colocated and caught_up and not self._leaving and self._trained_steps is not None:
             self._generate(self._trained_steps)
-
-    def _stays_young(self, sample: Sample) -> bool:
-        return self._selection.stays_young(sample, self._done_steps)
 
     async def _interrupt_all(
         self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
@@ -437,24 +393,7 @@ class RolloutManager:
         """
         if members is None:
             self._runner.pause()
-        busy = self._runner.in_flight()
-        try:
-            await self._router.interrupt(keep, members)
-        finally:
-            self._runner.save_running()
-        parked = [s for s in busy if s.status is Status.PARKED]
+        parked = await self._streams.interrupt(keep, members)
         self._buffer.record_interrupts(parked)
         self._spans.interrupted(parked)
-        stats = self._router.stats()
-        received = int(stats["received_tokens"] - stats["evaluation_tokens"])
-        if received != self._buffer.added_tokens:
-            raise RunError(
-                f"{received} tokens came for samples, {self._buffer.added_tokens} are in the ledger"
-            )
-        lost = int(stats["lost"])
-        self._buffer.add_lost(max(0, lost - self._lost_seen))
-        self._lost_seen = lost
-
-    async def _expire(self) -> None:
-        """Drop what is too old for every step to come (invariant 7); it makes room for new groups."""
-        await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
+        self._received.settle()

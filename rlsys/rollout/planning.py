@@ -22,7 +22,7 @@ from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
 from rlsys.rollout.group_scoring import GroupScorer
-from rlsys.types import Prompt, SampleGroup
+from rlsys.types import Prompt, Sample, SampleGroup
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
 """Prompt ids -> how far policy and reference disagree on each, and which tokens must stay."""
@@ -80,8 +80,11 @@ class Planning:
         entry = {**prompt.entry, "form": template.form, "marks": list(template.marks)}
         return replace(prompt, text=text, ids=self._text.encode(text), entry=entry)
 
-    async def reward(self, prompt: Prompt, group: SampleGroup) -> str | None:
-        """Set the rewards that need the whole group; why the group cannot be used, None when it can."""
+    async def reward(
+        self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
+    ) -> str | None:
+        """Set the rewards that need the whole group; why the group cannot be used, None when it can. `load`: gives
+        samples their tokens."""
         if self._scorer is None:
             return None
         plain = [s.reward if s.plain_reward is None else s.plain_reward for s in group.samples]
@@ -89,7 +92,7 @@ class Planning:
         known = None if key is None else str(key)
         responses = [
             Response(self._text.decode(s.response_ids), s.answer, s.mu, reward, known)
-            for s, reward in zip(group.samples, plain, strict=True)
+            for s, reward in zip(load(group.samples), plain, strict=True)
         ]
         rewards = await self._scorer.score(prompt.question or prompt.text, responses, self._judge)
         if isinstance(rewards, str):

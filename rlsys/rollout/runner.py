@@ -18,23 +18,18 @@ from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.beside import Means
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
-from rlsys.rollout.generator import Generator
+from rlsys.rollout.commits import Commits
 from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.sample_spans import SampleSpans
-from rlsys.rollout.schedule import admission_capacity, resume_key, sample_seed
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.turn_reader import ToolFailed
-from rlsys.router.router import Poisonous, RefusedPrompt, Router
+from rlsys.rollout.schedule import admission_capacity, sample_seed
+from rlsys.rollout.streams import REFUSED, Streams
+from rlsys.router.router import Poisonous
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 
-FLUSH_SECONDS = 0.2
-"""Finished samples are committed together: at most this much work is done again after a crash."""
 CENSORED_STEPS = 2
 """Train steps' worth of groups censored in a row that stop the run: then it is no accident."""
-
-REFUSED = "prompt refused"
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -50,10 +45,9 @@ class SampleRunner:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Router,
+        commits: Commits,
         planning: Planning,
-        scorer: Scorer,
-        generator: Generator,
+        streams: Streams,
         repeat: Repeat | None = None,
         spans: SampleSpans | None = None,
     ) -> None:
@@ -61,10 +55,10 @@ class SampleRunner:
         self._spans = spans or SampleSpans(None)
         self._config = config
         self._buffer = buffer
-        self._generator = generator
+        self._commits = commits
+        self._streams = streams
         self._repeat = repeat
         self._planning = planning
-        self._scorer = scorer
         self.wake = asyncio.Event()
         self.beside_rewards = Means()
         """What reward functions said beside the rewards, since the last take."""
@@ -78,15 +72,11 @@ class SampleRunner:
         self._generating: set[int] = set()  # ids of samples that hold a slot
         self._prompts: dict[int, Prompt] = {}  # of groups that were let in
         self._censored_in_row = 0
-        self._flush_handle: asyncio.TimerHandle | None = None
-        self._unsaved_tokens = 0  # at most: what came since running samples were saved
         self._admitted_at: dict[int, float] = {}  # of groups that were let in, on the loop's clock
         self.slots = config.slots
         """Samples that may be generating at once; fewer take effect as samples finish."""
         self.occupancy = Occupancy(config.samples_per_step)
-        router.on_tokens = self._heard
-        router.on_failure = self._remember
-        router.priority = self._priority
+        commits.failed = self._fail
 
     def go(self, trained_steps: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
@@ -143,15 +133,6 @@ class SampleRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._generating.difference_update(sample_ids)
 
-    def save_running(self) -> None:
-        """Into the buffer with all tokens that running samples have got so far."""
-        self._buffer.save(s for s in self._running() if s.tokens)
-        self._unsaved_tokens = 0
-
-    def in_flight(self) -> list[Sample]:
-        """What an engine works on."""
-        return [s for s in self._running() if s.status is Status.IN_FLIGHT]
-
     def overdue(self) -> list[SampleGroup]:
         """Groups that have had rollout.group_deadline seconds and are not finished."""
         limit = self._config.rollout.group_deadline
@@ -161,41 +142,14 @@ class SampleRunner:
         late = [g for g, start in self._admitted_at.items() if now - start > limit]
         return [self._buffer.groups[g] for g in late if g not in self._planning.waiting()]
 
-    def _priority(self, sample: Sample) -> tuple[int, ...]:
-        return resume_key(self._config.rollout.resume_order, sample, self._buffer.groups[sample.group_id])
-
     def _note_occupancy(self) -> None:
         self.occupancy.update(asyncio.get_running_loop().time(), len(self._generating))
-
-    def _running(self) -> Iterable[Sample]:
-        return (s for g in self._buffer.active() for s in g.samples if s.sample_id in self._tasks)
-
-    def _heard(self, sample: Sample, tokens: int) -> None:
-        """So many tokens came: a crash must not cost more than rollout.flush_tokens."""
-        if tokens:
-            self._spans.heard(sample)
-        self._unsaved_tokens += tokens
-        if self._unsaved_tokens >= self._config.flush_tokens:
-            self._buffer.save(s for s in self._running() if self._buffer.unsaved(s))
-            self._unsaved_tokens = 0
-            self.flush()
-
-    def _remember(self, sample: Sample) -> None:
-        """An engine failed with it: how often that happened must outlive this process, or it never ends."""
-        self._buffer.save([sample])
-        self._flush_soon()
 
     def raise_failure(self) -> None:
         if isinstance(self._failure, RlsysError):
             raise self._failure
         if self._failure is not None:
             raise RunError(f"rollout: {type(self._failure).__name__}: {self._failure}") from self._failure
-
-    def flush(self) -> None:
-        if self._flush_handle is not None:
-            self._flush_handle.cancel()
-            self._flush_handle = None
-        self._buffer.flush()
 
     def _fill(self) -> None:
         """Start samples while slots are free, oldest group first; new groups as admission allows."""
@@ -240,7 +194,7 @@ class SampleRunner:
             prompt = self._planning.prompt(group_id)
             group = self._buffer.issue(prompt, self._seeds(group_id, range(self._planning.size)))
             self._save_planning()
-            self._flush_soon()
+            self._commits.flush_soon()
         self._buffer.record_admission(group)
         self._prompts[group.group_id] = prompt
         self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
@@ -273,21 +227,14 @@ class SampleRunner:
         prompt = self._prompts[group.group_id]
         self._spans.begin(sample)
         if not sample.status.terminal:
-            try:
-                await self._generator(sample, prompt)
-            except RefusedPrompt as e:
-                sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
-            except (ToolFailed, Poisonous) as e:
-                sample.status, sample.censor_reason = Status.CENSORED, str(e)
+            await self._streams.generate(sample, prompt)
             self._generating.discard(sample.sample_id)
-            self._buffer.save([sample])
-            self._flush_soon()
             self._fill()
             self._note_occupancy()
             if self._config.rollout.max_resumes is not None:
                 self.wake.set()  # a take may have waited for this one alone
         if sample.status is not Status.CENSORED:
-            verdict = await self._scorer.score(prompt, sample.response_ids)
+            verdict = await self._streams.score(sample, prompt)
             if verdict.reason is None:
                 sample.reward, sample.named_rewards = verdict.reward, verdict.named
                 sample.answer = verdict.answer
@@ -303,7 +250,7 @@ class SampleRunner:
         """Every sample of the group has its reward or its reason: what becomes of it."""
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
         if reason is None:
-            reason = await self._planning.reward(self._prompts[group.group_id], group)
+            reason = await self._planning.reward(self._prompts[group.group_id], group, self._buffer.load)
         if reason is None:
             try:
                 await self._planning.score_prompt(group)
@@ -338,7 +285,7 @@ class SampleRunner:
         self._planning.close(group, rewarded=reason is None)
         self._buffer.finish(group, state)
         self._save_planning()
-        self._flush_soon()
+        self._commits.flush_soon()
         self._watch_censored(group, reason)
         self._fill()  # a filtered or a censored group makes room
         self.wake.set()
@@ -348,7 +295,7 @@ class SampleRunner:
         places = range(len(group.samples), len(group.samples) + more.samples)
         samples = self._buffer.grow(group, self._seeds(group.group_id, places), more.prompt_ids)
         self._save_planning()
-        self._flush_soon()
+        self._commits.flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))
         self._fill()
 
@@ -368,16 +315,6 @@ class SampleRunner:
             if not isinstance(error, RlsysError):
                 log.error("sample %d", sample_id, exc_info=error)
             self._fail(error)
-
-    def _flush_soon(self) -> None:
-        if self._flush_handle is None:
-            self._flush_handle = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush_now)
-
-    def _flush_now(self) -> None:
-        try:
-            self.flush()
-        except RunError as e:
-            self._fail(e)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

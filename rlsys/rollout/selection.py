@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import takewhile
 
 from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
@@ -32,7 +33,10 @@ class Selection:
             return choose(ready, wanted)
         limit = self._rollout.max_staleness
         return choose_in_time(
-            ready, self._buffer.active(), wanted, lambda g: limit - self._buffer.age(g, trained_steps)
+            ready,
+            self._buffer.active(),
+            wanted,
+            lambda g: limit - self._buffer.versions.age(g, trained_steps),
         )
 
     def certain(self) -> list[SampleGroup]:
@@ -56,15 +60,15 @@ class Selection:
         """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""
         if self._rollout.staleness_policy == "mask":
             return True
-        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.weight_version
-        return done_steps - self._buffer.trained_steps(version) <= self._rollout.max_staleness
+        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.versions.newest
+        return done_steps - self._buffer.versions.trained_steps(version) <= self._rollout.max_staleness
 
     def too_old(self, done_steps: int) -> list[SampleGroup]:
         """Groups that no step after `done_steps` may take."""
         if self._rollout.staleness_policy == "mask":
             return []
         limit = self._rollout.max_staleness
-        return [g for g in self._buffer.groups.values() if self._buffer.age(g, done_steps) > limit]
+        return [g for g in self._buffer.groups.values() if self._buffer.versions.age(g, done_steps) > limit]
 
     def mask_old(self, groups: list[SampleGroup], trained_steps: int) -> int:
         """Under the policy `mask`: tokens of taken groups that are not trained are marked; how many."""
@@ -72,6 +76,20 @@ class Selection:
             return 0
         for sample in (s for g in groups for s in g.samples):
             sample.masked = too_old(
-                sample, self._rollout.max_staleness, lambda v: trained_steps - self._buffer.trained_steps(v)
+                sample,
+                self._rollout.max_staleness,
+                lambda v: trained_steps - self._buffer.versions.trained_steps(v),
             )
         return sum(span.end - span.start for g in groups for s in g.samples for span in s.masked)
+
+    def first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
+        """First response token without a score of the run of tokens that these weights sampled last."""
+        if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
+            return None
+        if not sample.spans or self._buffer.versions.trained_steps(sample.spans[-1].version) != trained_steps:
+            return None
+        same = takewhile(
+            lambda x: self._buffer.versions.trained_steps(x.version) == trained_steps, reversed(sample.spans)
+        )
+        start = max(min(span.start for span in same), len(sample.behaviour))
+        return start if start < sample.tokens else None

@@ -29,21 +29,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
-from rlsys.records import Kind, encode
-from rlsys.rollout.segments import Place, SegmentWriter
-from rlsys.types import GroupState, Piece, Sample, SampleGroup, Scored, Status, TokenSpan, VersionSpan
+from rlsys.types import GroupState, Piece, Sample, SampleGroup, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
@@ -274,71 +269,6 @@ def ids_to_blob(ids: Sequence[int]) -> bytes:
 def blob_to_ids(blob: bytes) -> list[int]:
     ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
     return ids
-
-
-class Stored(NamedTuple):
-    """How much of a sample's arrays the file has."""
-
-    tokens: int = 0
-    routes: int = 0
-    sampled: int = 0
-    """Of the tokens: those that a model sampled, and not a tool wrote."""
-    support: int = 0
-    """Bytes."""
-
-    @classmethod
-    def of(cls, sample: Sample) -> Stored:
-        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens, len(sample.support))
-
-
-def write_sample(db: sqlite3.Connection, segments: SegmentWriter, sample: Sample, stored: Stored) -> Stored:
-    """Insert or replace its row and append what its arrays have beyond `stored`; returns what is stored now.
-
-    In flight is stored as parked: what would be resumed.
-    """
-    status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
-    row = (
-        sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-        sample.tokens, sample.mu_sum, json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
-        sample.reward, sample.censor_reason, sample.resumes,
-        sample.cached_tokens, sample.prefilled_tokens, sample.engine,
-        None if sample.named_rewards is None else json.dumps(sample.named_rewards),
-        sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
-        None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids), sample.deaths,
-        sample.faults,
-    )  # fmt: skip
-    db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
-    now = Stored.of(sample)
-    if now != stored:
-        ids = ids_to_blob(sample.response_ids[stored.tokens :])
-        mu = np.asarray(sample.mu[stored.tokens :], "<f8").tobytes()
-        routes = msgspec.msgpack.encode(sample.routes[stored.routes :])
-        new = now.tokens - stored.tokens
-        payload = ids + mu + routes
-        record = encode(Kind.TOKENS, sample.sample_id, stored.tokens, new, payload, len(routes))
-        _add_piece(db, sample.sample_id, segments.append(record))
-    if now.support != stored.support:
-        kept = bytes(sample.support[stored.support :])
-        record = encode(Kind.SUPPORT, sample.sample_id, stored.tokens, now.tokens - stored.tokens, kept)
-        _add_piece(db, sample.sample_id, segments.append(record))
-    return now
-
-
-def write_scores(db: sqlite3.Connection, segments: SegmentWriter, found: Scored) -> None:
-    logp = np.array(found.logp, dtype="<f4").tobytes()
-    record = encode(Kind.SCORES, found.sample_id, found.start, len(found.logp), logp)
-    _add_piece(db, found.sample_id, segments.append(record))
-
-
-def _add_piece(db: sqlite3.Connection, sample_id: int, place: Place) -> None:
-    row = (sample_id, *place)
-    db.execute("INSERT INTO pieces (sample_id, segment, start, length) VALUES (?, ?, ?, ?)", row)
-
-
-def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
-    """Put `logp` at `start`; what nobody scored before it is NaN."""
-    behaviour += [math.nan] * (start - len(behaviour))
-    behaviour += logp
 
 
 def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:

@@ -19,7 +19,7 @@ from rlsys.rewards.answer import count_answers
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Prompt, Sample, Status
+from rlsys.types import Prompt, Sample, SampleGroup, Status
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
@@ -119,6 +119,26 @@ def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
             f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
         )
     return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
+
+
+class ToolPenalties:
+    """Puts its penalty into each sample of taken groups, in a run with tools."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        load: Callable[[Sequence[Sample]], Sequence[Sample]],
+    ) -> None:
+        """`load`: gives samples their tokens."""
+        self._tokenizer = None if config.rollout.generator == "single_turn" else tokenizer
+        self._load = load
+
+    def put(self, groups: Sequence[SampleGroup]) -> None:
+        if self._tokenizer is not None:
+            samples = [s for group in groups for s in group.samples]
+            for sample, whole in zip(samples, self._load(samples), strict=True):
+                sample.tool_penalty = tool_penalty(whole, self._tokenizer.decode)
 
 
 def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:

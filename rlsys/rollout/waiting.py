@@ -1,16 +1,20 @@
-"""A command that waits for samples: whether anything gets further, and whom it waits for when nothing does."""
+"""Commands that wait for samples: until when, whether anything gets further, and whom they wait for when nothing
+does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from typing import TypeVar
 
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner, is_settled
+from rlsys.rollout.selection import Selection
 from rlsys.router.router import Router
+from rlsys.types import SampleGroup
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
@@ -20,11 +24,69 @@ T = TypeVar("T")
 class Waiting:
     """Ends a wait in which nothing gets further."""
 
-    def __init__(self, config: Config, buffer: RolloutBuffer, router: Router, runner: SampleRunner) -> None:
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Router,
+        runner: SampleRunner,
+        selection: Selection,
+        called_away: Callable[[], bool],
+        give_up: Callable[[Collection[SampleGroup], int], Awaitable[None]],
+    ) -> None:
+        """`called_away`: whether something else comes first. `give_up`: what to do with groups that are overdue, and
+        the train steps that the weights contain."""
         self._config = config
         self._buffer = buffer
         self._router = router
         self._runner = runner
+        self._selection = selection
+        self._called_away = called_away
+        self._give_up = give_up
+        self._budget = config.trainer.token_budget * config.parallel.data_parallel
+        """Tokens of a full micro-batch on every trainer rank."""
+
+    async def for_groups(self, trained_steps: int) -> None:
+        """Until there are enough for a step, or something else comes first."""
+        wanted = self._config.rollout.groups_per_step
+        await self.watched(self._until_groups(trained_steps), f"{wanted} groups of a train step")
+
+    async def _until_groups(self, trained_steps: int) -> None:
+        while self._selection.groups(trained_steps) is None and not self._called_away():
+            await self._look_again(trained_steps)
+
+    async def for_part(self, trained_steps: int, given: Collection[int]) -> list[int]:
+        """Ids of groups for the trainer to begin with, without those `given` before; none when a take would not
+        wait."""
+        return await self.watched(self._until_part(trained_steps, given), "groups of a train step")
+
+    async def _until_part(self, trained_steps: int, given: Collection[int]) -> list[int]:
+        while self._selection.groups(trained_steps) is None and not self._called_away():
+            fresh = [g for g in self._selection.certain() if g.group_id not in given]
+            if sum(len(s.prompt_ids) + s.tokens for g in fresh for s in g.samples) >= self._budget:
+                return [g.group_id for g in fresh]
+            await self._look_again(trained_steps)
+        return []
+
+    async def until_interruptible(self, trained_steps: int, members: Collection[str] | None) -> None:
+        """Until no sample (in engines of these URLs) must go on, or something else comes first."""
+        await self.watched(self._until_nobody_must(trained_steps, members), "samples that must go on")
+
+    async def _until_nobody_must(self, trained_steps: int, members: Collection[str] | None) -> None:
+        while self._selection.must_go_on(trained_steps, members) and not self._called_away():
+            await self._look()
+
+    async def _look_again(self, trained_steps: int) -> None:
+        if late := self._runner.overdue():
+            await self._give_up(late, trained_steps)
+        await self._look()
+
+    async def _look(self) -> None:
+        """After a group has settled, or LOOK_SECONDS: time, a sample's end and a stale engine wake nobody."""
+        self._runner.raise_failure()
+        self._runner.wake.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._runner.wake.wait(), LOOK_SECONDS)
 
     async def watched(self, work: Awaitable[T], what: str) -> T:
         """The result of `work`. Raises what broke a sample meanwhile, and RunError after rollout.stall_timeout

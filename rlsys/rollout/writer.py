@@ -16,7 +16,7 @@ from rlsys.owner import Deposed, Owner
 from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.route_files import RouteFiles
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
-from rlsys.rollout.segments import SegmentWriter
+from rlsys.rollout.segments import SegmentFile, SegmentTable
 from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
 from rlsys.rollout.takeover import take_over
 from rlsys.types import Sample
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 _GOING = "going"
 """Key in the table meta: names of the files that the last commit with such took away."""
+
+_WRITERS = "writers"
+"""The same: how many processes have written segments."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -53,18 +56,17 @@ class StoreWriter:
             self._lock.release()
             raise
         self._broken = ""
-        epoch = 0 if owner is None else owner.epoch
-        self.segments = SegmentWriter(path.parent, self.db, epoch)
-        self.routes = RouteFiles(path.parent, self.db, epoch)
+        self._epoch = 0 if owner is None else owner.epoch
+        self.segments = SegmentTable(path.parent, self.db)
+        self.routes = RouteFiles(path.parent, self.db, self._epoch)
         try:
-            self._take_over()
+            self.tokens = self._take_over()
         except RlsysError:
-            self.segments.close()
             self.db.close()
             self._lock.release()
             raise
 
-    def _take_over(self) -> None:
+    def _take_over(self) -> SegmentFile:
         with self.writing():
             if self._owner is not None:
                 self.set_counter("owner_epoch", self._owner.epoch)
@@ -73,7 +75,17 @@ class StoreWriter:
                 self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
                 log.warning("%s: %d bytes that no commit names were left behind", self.path, torn)
             self.routes.open()
-        self.flush()
+            tokens = SegmentFile(self.path.parent, self.new_writer())
+        self._commit()
+        return tokens
+
+    def new_writer(self) -> str:
+        """A name for one who writes segments, that nobody had before."""
+        with self.writing():
+            row = self.db.execute("SELECT value FROM meta WHERE key = ?", (_WRITERS,)).fetchone()
+            number = 1 + (int(row[0]) if row else 0)
+            self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_WRITERS, number))
+        return f"{self._epoch:06d}-{number:06d}"
 
     def _remove_rest(self) -> None:
         """Files that went with the last commit, but for a kill: what is torn of them has been counted."""
@@ -128,14 +140,14 @@ class StoreWriter:
 
     def load(self, samples: Iterable[Sample]) -> list[Sample]:
         """The same with their tokens in hand, what is not flushed included."""
-        self.segments.write_out()
+        self.tokens.write_out()
         with SegmentReader(self.path.parent) as reader:
             return [reader.loaded(sample) for sample in samples]
 
     def samples(self, query: SampleQuery) -> list[Seen]:
         """A page of them, what is not flushed included."""
         with sqlite_errors(self.path):
-            self.segments.write_out()
+            self.tokens.write_out()
             with SegmentReader(self.path.parent) as segments:
                 return find_samples(self.db, segments, query)
 
@@ -155,10 +167,13 @@ class StoreWriter:
 
     def flush(self) -> None:
         """Commit: on disk when this returns. A commit that fails is not tried again: SQLite may have undone it."""
+        if self.db.in_transaction:
+            self._commit(self.tokens.write_out)
+
+    def _commit(self, before: Callable[[], None] = lambda: None) -> None:
         with sqlite_errors(self.path):
-            if not self.db.in_transaction:
-                return
             try:
+                before()
                 self.segments.sync()
                 self.routes.sync()
                 if going := [*self.segments.unused, *self.routes.unused]:
@@ -180,6 +195,6 @@ class StoreWriter:
         try:
             self.flush()
         finally:
-            self.segments.close()
+            self.tokens.close()
             self.db.close()
             self._lock.release()

@@ -46,7 +46,7 @@ def write_run(folder: Path) -> Path:
         sample.append(Segment(ids, mu, [VersionSpan(version, 0, len(ids))]))
 
     for step in (1, 2):
-        version = buffer.new_version(step - 1)
+        version = buffer.versions.new(step - 1)
         group = issue()
         for sample, text, reward in zip(group.samples, (f"{step} = 42", "17"), (1.0, 0.0), strict=True):
             say(sample, text, version)
@@ -62,7 +62,7 @@ def write_run(folder: Path) -> Path:
     say(second, "8", 2)
     for version, text in zip((2, 3, 4), THIRDS, strict=True):
         if version > 2:
-            buffer.new_version(version - 1)
+            buffer.versions.new(version - 1)
         say(first, text, version)
         first.status = Status.PARKED
         first.resumes = version - 2

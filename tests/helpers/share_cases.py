@@ -55,14 +55,14 @@ def write_step(run: Path) -> tuple[Taken, Taken]:
     rng = random.Random(0)
     run.mkdir()
     buffer = RolloutBuffer(run / FILE_NAME, "run", SIZE)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     groups = [
         buffer.issue(Prompt(i, "", [rng.randrange(96) for _ in range(rng.randint(2, 9))], {}), range(SIZE))
         for i in range(GROUPS)
     ]
     samples = [s for g in groups for s in g.samples]
     for part in range(3):
-        version = buffer.new_version(1) if part == 2 else version
+        version = buffer.versions.new(1) if part == 2 else version
         for sample in samples:
             lengthen(sample, version, rng.randint(1, 12), rng)
             if part == 1 and sample.index == 1:

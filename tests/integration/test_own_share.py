@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:
     light = decode((workplace / "light.msgpack").read_bytes(), share_cases.Taken)
     trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
     with pytest.raises(
-        RunError, match=r"^trainer rank 0: .*/segments/000000-000001.seg: no such file; each machine"
+        RunError, match=r"^trainer rank 0: .*/segments/000000-000001-000001.seg: no such file; each machine"
     ):
         share_cases.pack_rows(light, [0], trainer)
     trainer.close()

@@ -216,9 +216,9 @@ async def test_mask_trains_all_but_the_old_tokens(start: Start) -> None:
     async with start(**APRIL, staleness_policy="mask") as run:
         taken = await run.steps(10)
         for t in taken:
-            now = run.buffer.trained_steps(t.weight_version)
+            now = run.buffer.versions.trained_steps(t.weight_version)
             for s in samples([t]):
-                old = [now - run.buffer.trained_steps(v) > 1 for v in s.versions()]
+                old = [now - run.buffer.versions.trained_steps(v) > 1 for v in s.versions()]
                 assert s.trained() == [not o for o in old]
     print("mask:", {k: average(taken, k) for k in ("masked_tokens", "tokens", "staleness_max")})
     assert taken[-1].metrics["expired"] == 0

@@ -82,7 +82,7 @@ def test_log_probs_of_a_cut_distribution_are_the_engines(
     Over the whole vocabulary, the same tokens would be off by what was cut."""
     config = config_of(tmp_path, *cut, f"rollout.group_size={GROUP_SIZE}", "rollout.temperature=1.3")
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", GROUP_SIZE)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
 
     async def body() -> list[SampleGroup]:
         async with routed(config, url) as (router, client, tokenizer):

@@ -87,10 +87,10 @@ def buffer(reopen: Opener) -> RolloutBuffer:
 
 
 def test_a_parked_sample_comes_back_bit_for_bit(buffer: RolloutBuffer, reopen: Opener) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     group = issue(buffer)
     grow(group, version)
-    grow(group, buffer.new_version(1), tokens=2)
+    grow(group, buffer.versions.new(1), tokens=2)
     sample = group.samples[1]
     sample.status, sample.resumes, sample.engine = Status.IN_FLIGHT, 3, "http://e:1"
     sample.cached_tokens, sample.prefilled_tokens = 5, 9
@@ -98,7 +98,7 @@ def test_a_parked_sample_comes_back_bit_for_bit(buffer: RolloutBuffer, reopen: O
     back = reopen()
     sample.status = Status.PARKED  # nothing is in flight in a process that has just begun
     assert back.groups == {0: group}
-    assert back.weight_version == 2
+    assert back.versions.newest == 2
 
 
 def test_a_sample_keeps_the_prompt_that_it_was_drawn_from(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_sample_keeps_the_prompt_that_it_was_drawn_from(tmp_path: Path) -> Non
     group = buffer.issue(make_prompt(0), [11, 12])
     (added,) = buffer.grow(group, [13], drawn_from=(1, 0))
     assert (added.prompt_ids, added.trained_prompt) == ([1, 0], [1, 2, 0])
-    grow(group, buffer.new_version(0))
+    grow(group, buffer.versions.new(0))
     buffer.save(group.samples)
     buffer.close()
     back = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
@@ -115,7 +115,7 @@ def test_a_sample_keeps_the_prompt_that_it_was_drawn_from(tmp_path: Path) -> Non
 
 
 def test_ready_groups_keep_their_order_of_completion(buffer: RolloutBuffer, reopen: Opener) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     groups = [issue(buffer) for _ in range(3)]
     for i in (2, 0, 1):
         complete(buffer, groups[i], version)
@@ -125,21 +125,21 @@ def test_ready_groups_keep_their_order_of_completion(buffer: RolloutBuffer, reop
 
 
 def test_a_step_takes_the_same_groups_again_after_restore(buffer: RolloutBuffer, reopen: Opener) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     groups = [issue(buffer) for _ in range(4)]
     for i in (3, 1, 0, 2):
         complete(buffer, groups[i], version)
     buffer.take(1, buffer.ready()[:2])
-    second = buffer.new_version(1)
+    second = buffer.versions.new(1)
     buffer.take(2, buffer.ready()[:2])
     back = reopen()
     back.restore(0)
     assert back.counts == {GroupState.READY: 4, GroupState.TRAINED: 0}
     assert back.ready() == []  # reserved: nobody else can take them
-    back.new_version(0)
+    back.versions.new(0)
     assert [g.group_id for g in back.taken(1)[1]] == [1, 3]
     assert whole(back, 1) == (version, [groups[1], groups[3]])
-    back.new_version(1)
+    back.versions.new(1)
     assert whole(back, 2) == (second, [groups[0], groups[2]])
     assert back.counts[GroupState.TRAINED] == 4
     check(back.ledger())
@@ -147,18 +147,18 @@ def test_a_step_takes_the_same_groups_again_after_restore(buffer: RolloutBuffer,
 
 def test_ages_count_train_steps_not_pushes(buffer: RolloutBuffer) -> None:
     group = issue(buffer)
-    grow(group, buffer.new_version(0))
-    assert buffer.age(group, 0) == 0
-    buffer.new_version(1)
-    assert buffer.age(group, 1) == 1
-    buffer.new_version(0)  # a restart from the first checkpoint: the same weights under a new version
-    assert buffer.age(group, 0) == 0
+    grow(group, buffer.versions.new(0))
+    assert buffer.versions.age(group, 0) == 0
+    buffer.versions.new(1)
+    assert buffer.versions.age(group, 1) == 1
+    buffer.versions.new(0)  # a restart from the first checkpoint: the same weights under a new version
+    assert buffer.versions.age(group, 0) == 0
     with pytest.raises(RunError, match="weight version 9"):
-        buffer.trained_steps(9)
+        buffer.versions.trained_steps(9)
 
 
 def test_illegal_moves_are_refused(buffer: RolloutBuffer) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     group = issue(buffer)
     with pytest.raises(RunError, match="not all of its samples are done"):
         buffer.finish(group, GroupState.READY)
@@ -170,7 +170,7 @@ def test_illegal_moves_are_refused(buffer: RolloutBuffer) -> None:
 def test_a_failed_method_leaves_the_file_as_it_was_and_ends_writing(
     buffer: RolloutBuffer, reopen: Opener
 ) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     ready, active = issue(buffer), issue(buffer)
     complete(buffer, ready, version)
     with pytest.raises(RunError, match="group 1 cannot go from active to trained"):
@@ -183,7 +183,7 @@ def test_a_failed_method_leaves_the_file_as_it_was_and_ends_writing(
 
 
 def test_steps_take_in_order(buffer: RolloutBuffer) -> None:
-    complete(buffer, issue(buffer), buffer.new_version(0))
+    complete(buffer, issue(buffer), buffer.versions.new(0))
     with pytest.raises(RunError, match="train step 2 cannot take: the last that did was 0"):
         buffer.take(2, buffer.ready())
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_from_elsewhere_is_refused(buffer: RolloutBuffer) -> None:
 
 def test_pruned_arrays_bar_older_checkpoints(buffer: RolloutBuffer) -> None:
     for step in (1, 2):
-        complete(buffer, issue(buffer), buffer.new_version(step - 1))
+        complete(buffer, issue(buffer), buffer.versions.new(step - 1))
         buffer.take(step, buffer.ready())
     buffer.prune(1)
     check(buffer.ledger())
@@ -207,7 +207,7 @@ def test_pruned_arrays_bar_older_checkpoints(buffer: RolloutBuffer) -> None:
 
 def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffer, tmp_path: Path) -> None:
     group = issue(buffer)
-    grow(group, buffer.new_version(0))
+    grow(group, buffer.versions.new(0))
     buffer.finish(group, GroupState.EXPIRED)
     buffer.flush()
     ledger = buffer.ledger()
@@ -229,7 +229,7 @@ def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opene
 def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
     buffer: RolloutBuffer, reopen: Opener
 ) -> None:
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     complete(buffer, issue(buffer), version)
     buffer.flush()
     pages = buffer._db.execute("PRAGMA page_count").fetchone()[0]
@@ -240,7 +240,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
             grow(group, version, tokens=200)
             buffer.save(group.samples)
     with pytest.raises(RunError, match="closed to writes"):
-        buffer.new_version(1)
+        buffer.versions.new(1)
     back = reopen()
     check(back.ledger())
     assert [g.group_id for g in back.ready()] == [0]
@@ -268,7 +268,7 @@ def test_after_a_commit_that_failed_nothing_is_written(
     buffer: RolloutBuffer, reopen: Opener, undone: bool
 ) -> None:
     """Else the next pieces of a sample would be committed without those before them, and no start could read it."""
-    version, group = buffer.new_version(0), issue(buffer)
+    version, group = buffer.versions.new(0), issue(buffer)
     grow(group, version)
     buffer.save(group.samples)
     buffer.flush()
@@ -314,7 +314,7 @@ def test_a_foreign_database_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     made = RolloutBuffer(path, "run a", SIZE)
-    version = made.new_version(0)
+    version = made.versions.new(0)
     for _ in range(200):
         complete(made, issue(made), version)
     made.close()
@@ -387,7 +387,7 @@ class Histories(RuleBasedStateMachine):
         self.push()
 
     def push(self) -> None:
-        self.versions.append(self.buffer.new_version(self.step))
+        self.versions.append(self.buffer.versions.new(self.step))
         self.buffer.flush()
 
     @rule()
@@ -398,7 +398,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), save=st.booleans())
     def stream(self, data: st.DataObject, save: bool) -> None:
         group = data.draw(st.sampled_from(self.buffer.active()))
-        grow(group, self.buffer.weight_version, 1)
+        grow(group, self.buffer.versions.newest, 1)
         if save:
             self.buffer.save(group.samples)
 

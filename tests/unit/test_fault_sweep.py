@@ -73,7 +73,7 @@ def write_ledger(folder: Path) -> None:
     """Groups issued, sampled and taken; given back and pruned by another launch."""
     acknowledged = ACKNOWLEDGED[folder] = []
     with closing(RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))) as buffer:
-        version = buffer.new_version(0)
+        version = buffer.versions.new(0)
         for step in (1, 2):
             groups = [buffer.issue(Prompt(i, "", [1, 2, 3], {}), [1, 2]) for i in range(2)]
             buffer.flush()

@@ -20,7 +20,7 @@ from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status, Versio
 def run_dir(tmp_path: Path) -> Iterator[Path]:
     """Ten groups of two: 4 trained in two steps, 1 filtered, 1 expired, 1 censored, 1 ready, 2 active."""
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     groups = [buffer.issue(Prompt(i, "", [1], {}), [1, 2]) for i in range(10)]
 
     def end(group: SampleGroup, state: GroupState) -> None:

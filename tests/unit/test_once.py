@@ -86,7 +86,7 @@ async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxie
 
         client._http = breaks  # type: ignore[method-assign,assignment]
         ticket = await ticking(r, client.begin_push)
-        assert ticket.weight_version == 1 == r.buffer.weight_version
+        assert ticket.weight_version == 1 == r.buffer.versions.newest
         assert r.router.calls.count("begin 1") == 1
 
 
@@ -213,7 +213,7 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
         answer = await reader.read()
         writer.close()
         assert b"start 2 has taken its place" in answer
-        assert r.buffer.weight_version == 0
+        assert r.buffer.versions.newest == 0
 
 
 def test_who_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

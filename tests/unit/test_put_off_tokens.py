@@ -27,7 +27,7 @@ def objective(capacity: int) -> Objective:
 
 def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", SIZE)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     group = buffer.issue(Prompt(0, "", [1, 2], {}), range(SIZE))
     for s, tokens in zip(group.samples, [5, 1, 9, 3, 4, 8, 2, 6], strict=True):
         ids = [10 * s.index + i for i in range(tokens)]

@@ -24,7 +24,7 @@ async def test_a_group_whose_last_reward_came_just_before_a_restart_is_decided_a
     config = make_config(tmp_path)
     killed = Rig(config, lambda s: 3, length_reward)
     group = killed.buffer.issue(Numbers().train(0), [1, 2])
-    finish_samples(group, killed.buffer.new_version(0))
+    finish_samples(group, killed.buffer.versions.new(0))
     killed.buffer.save(group.samples)
     killed.buffer.close()
     async with rig(config) as r:
@@ -39,7 +39,7 @@ def test_a_group_that_grew_is_whole_in_the_file(tmp_path: Path) -> None:
     """Killed right after: the new samples are there, and so is what the first ones had, rewards included."""
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
     group = buffer.issue(Prompt(0, "prompt 0", [1, 2], {}), [11, 12])
-    finish_samples(group, buffer.new_version(0))
+    finish_samples(group, buffer.versions.new(0))
     buffer.grow(group, [13])
     buffer.close()
     back = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)

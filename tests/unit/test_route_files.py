@@ -177,12 +177,12 @@ def test_batches_are_those_of_routes_in_the_answers(tmp_path: Path) -> None:
         if way is not None:
             way = writer(folder)
         buffer = opened(folder)
-        group, version = issue(buffer), buffer.new_version(0)
+        group, version = issue(buffer), buffer.versions.new(0)
         for tokens in (4, 3):
             for s in group.samples:
                 answered(way, s, tokens, version)
             buffer.save(group.samples)
-        seamed = from_answer_after_push(way, group.samples[1], buffer.new_version(0))
+        seamed = from_answer_after_push(way, group.samples[1], buffer.versions.new(0))
         assert seamed.end - seamed.start == 2, "older routes left with the first pass"
         samples = trained(buffer, group, 1)
         with SegmentReader(folder) as reader:
@@ -217,7 +217,7 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
     for s in group.samples:
-        answered(writer(tmp_path, start=s.index + 1), s, 4, buffer.new_version(0))
+        answered(writer(tmp_path, start=s.index + 1), s, 4, buffer.versions.new(0))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
         held = [in_hand(reader, s) for s in samples]
@@ -228,7 +228,7 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
 
 def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     for s in group.samples:
         answered(writer(tmp_path, start=s.index + 1), s, 4, version)
     buffer.save(group.samples)
@@ -251,7 +251,7 @@ def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
 def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A late answer of an engine that has been started again since, or a disk that lost the file."""
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     for s in group.samples:
         answered(writer(tmp_path, start=s.index + 1), s, 4, version)
     (tmp_path / FOLDER / names(tmp_path)[0]).unlink()
@@ -266,7 +266,7 @@ def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    version, made = buffer.new_version(0), writer(tmp_path, size=1)  # a file for each record
+    version, made = buffer.versions.new(0), writer(tmp_path, size=1)  # a file for each record
     late = issue(buffer)
     answered(made, late.samples[0], 4, version)
     buffer.save(late.samples)
@@ -317,7 +317,7 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
     assert done.returncode == -signal.SIGKILL
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     routes = from_answer(meta(done.stdout), 2, 4, 0)
     assert routes is not None
     group.samples[0].append(
@@ -377,7 +377,7 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = opened(tmp_path)
-    version, made = buffer.new_version(0), writer(tmp_path, size=1)
+    version, made = buffer.versions.new(0), writer(tmp_path, size=1)
     made.append(chosen(3), 0)  # an answer that nobody heard
     for step in (1, 2):
         group = issue(buffer)

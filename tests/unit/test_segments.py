@@ -79,7 +79,7 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
 
 def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     for first in (10, 20, 30):
         grow(group, version, first)
         buffer.save(group.samples)
@@ -101,7 +101,7 @@ def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
 
 def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     grow(group, version, 10)
     buffer.save(group.samples)
     buffer.flush()
@@ -118,7 +118,7 @@ def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
 ) -> None:
     """Before: a sample had more tokens in its pieces than in its row, and the reader called the ledger wrong."""
     buffer = opened(tmp_path)
-    group, version = issue(buffer), buffer.new_version(0)
+    group, version = issue(buffer), buffer.versions.new(0)
     grow(group, version, 10)
     buffer.save(group.samples)
     buffer.flush()
@@ -139,9 +139,9 @@ def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
 def test_files_are_of_bounded_size_and_go_when_nobody_can_want_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments.SegmentWriter.__init__, "__defaults__", (200,))
+    monkeypatch.setattr(segments.SegmentFile.__init__, "__defaults__", (200,))
     buffer = opened(tmp_path)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     late = issue(buffer)
     for step in (1, 2, 3):
         group = issue(buffer)
@@ -175,10 +175,10 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from tests.unit.test_segments import grow, issue, opened\n"
         "buffer = opened(Path(sys.argv[1]))\n"
-        "group, version = issue(buffer), buffer.new_version(0)\n"
+        "group, version = issue(buffer), buffer.versions.new(0)\n"
         "grow(group, version, 10)\nbuffer.save(group.samples)\nbuffer.flush()\n"
         "grow(group, version, 20)\nbuffer.save(group.samples)\n"
-        "buffer._file.segments.write_out()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "buffer._file.tokens.write_out()\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
@@ -194,7 +194,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         (committed,) = db.execute("SELECT length FROM segments").fetchone()
     assert ledger.torn_bytes == size - committed > 25
-    grow(group, back.new_version(0), 20)
+    grow(group, back.versions.new(0), 20)
     back.save(group.samples)
     back.close()
     assert len(files(tmp_path)) == 2, "nobody appends to a file that another process began"
@@ -208,7 +208,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
 def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: str) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
-    grow(group, buffer.new_version(0), 10)
+    grow(group, buffer.versions.new(0), 10)
     buffer.save(group.samples)
     buffer.close()
     (file,) = files(tmp_path)
@@ -223,7 +223,7 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: st
 def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
-    grow(group, buffer.new_version(0), 10)
+    grow(group, buffer.versions.new(0), 10)
     buffer.save(group.samples)
     buffer.close()
     (file,) = files(tmp_path)
@@ -236,14 +236,14 @@ def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
 
 def test_a_deposed_launch_writes_into_files_of_its_own_only(tmp_path: Path) -> None:
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
-    group, version = issue(old), old.new_version(0)
+    group, version = issue(old), old.versions.new(0)
     grow(group, version, 10)
     old.save(group.samples)
     old.flush()
     old._file._lock.release()  # as if the two ran on machines that do not see one another's locks
     new = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
     before = [f.read_bytes() for f in files(tmp_path)]
-    grow(new.active()[0], new.new_version(0), 20)
+    grow(new.active()[0], new.versions.new(0), 20)
     new.save(new.active()[0].samples)
     new.flush()
     first, second = files(tmp_path)
@@ -258,7 +258,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     take_locks_away(monkeypatch)
     first = claim(tmp_path)
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
-    version = old.new_version(0)
+    version = old.versions.new(0)
     group = issue(old)
     grow(group, version, 10, tokens=8)
     for s in group.samples:
@@ -266,7 +266,11 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     old.finish(group, GroupState.READY)
     old.take(1, [group])
     old.flush()
-    old._file.segments._begin()  # the next tokens have a file of their own
+    old._file.tokens._most = 1  # the next tokens have a file of their own
+    later = issue(old)
+    grow(later, version, 10)
+    old.save(later.samples)
+    old.flush()
     old.prune(2)
     writers: list[RolloutBuffer] = []
     between_look_and_commit(
@@ -285,8 +289,8 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
 
 def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    buffer._file.segments._most = 1  # a file for each record
-    version = buffer.new_version(0)
+    buffer._file.tokens._most = 1  # a file for each record
+    version = buffer.versions.new(0)
     dropped, kept = issue(buffer), issue(buffer)
     for group in (dropped, kept):
         grow(group, version, 10)

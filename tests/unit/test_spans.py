@@ -53,7 +53,7 @@ class Kept:
 
 def watched(r: Rig, sender: Kept | SpanSender) -> None:
     """As the service gives a manager its spans."""
-    r.manager._spans = r.manager._runner._spans = SampleSpans(sender)
+    r.manager._spans = r.manager._runner._spans = r.manager._streams._spans = SampleSpans(sender)
 
 
 async def take_until(r: Rig, group_id: int) -> Taken:

@@ -153,7 +153,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def push(self) -> None:
         self.now.version += 1
-        assert self.buffer.new_version(self.now.done) == self.now.version
+        assert self.buffer.versions.new(self.now.done) == self.now.version
 
     @rule()
     def forget(self) -> None:
@@ -193,7 +193,7 @@ class BufferMachine(RuleBasedStateMachine):
                 now.ids[s.sample_id] for s in group.samples
             ]
         assert self.buffer.last_taken_step == max(now.journal, default=0)
-        assert self.buffer.weight_version == now.version
+        assert self.buffer.versions.newest == now.version
 
 
 # -- the router ---------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_sample_says_of_all_its_tokens_what_was_kept_or_of_none() -> None:
 
 def test_it_is_kept_on_the_disk_in_pieces(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
-    version = buffer.new_version(0)
+    version = buffer.versions.new(0)
     group = buffer.issue(Prompt(0, "", [1, 2], {}), [5, 6])
     for part in range(3):
         for s in group.samples:

@@ -1,0 +1,29 @@
+"""Compares what engines sent with what the ledger has of it."""
+
+from __future__ import annotations
+
+from rlsys.errors import RunError
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.router.router import Router
+
+
+class Received:
+    """Owns how many of the lost tokens the ledger has been told about."""
+
+    def __init__(self, buffer: RolloutBuffer, router: Router) -> None:
+        self._buffer = buffer
+        self._router = router
+        self._lost_seen = 0
+
+    def settle(self) -> None:
+        """After an interrupt. Every token that came is in the ledger, else RunError; those that got lost on their way
+        are counted there."""
+        stats = self._router.stats()
+        received = int(stats["received_tokens"] - stats["evaluation_tokens"])
+        if received != self._buffer.added_tokens:
+            raise RunError(
+                f"{received} tokens came for samples, {self._buffer.added_tokens} are in the ledger"
+            )
+        lost = int(stats["lost"])
+        self._buffer.add_lost(max(0, lost - self._lost_seen))
+        self._lost_seen = lost

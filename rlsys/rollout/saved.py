@@ -1,0 +1,118 @@
+"""What the file has of live samples: their rows, and the pieces of their tokens in segments."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rlsys.records import Kind, encode
+from rlsys.rollout.segments import SegmentFile
+from rlsys.rollout.store import ids_to_blob
+from rlsys.rollout.writer import StoreWriter
+from rlsys.types import Piece, RouteSpan, Sample, Scored, Status
+
+
+class Stored(NamedTuple):
+    """How much of a sample's arrays the file has."""
+
+    tokens: int = 0
+    routes: int = 0
+    sampled: int = 0
+    """Of the tokens: those that a model sampled, and not a tool wrote."""
+    support: int = 0
+    """Bytes."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> Stored:
+        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens, len(sample.support))
+
+
+class SavedSamples:
+    """Owns the rows of samples and what points at their tokens. Every method that writes does so inside a `writing`
+    block of the caller."""
+
+    def __init__(self, file: StoreWriter) -> None:
+        self._file = file
+        self._stored: dict[int, Stored] = {}  # by sample id, of live groups
+        self.added_tokens = 0
+        """Tokens that a model sampled, written since the file was opened."""
+
+    def know(self, sample: Sample) -> None:
+        """All of it is in the file."""
+        self._stored[sample.sample_id] = Stored.of(sample)
+
+    def unsaved(self, sample: Sample) -> bool:
+        """Whether it has tokens that `write` has not seen."""
+        return sample.tokens > self._stored[sample.sample_id].tokens
+
+    def write(self, sample: Sample) -> None:
+        """Its row, and what its arrays have beyond what was written of them."""
+        before = self._stored.get(sample.sample_id, Stored())
+        new = sample.routes[before.routes :]
+        sample.routes[before.routes :] = self._file.routes.claim(sample.sample_id, new)
+        self._write_row(sample)
+        self._file.segments.point(sample.sample_id, append_tokens(self._file.tokens, sample, before))
+        now = self._stored[sample.sample_id] = Stored.of(sample)
+        self.added_tokens += now.sampled - before.sampled
+
+    def _write_row(self, sample: Sample) -> None:
+        """In flight is stored as parked: what would be resumed."""
+        status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
+        row = (
+            sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
+            sample.tokens, sample.mu_sum, json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
+            sample.reward, sample.censor_reason, sample.resumes,
+            sample.cached_tokens, sample.prefilled_tokens, sample.engine,
+            None if sample.named_rewards is None else json.dumps(sample.named_rewards),
+            sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
+            None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids), sample.deaths,
+            sample.faults,
+        )  # fmt: skip
+        self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
+
+    def write_scores(self, found: Scored) -> None:
+        logp = np.array(found.logp, dtype="<f4").tobytes()
+        record = encode(Kind.SCORES, found.sample_id, found.start, len(found.logp), logp)
+        self._file.segments.point(found.sample_id, [self._file.tokens.append(record)])
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        """They are not live any more."""
+        for sample in samples:
+            self._stored.pop(sample.sample_id, None)
+
+    def drop_tokens(self, samples: Iterable[Sample]) -> None:
+        """Nobody will train them."""
+        ids = [(s.sample_id,) for s in samples]
+        for table in ("pieces", "route_places"):
+            self._file.db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
+
+
+def append_tokens(file: SegmentFile, sample: Sample, before: Stored) -> list[Piece]:
+    """What the sample's arrays have beyond `before`, as records of `file`."""
+    pieces, new = [], sample.tokens - before.tokens
+    if new or len(sample.routes) != before.routes:
+        ids = ids_to_blob(sample.response_ids[before.tokens :])
+        mu = np.asarray(sample.mu[before.tokens :], "<f8").tobytes()
+        routes = encode_routes(sample.routes[before.routes :])
+        record = encode(Kind.TOKENS, sample.sample_id, before.tokens, new, ids + mu + routes, len(routes))
+        pieces.append(file.append(record))
+    if len(sample.support) != before.support:
+        kept = bytes(sample.support[before.support :])
+        pieces.append(file.append(encode(Kind.SUPPORT, sample.sample_id, before.tokens, new, kept)))
+    return pieces
+
+
+def encode_routes(spans: Sequence[RouteSpan]) -> bytes:
+    """As a record of tokens holds them."""
+    return msgspec.msgpack.encode(spans)
+
+
+def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
+    """Put `logp` at `start`; what nobody scored before it is NaN."""
+    behaviour += [math.nan] * (start - len(behaviour))
+    behaviour += logp

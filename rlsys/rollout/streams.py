@@ -1,0 +1,115 @@
+"""Samples from their first token to their rewards, while engines write them; saves their tokens on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from rlsys.config import Config
+from rlsys.rollout.generator import Generator
+from rlsys.rollout.sample_spans import SampleSpans
+from rlsys.rollout.schedule import resume_key
+from rlsys.rollout.scoring import Scorer, Verdict
+from rlsys.rollout.turn_reader import ToolFailed
+from rlsys.router.router import Poisonous, RefusedPrompt, Router
+from rlsys.types import Prompt, Sample, SampleGroup, Status
+
+REFUSED = "prompt refused"
+
+
+class Shelf(Protocol):
+    """Where tokens are saved: the ledger, or a worker's own file."""
+
+    def save(self, samples: Iterable[Sample]) -> None:
+        """Their rows, and the tokens that they have got since."""
+
+    def unsaved(self, sample: Sample) -> bool:
+        """Whether it has tokens that `save` has not seen."""
+
+    def flush(self) -> None:
+        """What was saved outlives this process when this returns."""
+
+    def flush_soon(self) -> None: ...
+
+
+class Streams:
+    """Owns which samples are running: those that `generate` was called with, until it returns. In this process, with
+    all engines of a router; `workers.py` has the same over several processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        router: Router,
+        scorer: Scorer,
+        generator: Generator,
+        shelf: Shelf,
+        group_of: Callable[[Sample], SampleGroup],
+        spans: SampleSpans,
+        flush_tokens: int,
+    ) -> None:
+        """`flush_tokens`: the most that all running samples may have unsaved."""
+        self._order = config.rollout.resume_order
+        self._router = router
+        self._scorer = scorer
+        self._generator = generator
+        self._shelf = shelf
+        self._group_of = group_of
+        self._spans = spans
+        self._flush_tokens = flush_tokens
+        self._running: dict[int, Sample] = {}
+        self._unsaved_tokens = 0  # at most: what came since running samples were saved
+        router.on_tokens = self._heard
+        router.on_failure = self._remember
+        router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
+
+    async def generate(self, sample: Sample, prompt: Prompt) -> None:
+        """Until the sample is terminal, and saved. An interrupt parks it inside this call. Cancel it after an
+        interrupt only."""
+        self._running[sample.sample_id] = sample
+        try:
+            await self._generator(sample, prompt)
+        except RefusedPrompt as e:
+            sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
+        except (ToolFailed, Poisonous) as e:
+            sample.status, sample.censor_reason = Status.CENSORED, str(e)
+        finally:
+            del self._running[sample.sample_id]
+        self._shelf.save([sample])
+        self._shelf.flush_soon()
+
+    async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
+        """The reward of a terminal sample, or the reason why it has none."""
+        return await self._scorer.score(prompt, sample.response_ids)
+
+    async def interrupt(
+        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+    ) -> list[Sample]:
+        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
+        that came is saved. Returns those that were in an engine and are parked now. `members`: see Router.interrupt.
+        """
+        busy = [s for s in self._running.values() if s.status is Status.IN_FLIGHT]
+        try:
+            await self._router.interrupt(keep, members)
+        finally:
+            await self.save_running()
+        return [s for s in busy if s.status is Status.PARKED]
+
+    async def save_running(self) -> None:
+        """With all tokens that they have got so far."""
+        self._shelf.save(s for s in self._running.values() if s.tokens)
+        self._unsaved_tokens = 0
+
+    def _heard(self, sample: Sample, tokens: int) -> None:
+        """So many tokens came: a crash must not cost more than rollout.flush_tokens."""
+        if tokens:
+            self._spans.heard(sample)
+        self._unsaved_tokens += tokens
+        if self._unsaved_tokens >= self._flush_tokens:
+            self._shelf.save(s for s in self._running.values() if self._shelf.unsaved(s))
+            self._unsaved_tokens = 0
+            self._shelf.flush()
+
+    def _remember(self, sample: Sample) -> None:
+        """An engine failed with it: how often that happened must outlive this process, or it never ends."""
+        self._shelf.save([sample])
+        self._shelf.flush_soon()
