@@ -349,6 +349,29 @@ async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_dra
 
 @needs_chromium
 @pytest.mark.gate
+async def test_a_run_that_goes_on_after_its_end_is_seen(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    async with (
+        TestClient(TestServer(Dashboard([run], TOKEN).app(), host="127.0.0.1")) as client,
+        browser(tmp_path / "browser") as page,
+    ):
+        quick = "const later = setInterval; setInterval = (f, ms) => later(f, ms / 40);"
+        await page.call("Page.addScriptToEvaluateOnNewDocument", source=quick)
+        await page.call("Page.navigate", url=str(client.make_url("/").with_query(token=TOKEN)))
+        await page.until("document.querySelector('#runs')?.innerText.includes('ended')")
+        await page.until("document.body.dataset.drawn === '1'")
+        await page.until(
+            "performance.getEntriesByType('resource').filter(e => e.name.includes('api/runs')).length > 3"
+        )
+        assert await page.evaluate("document.body.dataset.drawn") == "1", "nothing new, nothing drawn"
+        with (run / "metrics.jsonl").open("a") as lines:
+            print(json.dumps({"kind": "run", "event": "resume", "step": 4, "time": 200.0}), file=lines)
+        await page.until("!document.querySelector('#runs').innerText.includes('ended')")
+        assert page.complaints == []
+
+
+@needs_chromium
+@pytest.mark.gate
 async def test_beside_a_long_stop_the_steps_are_still_seen(page: Page) -> None:
     """The axis ends at one and a half times the longest step's work: 15 s of 3,602. The stop's length is written."""
     drawn = await page.evaluate(

@@ -229,6 +229,13 @@ def test_reasoning_and_tool_calls_go_on_where_the_client_is(kept: int) -> None:
     assert rest[-1] == b"data: [DONE]"
 
 
+def test_blanks_before_a_call_are_told_or_not() -> None:
+    """As SGLang's chunks happen to end."""
+    again = skipper("/v1/chat/completions", [delta(content="so ")], incremental=True)
+    rest = [e for event in AGAIN if (e := again.skip(event))]
+    assert [c["arguments"] for c in put_together(rest)["calls"].values()] == ['{"a": 12, "b": 30}', "{}"]
+
+
 def test_another_call_or_an_earlier_end_breaks_the_stream() -> None:
     sent = AGAIN[:6]
     for other in (

@@ -1,16 +1,19 @@
-// Which view is shown, and when it is read again: a live run every few seconds, an ended one once.
+// Which view is shown, and when it is read again: a live run every few seconds. Runs that have all ended are looked
+// after more seldom, and drawn again when one goes on.
 import { get } from "./api.js";
 import { el, number, runColour } from "./dom.js";
 import { overview } from "./overview.js";
 import { group, sample, samples } from "./samples.js";
 
 const AGAIN_MS = 4000;
+const LOOKS_OF_ENDED = 5;
 const main = document.getElementById("main");
 const trouble = document.getElementById("trouble");
 const off = new Set();
 let runs = [];
 let drawing = 0;
 let drawn = 0;
+let looks = 0;
 
 function drawRuns() {
   document.getElementById("runs").replaceChildren(...runs.map((run, index) => {
@@ -56,9 +59,20 @@ async function show() {
 }
 
 window.addEventListener("hashchange", () => { window.scrollTo(0, 0); show(); });
-setInterval(() => {
+async function look() {
   const onOverview = !location.hash.replace(/^#\/?/, "");
   // A look that still waits for a slow coordinator would be thrown away for a new one, and that one again.
-  if (onOverview && !document.hidden && drawn === drawing && runs.some((run) => !run.ended)) show();
-}, AGAIN_MS);
+  if (!onOverview || document.hidden || drawn !== drawing) return;
+  if (!runs.every((run) => run.ended)) return show();
+  looks = (looks + 1) % LOOKS_OF_ENDED;
+  if (looks) return;
+  try {
+    const now = await get("runs");
+    if (JSON.stringify(now) !== JSON.stringify(runs)) show();
+  } catch {
+    // What is drawn stays true of runs that have ended, also when rlsys dash has.
+  }
+}
+
+setInterval(look, AGAIN_MS);
 show();
