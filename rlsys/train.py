@@ -132,7 +132,7 @@ class Loop:
         if last or step % self.config.eval.every == 0:
             accuracy = self.evaluate()
         if t.export_every and step % t.export_every == 0:
-            self.trainer.export_hf(self.config.run.dir / "exports" / f"step-{step:06d}")
+            self.trainer.export(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0
         self.settle(wait=due)
         if due:

@@ -165,6 +165,8 @@ class Config(Section):
                 f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW can be "
                 "updated in host memory; use adamw, or offload_optimizer = 0"
             )
+        if t.lora is not None and (told := self._not_with_lora()):
+            raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
@@ -187,3 +189,15 @@ class Config(Section):
         if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
+
+    def _not_with_lora(self) -> str:
+        """What would train, or compute with, something else than adapters on megatron-core's own layers."""
+        if self.trainer.optimizer == "muon":
+            return "trainer.optimizer = muon is for whole matrices; use adamw"
+        if self.trainer.balance_rate:
+            return f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; use balance_loss"
+        if self.algo.critic is not None:
+            return "algo.critic trains a second model; leave it out"
+        if self.model.fp8 == "both":
+            return "model.fp8 = both needs Transformer Engine's layers, which have no adapters; use rollout"
+        return ""

@@ -22,6 +22,7 @@ from rlsys.config import Config, load_config
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 from rlsys.data.traces import trace_batches
+from rlsys.errors import UserError
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.trainer.logprobs import Scores
@@ -61,12 +62,18 @@ def sft(config: Config) -> None:
             trainer.save_checkpoint(step)
     trainer.finish_checkpoint()
     trainer.export_hf(config.run.dir / "model")
+    if config.trainer.lora is not None:
+        trainer.export_adapter(config.run.dir / "adapter")
     write("run", config.trainer.steps, event="end")
     trainer.close()
 
 
 def trainer_for(config: Config, compare: Preference | None) -> Trainer:
     needs = compare.needs() if compare is not None else frozenset()
+    if "values" in needs and config.trainer.lora is not None:
+        raise UserError(
+            "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
+        )
     return RewardTrainer(config) if "values" in needs else Trainer(config, needs)
 
 

@@ -109,7 +109,7 @@ TORCH_FREE_FILES = (
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(
         f"rlsys/convert/{name}.py"
-        for name in ("config", "fit", "flops", "folder", "rope", "rows", "rules", "table")
+        for name in ("config", "fit", "adapters", "flops", "folder", "rope", "rows", "rules", "table")
     ),
     "rlsys/weights/plan.py",
     "rlsys/weights/senders.py",
