@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
@@ -25,7 +25,10 @@ class Figures:
         router: Router,
         scorer: Scorer,
         planning: Planning,
+        counts: Mapping[str, int],
     ) -> None:
+        """`counts`: of the generator, which goes on counting."""
+        self._counts = counts
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
@@ -59,6 +62,7 @@ class Figures:
             "reward_hung": self._scorer.hung,
             "reward_failed": self._scorer.failed,
             **self._planning.counts,
+            **self._counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
         }
 

@@ -15,6 +15,7 @@ from functools import partial
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
+from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.commits import Commits
@@ -95,7 +96,8 @@ class RolloutManager:
         self._waiting = Waiting(
             config, buffer, router, self._runner, self._selection, self._called_away, self._give_up
         )
-        self._figures = Figures(config, buffer, router, scorer, planning)
+        counts = generator.counts if isinstance(generator, AgentGenerator) else {}
+        self._figures = Figures(config, buffer, router, scorer, planning, counts)
         self._received = Received(buffer, router)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()

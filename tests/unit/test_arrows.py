@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE,
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
-    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
+    "agents": BASE | {"plugins", "data"},
+    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine", "agents"},
     "planner": BASE | {"machines", "convert", "engine", "launch", "rollout", "router"},
     "dash": BASE | {"rollout"},
     "trackers": BASE | {"rollout"},
@@ -89,6 +90,7 @@ TORCH_FREE = (
     "rewards",
     "router",
     "gateway",
+    "agents",
     "rollout",
     "dash",
     "trackers",
@@ -103,7 +105,6 @@ TORCH_FREE = (
 )
 TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
-    "rlsys/engine/wire.py",
     "rlsys/engine/launch_args.py",
     "rlsys/engine/route_writer.py",
     "rlsys/data/source.py",
