@@ -29,6 +29,7 @@ from launch.readiness import PortTaken
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
+from rlsys.cli_engines import add_engines
 from rlsys.cli_explain import add_explain
 from rlsys.cli_import import add_import
 from rlsys.cli_look import add_look, followed_by_trackers
@@ -337,6 +338,7 @@ def make_parser() -> Parser:
     )
     add_explain(add)
     add_commands(add, check_plugins, live_status)
+    add_engines(add)
     add_look(add)
     add_import(add)
     add_own(add, supervise, check_plugins)

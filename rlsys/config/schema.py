@@ -148,6 +148,10 @@ class Config(Section):
             raise ValueError(
                 f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"
             )
+        if (most := self.launch.max_engines) is not None and most < self.engine.count:
+            raise ValueError(
+                f"launch.max_engines = {most}: expected at least engine.count = {self.engine.count}"
+            )
         if t.token_budget < r.max_response_tokens:
             raise ValueError(
                 f"trainer.token_budget = {t.token_budget} cannot hold one response of "

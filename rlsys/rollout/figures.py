@@ -54,7 +54,9 @@ class Figures:
     def totals(self) -> dict[str, float]:
         """Since this process began, but for `lost`."""
         stats = self._router.stats()
-        kept = ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")
+        kept = (
+            "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
+        )  # fmt: skip
         return {
             "lost": self._buffer.lost,
             "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),

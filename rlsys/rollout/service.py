@@ -38,6 +38,7 @@ from rlsys.rollout.controller import most_slots
 from rlsys.rollout.evaluation import open_sets
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.members import Members
 from rlsys.rollout.once import Once
 from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.planning import Planning
@@ -196,17 +197,24 @@ class EngineWatch:
     router look after engines, also after those that come later, or die and come back."""
 
     def __init__(
-        self, engines: list[EngineClient], references: list[EngineClient], fewest: int, router: Router
+        self,
+        engines: list[EngineClient],
+        references: list[EngineClient],
+        fewest: int,
+        router: Router,
+        members: Members | None = None,
     ) -> None:
+        """`members`: who joins and leaves from then on."""
         self._engines, self._references, self._fewest = engines, references, fewest
-        self._router = router
+        self._router, self._members = router, members
         self.ready = False
 
     async def run(self) -> None:
         while not await self._enough():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
-        await self._router.watch()
+        watches = [self._router.watch()] + ([self._members.watch()] if self._members is not None else [])
+        await asyncio.gather(*watches)
 
     async def _enough(self) -> bool:
         asked = [*self._references, *self._engines]
@@ -269,6 +277,8 @@ class Parts:
         def client(url: str, whose: Identity, tp: int = 1, index: int | None = None) -> EngineClient:
             return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits)
 
+        self.joiner = lambda url, tp: client(url, engine_identity(owner, url), tp)
+        """Of an engine that joins later."""
         self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
         self.source = build_source(config, self.tokenizer)
         self.rewards = Rewards(config)
@@ -318,7 +328,8 @@ async def _manage(
             spans,
         )
         fewest = config.launch.min_engines or len(parts.engines)
-        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router)
+        members = Members(config, owner, parts.router, parts.joiner, parts.engines)
+        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
             await _serve_until(stop, app, port, watch.run())

@@ -139,6 +139,11 @@ class Dispatcher:
             )
         )
 
+    async def empty(self, engine: EngineState) -> None:
+        """Abort all flights of one engine that gets no others; they go on elsewhere."""
+        self.interrupts += 1
+        await self._empty(engine, None)
+
     async def _empty(self, engine: EngineState, keep: Keep | None) -> None:
         loop, patience, seen = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
         while leaving := _leaving(engine, keep):

@@ -359,6 +359,13 @@ class Router:
             raise UserError(f"{url} is not in the pool: {states(self._pool)}")
         engine.draining = True
 
+    async def send_away(self, url: str) -> None:
+        """The same, but at once: its samples go on in other engines, and an evaluation alone may end there."""
+        self.remove_engine(url)
+        engine = self._pool.find(url)
+        assert engine is not None
+        await self._dispatcher.empty(engine)
+
     @property
     def stale_engines(self) -> list[str]:
         """Engines that came back, or joined, and need the current weights."""
