@@ -24,6 +24,7 @@ from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.beside import add_models
 from rlsys.trainer.notes import write_notes
 from rlsys.trainer.recorder import Recorder
+from rlsys.trainer.setup import leave_job
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
@@ -172,6 +173,12 @@ class Loop:
             self.settle(wait=True)
         self._write("run", event="leave")
 
+    def close(self) -> None:
+        """Leave the groups with the engines and the other ranks."""
+        self.delivery.close()
+        self.trainer.close()
+        leave_job()
+
     def _make_room(self) -> None:
         if self.config.launch.release_memory:
             self.trainer.empty_cache()
@@ -184,7 +191,9 @@ class Loop:
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, start = of_process(config.run.dir)
-    Loop(config, RolloutClient(args.rollout, owner.key, start), owner).run()
+    loop = Loop(config, RolloutClient(args.rollout, owner.key, start), owner)
+    loop.run()
+    loop.close()
 
 
 def main() -> None:

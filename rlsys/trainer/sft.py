@@ -29,6 +29,7 @@ from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.preference import preference_step
 from rlsys.trainer.reward_model import RewardTrainer
+from rlsys.trainer.setup import leave_job
 from rlsys.trainer.trainer import Trainer, learning_rate
 
 
@@ -98,11 +99,16 @@ def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
     return -(scores.logp * micro.mask).sum(), {}
 
 
+def _main(config: Config) -> None:
+    sft(config)
+    leave_job()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
-    run_role(lambda: sft(load_config(args.config)))
+    run_role(lambda: _main(load_config(args.config)))
 
 
 if __name__ == "__main__":
