@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ class RayBackend:
         addresses = ray.get([scout.address.remote() for scout in self._scouts])
         self.nodes = [Node(address, address) for address in addresses]
 
-    def free_ports(self, node: int, n: int) -> list[int]:
-        ports: list[int] = ray.get(self._scouts[node].free_ports.remote(n))
-        return ports
+    def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
+        asked = [self._scouts[node].free_ports.remote(n) for node, n in need.items()]
+        return dict(zip(need, ray.get(asked), strict=True))
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> ActorHandle:
         actor = self._actor(role.node)
@@ -139,17 +139,17 @@ class RayBackend:
     def preempted(self) -> bool:
         return False
 
-    def lost_node(self) -> str | None:
-        for scout, node in zip(self._scouts, self.nodes, strict=True):
-            try:
-                ray.get(scout.address.remote(), timeout=SILENT_NODE_SECONDS)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                return node.name
-        return None
+    def lost_nodes(self) -> list[int]:
+        """Those whose scout is gone, or does not answer. A scout is never replaced alone."""
+        answers = [scout.address.remote() for scout in self._scouts]
+        ray.wait(answers, num_returns=len(answers), timeout=SILENT_NODE_SECONDS)
+        return [i for i, answer in enumerate(answers) if not _came(answer)]
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> None:
+    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+        """All nodes are reserved anew: any that Ray has or gets."""
         remove_placement_group(self._group)
         self._settle(self._config.start_seconds, stopped)
+        return True
 
     def requeue(self) -> None: ...
 
@@ -182,3 +182,12 @@ class RayBackend:
             num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=place
         )
         return options.remote()
+
+
+def _came(answer: Any) -> bool:
+    """Whether the actor that was asked has answered by now."""
+    try:
+        ray.get(answer, timeout=0)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+    return True

@@ -190,6 +190,10 @@ class Config(Section):
             raise ValueError(
                 f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local is one machine"
             )
+        if self.launch.spare_nodes and self.launch.backend == "ray":
+            raise ValueError(
+                f"launch.spare_nodes = {self.launch.spare_nodes}: Ray takes any node that it has; leave it out"
+            )
         if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
