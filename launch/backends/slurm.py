@@ -33,6 +33,8 @@ from rlsys.errors import RunError, UserError
 
 TAKEN = 128 + signal.SIGTERM
 """Exit code of an srun whose task the scheduler ended."""
+LOST = 255
+"""Exit code of a role whose node is gone."""
 LONGEST_WAIT = 60.0
 """Between two starts of a sentinel that does not stay."""
 CLIENT_SECONDS = 60.0
@@ -44,6 +46,25 @@ class JobNode:
     name: str
     het_group: int | None
     """Component of a heterogeneous job that it belongs to; None in a plain one."""
+
+
+class TrainerKeeper(PipedKeeper):
+    """A trainer's keeper on `node`. Its 0 says that the run is done; srun ends with 0 also when a node is gone."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path, lock_fd: int, node: str) -> None:
+        super().__init__(command, env, log, lock_fd)
+        self._node = node
+        self._code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """A 0 is told when Slurm says that the node is still there."""
+        if self._code is None and (code := super().exit_code) is not None:
+            try:
+                self._code = LOST if code == 0 and self._node not in nodes_left() else code
+            except RunError:  # asked again at the next look
+                return None
+        return self._code
 
 
 class SlurmBackend:
@@ -104,7 +125,10 @@ class SlurmBackend:
             )
             self._sentinel = self._post_sentinel()
         keeper = keeper_command(role, self._config, shielded=True)
-        return PipedKeeper([*self._srun(role.node), *self._srun_args, *keeper], env, log, self._lock_fd)
+        command = [*self._srun(role.node), *self._srun_args, *keeper]
+        if role.kind == "trainer":
+            return TrainerKeeper(command, env, log, self._lock_fd, self._job[role.node].name)
+        return PipedKeeper(command, env, log, self._lock_fd)
 
     def preempted(self) -> bool:
         if self._sentinel is None or (code := self._sentinel.exit_code) is None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from launch.backends import END, END_NOW, Backend, Handle, open_backend
+from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
 from tests.helpers.runs import ROOT
@@ -73,8 +74,8 @@ class Stage:
     def __init__(self, backend: Backend, folder: Path) -> None:
         self.backend, self.folder = backend, folder
 
-    def start(self, code: str, node: int = 0, **env: str) -> Handle:
-        role = Role("role", "engine", [sys.executable, "-c", code], node=node)
+    def start(self, code: str, node: int = 0, kind: Kind = "engine", **env: str) -> Handle:
+        role = Role("role", kind, [sys.executable, "-c", code], node=node)
         return self.backend.start(role, {**os.environ, **env}, self.folder / "role.log")
 
     def log(self) -> str:
@@ -192,19 +193,18 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
         stage = Stage(backend, tmp_path)
         before = [node.name for node in backend.nodes]
         assert backend.lost_nodes() == [] and len(before) == 2
-        stage.start(PATIENT, 1)
-        handle = stage.start(PATIENT, 1)
-        stage.wait(lambda: len(stage.pids()) == 4)
+        handle = stage.start(PATIENT, 1, "trainer")
+        stage.wait(lambda: len(stage.pids()) == 2)
         slurm.kill_node(before[1])
         try:
             stage.wait(lambda: backend.lost_nodes() == [1])
-            assert stage.end_of(handle) != 0
+            assert stage.end_of(handle) == 255, "srun itself says 0"
             assert backend.replace_nodes(lambda: False)
             assert backend.lost_nodes() == []
             after = [node.name for node in backend.nodes]
             assert after[0] == before[0] and after[1] not in before
             said = "import os; print(os.environ['SLURMD_NODENAME'])"
-            assert stage.end_of(stage.start(said, 1)) == 0
+            assert stage.end_of(stage.start(said, 1, "trainer")) == 0
             assert stage.log().splitlines()[-1] == after[1]
             assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
         finally:
