@@ -20,11 +20,11 @@ from rlsys.config import Config
 from rlsys.errors import RunError
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage
 
-LEAVES = SERVE_FOREVER.replace("while", "wait_for('rollout probed')\nnote('node lost')\nos._exit(9)\nwhile")
-"""An engine whose machine goes after the run has begun."""
-STAYS_AFTER = (
-    "serve()\nif count(name + ' began') == 1:\n  wait_for('rollout probed'); note('node lost'); os._exit(9)\n"
+LEAVES = SERVE_FOREVER.replace(
+    "while", "wait_for('rollout probed', name + ' probed')\nnote('node lost')\nos._exit(9)\nwhile"
 )
+"""An engine whose machine goes after the run has begun."""
+STAYS_AFTER = "serve()\nif count(name + ' began') == 1:\n  wait_for('rollout probed', name + ' probed'); note('node lost'); os._exit(9)\n"
 STAYS_AFTER += "while True: signal.pause()"
 
 
