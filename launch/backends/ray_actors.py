@@ -31,6 +31,7 @@ JOIN_SECONDS = 60.0
 """For the nodes of a cluster that is just starting."""
 SILENT_NODE_SECONDS = 60.0
 """A machine without power does not say so; Ray itself notices after a quarter of a minute."""
+GONE = "gone"
 LOST = 255
 """Exit code of a role whose actor is gone."""
 _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
@@ -121,6 +122,8 @@ class RayBackend:
     def _settle(self, patience: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Reserve the nodes, and post a scout on each: one that is gone tells of its node's end."""
         self._group = self._reserve(patience, stopped)
+        self._awaited: dict[int, Any] = {}
+        """Places of lost nodes, and what the scouts that wait for them were asked."""
         self._scouts = [self._actor(i) for i in range(self._config.launch.nodes)]
         addresses = ray.get([scout.address.remote() for scout in self._scouts])
         self.nodes = [Node(address, address) for address in addresses]
@@ -140,10 +143,18 @@ class RayBackend:
         return False
 
     def lost_nodes(self) -> list[int]:
-        """Those whose scout is gone, or does not answer. A scout is never replaced alone."""
-        answers = [scout.address.remote() for scout in self._scouts]
-        ray.wait(answers, num_returns=len(answers), timeout=SILENT_NODE_SECONDS)
-        return [i for i, answer in enumerate(answers) if not _came(answer)]
+        """Those whose scout is gone, or does not answer. Another scout waits for such a node: it is back when the scout
+        finds itself at the node's address."""
+        asked = {i: scout.address.remote() for i, scout in enumerate(self._scouts) if i not in self._awaited}
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=SILENT_NODE_SECONDS)
+        for i, answer in {**self._awaited, **asked}.items():
+            found = _answer(answer)
+            if found == self.nodes[i].address:
+                self._awaited.pop(i, None)
+            elif i in asked or found == GONE:
+                self._scouts[i] = self._actor(i)
+                self._awaited[i] = self._scouts[i].address.remote()
+        return sorted(self._awaited)
 
     def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
         """All nodes are reserved anew: any that Ray has or gets."""
@@ -184,10 +195,11 @@ class RayBackend:
         return options.remote()
 
 
-def _came(answer: Any) -> bool:
-    """Whether the actor that was asked has answered by now."""
+def _answer(answer: Any) -> str | None:
+    """A scout's address; GONE when the scout is; None when it has not answered yet."""
     try:
-        ray.get(answer, timeout=0)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return False
-    return True
+        return str(ray.get(answer, timeout=0))
+    except ray.exceptions.RayActorError:
+        return GONE
+    except ray.exceptions.GetTimeoutError:
+        return None

@@ -20,6 +20,7 @@ from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
 from tests.helpers.runs import ROOT
+from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.gate]
@@ -209,6 +210,23 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
             assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
         finally:
             slurm.revive(before[1])
+
+
+def test_a_node_of_ray_that_comes_back_is_used_again(
+    ray_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    with closing(open_backend(settings(tmp_path, "ray"), lock_fd=2)) as backend:
+        stage = Stage(backend, tmp_path)
+        assert backend.lost_nodes() == []
+        handle = stage.start(PATIENT, 1)
+        stage.wait(lambda: len(stage.pids()) == 2)
+        ray_cluster.kill(1)
+        assert stage.end_of(handle) == 255
+        stage.wait(lambda: backend.lost_nodes() == [1])
+        ray_cluster.revive(1)
+        stage.wait(lambda: backend.lost_nodes() == [])
+        assert stage.end_of(stage.start("raise SystemExit(7)", 1)) == 7
 
 
 def test_the_schedulers_signal_to_all_steps_is_a_preemption(
