@@ -143,8 +143,8 @@ class RayBackend:
         return False
 
     def lost_nodes(self) -> list[int]:
-        """Those whose scout is gone, or does not answer. Another scout waits for such a node: it is back when the scout
-        finds itself at the node's address."""
+        """Those whose scout is gone, or does not answer. Another scout waits for such a node, which is back when the
+        scout finds itself at its address."""
         asked = {i: scout.address.remote() for i, scout in enumerate(self._scouts) if i not in self._awaited}
         ray.wait([*asked.values()], num_returns=len(asked), timeout=SILENT_NODE_SECONDS)
         for i, answer in {**self._awaited, **asked}.items():

@@ -19,8 +19,8 @@ from launch.backends import END, END_NOW, Backend, Handle, open_backend
 from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
-from tests.helpers.runs import ROOT
 from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.runs import ROOT
 from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.gate]

@@ -24,8 +24,13 @@ LEAVES = SERVE_FOREVER.replace(
     "while", "wait_for('rollout probed', name + ' probed')\nnote('node lost')\nos._exit(9)\nwhile"
 )
 """An engine whose machine goes after the run has begun."""
-STAYS_AFTER = "serve()\nif count(name + ' began') == 1:\n  wait_for('rollout probed', name + ' probed'); note('node lost'); os._exit(9)\n"
-STAYS_AFTER += "while True: signal.pause()"
+GOES_ONCE = """serve()
+if count(name + ' began') == 1:
+    wait_for('rollout probed', name + ' probed')
+    note('node lost')
+    os._exit(9)
+while True: signal.pause()
+"""
 
 
 def stage_with(tmp_path: Path, fewest: int | None = 1) -> Stage:
@@ -65,7 +70,7 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
         return [1] if asked[0] < 3 else []
 
     stage.run(
-        *roles_of(stage, STAYS_AFTER, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
+        *roles_of(stage, GOES_ONCE, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
     )
     phases = stage.display.phases
     without = [p for p in phases if p.startswith("going on without engine-1, with 1 engines")]
@@ -101,7 +106,7 @@ def test_a_scheduler_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
         raise RunError("scontrol: no answer within 60 s")
 
     stage.run(
-        *roles_of(stage, STAYS_AFTER, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
+        *roles_of(stage, GOES_ONCE, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
     )
     assert "which nodes are left is not known: scontrol: no answer within 60 s" in stage.display.phases
     assert any(p.startswith("engine-1 died (exit code 9); restart 1") for p in stage.display.phases)
