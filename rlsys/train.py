@@ -24,7 +24,6 @@ from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.beside import add_models
 from rlsys.trainer.notes import write_notes
 from rlsys.trainer.recorder import Recorder
-from rlsys.trainer.setup import leave_job
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Taken
@@ -114,11 +113,11 @@ class Loop:
         """
         start, hashing, left = time.monotonic(), 0.0, 1.0
         while left:
-            self._make_room()  # engines that rest take back their weights' memory next
+            self.trainer.make_room()  # engines that rest take back their weights' memory next
             ticket = self.on_main(self.rollout.begin_push)
             sent = self.delivery.push(ticket)
             canaries = self.trainer.canaries(ticket.canaries)
-            self._make_room()  # and their caches'
+            self.trainer.make_room()  # and their caches'
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
             found = self.on_main(end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
@@ -173,16 +172,6 @@ class Loop:
             self.settle(wait=True)
         self._write("run", event="leave")
 
-    def close(self) -> None:
-        """Leave the groups with the engines and the other ranks."""
-        self.delivery.close()
-        self.trainer.close()
-        leave_job()
-
-    def _make_room(self) -> None:
-        if self.config.launch.release_memory:
-            self.trainer.empty_cache()
-
     def _write(self, kind: str, **values: object) -> None:
         if self.recorder is not None:
             self.recorder.write(kind, self.step, **values)
@@ -193,7 +182,8 @@ def _main(args: argparse.Namespace) -> None:
     owner, start = of_process(config.run.dir)
     loop = Loop(config, RolloutClient(args.rollout, owner.key, start), owner)
     loop.run()
-    loop.close()
+    loop.delivery.close()
+    loop.trainer.close(job=True)
 
 
 def main() -> None:

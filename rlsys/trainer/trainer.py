@@ -162,16 +162,21 @@ class Trainer:
             dist.all_gather_object(out, value, group=parallel_state.get_data_parallel_group())
         return out
 
-    def empty_cache(self) -> None:
-        """Give back the device memory that no tensor uses. It is free on every rank when this returns on one."""
+    def make_room(self) -> None:
+        """Where engines rest on these GPUs: give back the memory that no tensor uses. It is free on every rank when
+        this returns on one."""
+        if not self.config.launch.release_memory:
+            return
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         self.control.wait_for_all()
 
-    def close(self) -> None:
-        """Leave the groups; the trainer is of no use afterwards."""
+    def close(self, job: bool = False) -> None:
+        """Leave the groups; the trainer is of no use afterwards. `job`: the default one too, at the end of the process."""
         self.control.close()
         setup.leave_layout()
+        if job:
+            setup.leave_job()
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
