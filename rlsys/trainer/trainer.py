@@ -172,7 +172,7 @@ class Trainer:
         self.control.wait_for_all()
 
     def close(self, job: bool = False) -> None:
-        """Leave the groups; the trainer is of no use afterwards. `job`: the default one too, at the end of the process."""
+        """Leave the groups; the trainer is of no use afterwards. `job`: also the default one, which ends the job."""
         self.control.close()
         setup.leave_layout()
         if job:
