@@ -212,6 +212,7 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
             slurm.revive(before[1])
 
 
+@pytest.mark.full
 def test_a_node_of_ray_that_comes_back_is_used_again(
     ray_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
