@@ -85,7 +85,7 @@ def _started(
     here = config.model_copy(update={"engine": config.engine.model_copy(update={"host": host, "port": 0})})
     nothing = os.open(os.devnull, os.O_RDONLY)  # the run's lock is its launch's
     with contextlib.closing(LocalBackend(here, nothing)) as backend:
-        (port,) = backend.free_ports(0, 1)
+        (port,) = backend.free_ports({0: 1})[0]
         name, url = f"engine-at-{host}-{port}", f"http://{host}:{port}"
         argv, env = engine_command(here, 0, port)
         keys = config_path(owner.run_dir, name)
