@@ -199,11 +199,6 @@ class Sample:
         """Response tokens, wherever they are."""
         return self.spans[-1].end if self.spans else 0
 
-    @property
-    def in_hand(self) -> bool:
-        """Whether its tokens are here, and not only where `pieces` says."""
-        return len(self.response_ids) == self.tokens
-
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
         n = len(segment.ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -105,6 +105,7 @@ class Trainer:
         check_asked(config, self.hf)
         self._device = self._joined()
         self.control = self._waiting()
+        self.on_main = self.control.on_main
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
         if self.is_main:
@@ -134,8 +135,8 @@ class Trainer:
         )
         self._skipped_in_a_row = 0
         self.passes = Passes(
-            config, self._models, self._routing, self._scoring(), self._clear_gradients, crossover_length(self.hf),
-            self._device,
+            config, self._models, self._routing, self._scoring(), crossover_length(self.hf), self._device,
+            self._optimizer.zero_grad,
         )  # fmt: skip
 
     def _joined(self) -> torch.device:
@@ -150,10 +151,6 @@ class Trainer:
         if (lora := self.config.trainer.lora) is not None:
             chunks.lora = Lora(chunks, self.hf, lora, self.config.run.seed)
         return chunks
-
-    def on_main(self, call: Callable[[], T]) -> T:
-        """Run `call` on rank 0 only; every rank gets what it returned."""
-        return self.control.from_main(call() if self.is_main else None)  # type: ignore[return-value]
 
     def from_all(self, value: T) -> list[T]:
         """`value` of every data-parallel rank, on all of them."""
@@ -229,11 +226,6 @@ class Trainer:
         return Updated(
             mean, grad_norm, done.sums, self._routing.metrics(self._device), done.padding_share, skipped
         )
-
-    def _clear_gradients(self) -> None:
-        for model in self._models:
-            model.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     def _scoring(self) -> ScoresOf:
         teacher = self.config.algo.teacher
