@@ -57,16 +57,6 @@ def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
     return sums
 
 
-def gap_metrics(sums: Sums) -> dict[str, object]:
-    """`engine_gaps`, summed -> mean and histogram; nothing of what was not compared."""
-    out: dict[str, object] = {}
-    for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
-        counts = [int(n) for n in sums[f"{name}_counts"]]
-        if any(counts):
-            out |= {f"{name}_mean": float(sums[name]) / sum(counts), f"{name}_hist": counts}
-    return out
-
-
 def comparable(batch: Batch) -> Tensor:
     """`[T]` bool: trained tokens that the weights which start the step sampled, and to this prompt."""
     same = batch.keep & (batch.versions == batch.version)

@@ -19,8 +19,9 @@ from typing import Literal
 import aiohttp
 from yarl import URL
 
-from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
+from rlsys.engine.client import RESERVED_TOKENS, EngineClient
 from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity

@@ -22,7 +22,8 @@ from aiohttp import ClientSession, web
 
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
-from rlsys.engine.client import EngineClient, Limits, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import Limits, make_session
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.obs.coordinator import publish, withdraw

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from rlsys.engine.client import DeadEngine, EngineError
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.pool import NEVER, EngineState, Flight, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.errors import RunError
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker

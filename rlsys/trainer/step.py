@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.figures import engine_gaps, gap_metrics, loss_metrics
+from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.obs.metrics import MISMATCH_EDGES
 from rlsys.route_records import in_hand
@@ -77,7 +77,11 @@ def train_step(
 
     of_loss = loss_metrics(sums, objective.asks.needs) if sums else {}
     objective.after_version(trainer.named_parameters, of_loss.get("active_share", 1.0))
-    return metrics | of_loss | gap_metrics(sums)
+    for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
+        if compared := int(sums[f"{name}_counts"].sum()):
+            hist = [int(n) for n in sums[f"{name}_counts"]]
+            metrics |= {f"{name}_mean": float(sums[name]) / compared, f"{name}_hist": hist}
+    return metrics | of_loss
 
 
 def learn(

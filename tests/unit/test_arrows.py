@@ -110,6 +110,7 @@ TORCH_FREE = (
 )
 TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
+    "rlsys/engine/wire.py",
     "rlsys/engine/launch_args.py",
     "rlsys/engine/route_writer.py",
     "rlsys/data/source.py",
