@@ -14,7 +14,8 @@ import pytest
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
