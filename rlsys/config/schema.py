@@ -171,6 +171,8 @@ class Config(Section):
             )
         if t.lora is not None and (told := self._not_with_lora()):
             raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
+        if self.weights.method == "adapter" and (told := self._not_with_adapter_pushes()):
+            raise ValueError(f"weights.method = adapter: {told}")
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
@@ -208,4 +210,25 @@ class Config(Section):
             return "algo.critic trains a second model; leave it out"
         if self.model.fp8 == "both":
             return "model.fp8 = both needs Transformer Engine's layers, which have no adapters; use rollout"
+        return ""
+
+    def _not_with_adapter_pushes(self) -> str:
+        """What engines cannot do that hold a model and an adapter apart."""
+        if self.trainer.lora is None:
+            return "expected trainer.lora; without it the whole model changes"
+        if self.launch.nodes > 1:
+            return (
+                f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use broadcast"
+            )
+        if self.router.interruption != "abort":
+            kept = self.router.interruption
+            return (
+                f"engines keep an adapter that samples in flight use, router.interruption = {kept}; use abort"
+            )
+        if self.launch.release_memory:
+            return "engines would lose model.path with launch.release_memory = true; use tensor, or false"
+        if self.model.fp8 != "none":
+            return (
+                f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"
+            )
         return ""

@@ -21,6 +21,9 @@ ADAPTERS = "adapters."
 """Begins megatron's names of the factors, and their keys in a checkpoint."""
 
 
+_SERVED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
+
+
 @dataclass(frozen=True)
 class Pair:
     """The factors A and B of one Hugging Face matrix. `part`: which of the matrices of its megatron parameter."""
@@ -68,6 +71,11 @@ def check_lora(config: Config, hf: HFConfig) -> None:
         raise UserError(
             f"trainer.lora.targets: the experts of {path} are stacked with their biases, which PEFT has no "
             f"adapters for; expected targets among {', '.join(of_attention)}"
+        )
+    if config.weights.method == "adapter" and hf.family.architecture not in _SERVED:
+        raise UserError(
+            f"weights.method = adapter: expected one of {', '.join(_SERVED)}, {path} is {hf.family.architecture}; "
+            "SGLang's adapters were tried with these only. Use tensor"
         )
     if of_experts and config.parallel.expert_tp > config.parallel.tp:
         raise UserError(

@@ -42,11 +42,14 @@ class EngineClient(Wire):
         index: int | None = None,
         identity: Identity = NOBODY,
         limits: Limits = UNPLANNED,
+        adapter: str | None = None,
     ) -> None:
-        """`index`: its number in the run's layout, if it is there. `identity`: whose it must be."""
+        """`index`: its number in the run's layout, if it is there. `identity`: whose it must be. `adapter`: which of
+        its adapters answers; None: its model alone."""
         super().__init__(url, session, identity, limits)
         self.tp = tp
         self.index = index
+        self._adapter = {} if adapter is None else {"lora_path": adapter}
 
     async def generate(
         self,
@@ -85,6 +88,7 @@ class EngineClient(Wire):
             "stream": True,
             "return_logprob": True,
             "sampling_params": sampling,
+            **self._adapter,
         }
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
@@ -251,7 +255,7 @@ class EngineClient(Wire):
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
-        body = body if rid is None else {**body, "rid": rid}
+        body |= self._adapter if rid is None else {**self._adapter, "rid": rid}
         answer = await self.post("/generate", body, self.limits.work)
         with self.understanding("/generate"):
             meta = answer["meta_info"]

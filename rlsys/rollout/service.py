@@ -23,6 +23,7 @@ from aiohttp import ClientSession, web
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
+from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import Limits, make_session
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import NOBODY, Identity, engine_identity
@@ -274,9 +275,14 @@ class Parts:
         session: ClientSession,
     ) -> None:
         limits = Limits(config.answer_seconds, config.work_seconds)
+        adapter = ADAPTER if config.weights.method == "adapter" else None
 
-        def client(url: str, whose: Identity, tp: int = 1, index: int | None = None) -> EngineClient:
-            return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits)
+        def client(
+            url: str, whose: Identity, tp: int = 1, index: int | None = None, adapter: str | None = adapter
+        ) -> EngineClient:
+            return EngineClient(
+                url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter
+            )
 
         self.joiner = lambda url, tp: client(url, engine_identity(owner, url), tp)
         """Of an engine that joins later."""
@@ -293,7 +299,7 @@ class Parts:
         prompt_scores = None
         if reference is not None:
             whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
-            self.references = [client(reference, whose)]
+            self.references = [client(reference, whose, adapter=None)]
             protected = self.tokenizer.special_ids
             prompt_scores = ReferenceScores(router, self.references[0], protected, config.start_seconds)
         ask = partial(ask_engines, router, self.tokenizer, config.rollout.max_response_tokens)

@@ -289,6 +289,10 @@ class Trainer:
         one by one, save in families whose folders and engines stack them."""
         return stacked(gather_hf(self._chunks, self.hf), self.hf)
 
+    def named_base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without adapters: what they stand beside."""
+        return stacked(gather_hf(self._chunks, self.hf, merge=False), self.hf)
+
     def local_weights(self) -> LocalWeights:
         """This rank's part of them. Collective."""
         return LocalWeights(self._chunks, self.hf)

@@ -46,9 +46,9 @@ def te_name(plain: str) -> str:
 class LocalWeights:
     """The weights of one rank, found by the entries of the name table, and who else holds which. Collective."""
 
-    def __init__(self, model: Chunks, hf: HFConfig) -> None:
+    def __init__(self, model: Chunks, hf: HFConfig, *, merge: bool = True) -> None:
         self._by_name = dict(model.named_weights())
-        self._lora = model.lora
+        self._lora = model.lora if merge else None
         self._tied = hf.tied
         self._experts = hf.experts // parallel_state.get_expert_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -94,7 +94,7 @@ class LocalWeights:
         return self._by_name[name]
 
     def merged(self, name: str) -> Tensor:
-        """The weight as it acts, without a gradient: with its adapter, if it has one."""
+        """The weight as it acts, without a gradient: with its adapter, if it has one and is to be merged."""
         weight = self._by_name[name].detach()
         return weight if self._lora is None else self._lora.merged(name, weight)
 
@@ -136,15 +136,15 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
 
 
 def gather_hf(
-    model: Chunks, hf: HFConfig, table: Iterable[Entry] | None = None
+    model: Chunks, hf: HFConfig, table: Iterable[Entry] | None = None, *, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor), experts one by one, always in the same order, on every rank; adapters merged. Collective.
 
-    `table`: of which entries; when none is given, of all in the name table. One parameter at a time: no rank ever
-    holds more than its own part and one whole parameter. A tensor may be a view of a parameter: use it before the
-    next optimizer step.
+    `table`: of which entries; when none is given, of all in the name table. `merge`: with adapters in them. One
+    parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a view of
+    a parameter: use it before the next optimizer step.
     """
-    local = LocalWeights(model, hf)
+    local = LocalWeights(model, hf, merge=merge)
     for entry in entries(hf) if table is None else table:
         stage, name, dtype = local.place(entry)
         if stage == local.pp_group.rank():

@@ -81,7 +81,7 @@ LORA_ON_FOUR = (
     "tp=2,ep=2,dp=2,lora",
     "tp=2,dp=2,lora,overlap",
     "pp=2,ep=2,dp=2,lora",
-    "tp=4,etp=2,ep=2,lora,save",
+    "tp=2,ep=2,etp=1,dp=2,lora,save",
     "tp=2,pp=2,lora,resume",
 )
 
