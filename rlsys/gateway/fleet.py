@@ -206,7 +206,7 @@ class Fleet:
             try:
                 await self.dispatcher.bring_back((lambda _: True) if hold else None)
                 if hold:
-                    await self.dispatcher.pause(self._interruption)
+                    await self.dispatcher.pause(self._interruption, self.pool.engines)
                 self.pool.version, self._folder = version or before[0] + 1, folder
                 engines = self.pool.alive()
                 done = await asyncio.gather(*(self._try_load(e) for e in engines))

@@ -69,6 +69,7 @@ class EngineState:
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
     pinned: bool = False  # answers an evaluation, and keeps its weights for it
+    resting: bool = False  # gets nothing new: a push begins with it
     loading: bool = False  # weights out of a folder, on its own
     quarantined: str | None = None
     refusal: str | None = (
@@ -310,7 +311,8 @@ class Pool:
         return [
             e
             for e in self.engines
-            if e.version in (version, self.older) and e.alive and not (e.paused or e.pinned or e.draining)
+            if e.version in (version, self.older) and e.alive
+            if not (e.paused or e.pinned or e.draining or e.resting)
             if e.quarantined is None and not (e.breaker.failures and _held_off(e, now))
         ]
 
@@ -361,7 +363,8 @@ class Pool:
         now = asyncio.get_running_loop().time()
         for engine in [e for e in self.engines if e.draining and not e.load]:
             await engine.count()
-            self.forget(engine)
+            if engine in self.engines:  # a push probes as well, and may have been faster
+                self.forget(engine)
         await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(now)))
         for engine in self.engines:
             if engine.alive and engine.since is None:
