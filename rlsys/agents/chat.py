@@ -6,13 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlsys.agents.messages import Answer, Asked, BadRequest, Message, read_text
+from rlsys.agents.messages import (
+    Answer,
+    Asked,
+    BadRequest,
+    Message,
+    check_fields,
+    read_most,
+    read_sampling,
+    read_text,
+)
 
 PATH = "/v1/chat/completions"
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "n", "min_tokens",
-)  # fmt: skip
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto"), "parallel_tool_calls": (None, True), "modalities": (None, ["text"]),
@@ -29,12 +34,7 @@ _NO_MATTER = {
 
 def read(body: Mapping[str, Any]) -> Asked:
     """Raises BadRequest."""
-    for name, value in body.items():
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not served", name)
-        elif name not in _NO_MATTER and name not in _SAMPLING:
-            raise BadRequest(f"{name}: not known", name)
+    check_fields(body, _NEUTRAL, _NO_MATTER)
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
         raise BadRequest("messages: expected a list with at least one message", "messages")
@@ -43,17 +43,15 @@ def read(body: Mapping[str, Any]) -> Asked:
         isinstance(t, dict) and t.get("type") == "function" for t in tools
     ):
         raise BadRequest("tools: expected a list of functions", "tools")
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
-    if most is not None and (type(most) is not int or most < 1):
-        raise BadRequest(f"max_tokens = {most!r}: expected 1 or more", "max_tokens")
+    most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     stop = body.get("stop") or []
     return Asked(
         [_message(row, f"messages[{i}]") for i, row in enumerate(rows)],
         tools,
-        most,
+        read_most(body, most),
         (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
         bool(body.get("stream")),
-        {name: body[name] for name in _SAMPLING if body.get(name) is not None},
+        read_sampling(body),
     )
 
 

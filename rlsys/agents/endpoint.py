@@ -1,6 +1,6 @@
 """The HTTP server that agents ask: for each sample an address and a key of its own, on loopback.
 
-    http://127.0.0.1:PORT/SESSION/v1/chat/completions
+    http://127.0.0.1:PORT/SESSION/v1/chat/completions, /v1/responses, /v1/messages
 
 A request may have to wait for a train step, a push or a new engine. So that no client gives up meanwhile, one that
 waits gets white space before its JSON, or comments in its stream (as DeepSeek's API does it). A request whose client
@@ -20,7 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlsys.agents import chat
+from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.messages import Answer, Asked, BadRequest
 
 HOST = "127.0.0.1"
@@ -40,7 +40,11 @@ class Api:
     events: Callable[[Answer, Mapping[str, Any]], Iterable[bytes]]
 
 
-APIS: Mapping[str, Api] = {chat.PATH: Api(chat.read, chat.whole, chat.events)}
+APIS: Mapping[str, Api] = {
+    chat.PATH: Api(chat.read, chat.whole, chat.events),
+    responses.PATH: Api(responses.read, responses.whole, responses.events),
+    anthropic.PATH: Api(anthropic.read, anthropic.whole, anthropic.events),
+}
 
 
 @dataclass(eq=False)
@@ -72,7 +76,8 @@ class Session:
     def environment(self) -> dict[str, str]:
         """With which stock clients find it."""
         openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
-        return openai | {"NO_PROXY": HOST, "no_proxy": HOST}
+        anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
+        return openai | anthropic | {"NO_PROXY": HOST, "no_proxy": HOST}
 
 
 class Endpoint:

@@ -175,6 +175,9 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     if command := first.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
+            os.environ.pop(
+                "PYTHONPATH", None
+            )  # ours, so that the host finds rlsys: a program has its own venv
             with tempfile.TemporaryFile() as said:
                 said.write(json.dumps(task, default=str).encode())
                 said.seek(0)

@@ -7,7 +7,7 @@ Answer   the model's turn: content, tool calls       told in the API's own form 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,3 +118,41 @@ def read_text(content: Any, param: str) -> str:
             raise BadRequest(f"{param} has a part of type {kind!r}; the model reads text only", param)
         found.append(text)
     return "".join(found)
+
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "n", "min_tokens",
+)  # fmt: skip
+"""What changes the distribution that tokens are drawn from, by SGLang's names."""
+
+
+def check_fields(
+    body: Mapping[str, Any], neutral: Mapping[str, Sequence[object]], no_matter: Collection[str]
+) -> None:
+    """Raises BadRequest for what is not served. `neutral`: fields with the values that ask for nothing. `no_matter`:
+    fields that are read, or have no say in which tokens are drawn."""
+    for name, value in body.items():
+        if name in neutral:
+            if value not in neutral[name]:
+                raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not served", name)
+        elif name not in no_matter and name not in SAMPLING:
+            raise BadRequest(f"{name}: not known", name)
+
+
+def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in SAMPLING if body.get(name) is not None}
+
+
+def read_most(body: Mapping[str, Any], name: str) -> int | None:
+    """The most tokens of the turn."""
+    most = body.get(name)
+    if most is not None and (type(most) is not int or most < 1):
+        raise BadRequest(f"{name} = {most!r}: expected 1 or more", name)
+    return most
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """A tool in chat's form, of one that has its function's fields itself; `parameters`: where their schema is."""
+    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters) or {}}}

@@ -177,6 +177,9 @@ async def test_a_program_that_fails_censors_too() -> None:
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     with pytest.raises(ToolFailed, match="ended with code 3"):
         await made(config("", {"run": None, "command": command}))
+    command[2] = "import os; raise SystemExit(4 if 'PYTHONPATH' in os.environ else 5)"
+    with pytest.raises(ToolFailed, match="ended with code 5"):  # so that it may run in a venv of its own
+        await made(config("", {"run": None, "command": command}))
     with pytest.raises(ToolFailed, match="FileNotFoundError"):
         await made(config("", {"run": None, "command": ["/no/such/program"]}))
 

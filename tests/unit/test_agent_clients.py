@@ -75,8 +75,14 @@ async def made(folder: Path, agent: str, model: Model) -> tuple[Sample, Tokenize
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("agent", ["with_tools", "streamed", "with_tools_async"])
-async def test_openais_client_plays_with_tools(
+@pytest.mark.parametrize(
+    "agent",
+    [
+        "with_tools", "streamed", "with_tools_async", "anthropics", "anthropics_streamed", "by_responses",
+        "by_responses_streamed",
+    ],
+)  # fmt: skip
+async def test_stock_clients_play_with_tools(
     folder: Path, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if agent != "with_tools":

@@ -74,6 +74,13 @@ def asks_for_ever(task):
         messages += [ask(messages), {"role": "user", "content": "go on"}]
 
 
+def three_turns(task):
+    """Of twelve tokens each."""
+    messages = question(task)
+    for number in range(3):
+        messages += [ask(messages, max_tokens=12), {"role": "user", "content": str(number)}]
+
+
 def hot(task):
     ask(question(task), temperature=0.3)
 

@@ -1,8 +1,9 @@
-"""Agents for tests, with OpenAI's client as it is installed."""
+"""Agents for tests, with the clients of OpenAI and Anthropic as they are installed."""
 
 import asyncio
 import json
 
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 
 ADD = {
@@ -82,3 +83,60 @@ def parallel(task):
         )
 
     asyncio.run(run())
+
+
+TOOL = {"name": "add", "description": "a sum", "input_schema": ADD["function"]["parameters"]}
+
+
+def anthropics(task):
+    _anthropics(task, lambda client, **asked: client.messages.create(**asked))
+
+
+def anthropics_streamed(task):
+    def create(client, **asked):
+        with client.messages.stream(**asked) as stream:
+            return stream.get_final_message()
+
+    _anthropics(task, create)
+
+
+def _anthropics(task, create):
+    client = Anthropic()
+    messages = [{"role": "user", "content": task["question"]}]
+    while True:
+        said = create(client, model="m", max_tokens=500, system="add", messages=messages, tools=[TOOL])
+        if said.stop_reason != "tool_use":
+            return
+        messages.append({"role": "assistant", "content": said.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": b.id, "content": str(sum(b.input["terms"]))}
+            for b in said.content
+            if b.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": results})
+
+
+def by_responses(task):
+    _by_responses(task, lambda client, **asked: client.responses.create(**asked))
+
+
+def by_responses_streamed(task):
+    def create(client, **asked):
+        with client.responses.stream(**asked) as stream:
+            return stream.get_final_response()
+
+    _by_responses(task, create)
+
+
+def _by_responses(task, create):
+    client, tool = OpenAI(), {"type": "function", **ADD["function"]}
+    items = [{"role": "user", "content": task["question"]}]
+    while True:
+        said = create(client, model="m", instructions="add", input=items, tools=[tool])
+        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
+        calls = [item for item in said.output if item.type == "function_call"]
+        if not calls:
+            return
+        for c in calls:
+            found = str(sum(json.loads(c.arguments)["terms"]))
+            items.append({"type": "function_call_output", "call_id": c.call_id, "output": found})
