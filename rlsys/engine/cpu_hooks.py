@@ -9,13 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.engine import cpu_lora, cpu_ops, route_hooks
+from rlsys.engine import cpu_ops, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -78,7 +77,7 @@ def register() -> None:
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
-    # torch_native attends sequence by sequence, so a batch cannot change a sequence's numbers; only the Triton
+    # torch_native attends to each sequence by itself, so a batch cannot change its numbers; only the Triton
     # GEMMs that deterministic inference would switch on have to stay off.
     for names in (
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
@@ -94,10 +93,6 @@ def register() -> None:
         HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, replacement in cpu_ops.REPLACED.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
-    if "--enable-lora" in sys.argv:
-        cpu_lora.without_pinned_memory()
-        for target, replacement in cpu_lora.REPLACED.items():
-            HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, around in cpu_ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
     # Only where models are checked against a list of backends: gpt-oss would refuse torch_native, which cpu_ops has

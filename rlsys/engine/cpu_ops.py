@@ -124,6 +124,56 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, si
     return (weights @ read).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
+def decode_side_by_side(
+    upstream: Callable[..., Tensor],
+    backend: Any,
+    query: Tensor,
+    output: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    encoder_lens: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window_size: int | None = None,
+    **more: Any,
+) -> Tensor:
+    """Decoding: SGLang's torch_native backend attends request by request, which takes a third of an engine's time.
+
+    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `places[r, i]`: the slot of
+    token i of request r; requests and lengths `[s]`. Requests are padded to a multiple of WIDTH and computed with
+    those of the same width, each by products of its own, so a request's numbers depend on its own length alone.
+    """
+    if encoder_lens is not None or sliding_window_size is not None:
+        return upstream(
+            backend, query, output, keys, values, places, requests, lengths, encoder_lens,
+            scaling=scaling, sliding_window_size=sliding_window_size, **more,
+        )  # fmt: skip
+    groups, size = keys.shape[1:]
+    scale = scaling if scaling is not None else size**-0.5
+    widths = ((lengths + WIDTH - 1) // WIDTH * WIDTH).clamp(max=places.shape[1])
+    for width in widths.unique().tolist():
+        rows = (widths == width).nonzero()[:, 0]
+        for part in rows.split(max(1, GATHERED // (width * groups * size))):
+            seen = torch.arange(width, device=lengths.device) < lengths[part, None]
+            slots = places[requests[part], :width]
+            slots = torch.where(
+                seen, slots, slots[:, :1]
+            ).flatten()  # a slot of nobody may hold what is no number
+            k, v = (x.index_select(0, slots).float().unflatten(0, (-1, width)) for x in (keys, values))
+            q = query[part].float().unflatten(1, (groups, -1)) * scale
+            for head in range(groups):
+                scores = torch.bmm(q[:, head], k[:, :, head].transpose(1, 2))
+                weights = scores.masked_fill_(~seen[:, None], float("-inf")).softmax(-1)
+                found = torch.bmm(weights, v[:, :, head]).to(output.dtype)
+                output.unflatten(1, (groups, -1))[part, head] = found
+    return output
+
+
+WIDTH = 32
+GATHERED = 2**22
+"""Numbers of keys that are gathered at once: 16 MB."""
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 REPLACED: dict[str, Callable[..., Any]] = {
     "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": add_gated,
@@ -137,5 +187,6 @@ AROUND: dict[str, Callable[..., Any]] = {
     "sglang.srt.layers.moe.topk.fused_topk_native": topk_with_flat_bias,
     _TORCH_NATIVE + "forward_extend": attention_with_sinks,
     _TORCH_NATIVE + "forward_decode": attention_with_sinks,
+    _TORCH_NATIVE + "_run_sdpa_forward_decode": decode_side_by_side,
 }
 """SGLang's operator -> ours, which gets SGLang's first."""

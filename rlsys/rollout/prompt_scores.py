@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import DeadEngine
+from rlsys.engine.client import DeadEngine, EngineClient
 from rlsys.errors import RunError
 from rlsys.router.router import Router
 

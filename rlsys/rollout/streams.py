@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from rlsys.config import Config
@@ -82,14 +82,14 @@ class Streams:
         return await self._scorer.score(prompt, sample.response_ids)
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
     ) -> list[Sample]:
-        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them, or that go on
-        with them; every token that came is saved. Returns those that were in an engine and are parked now.
+        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
+        that came is saved. Returns those that were in an engine and are parked now. `members`: see Router.interrupt.
         """
         busy = [s for s in self._running.values() if s.status is Status.IN_FLIGHT]
         try:
-            await self._router.interrupt(keep, going_on=going_on)
+            await self._router.interrupt(keep, members)
         finally:
             await self.save_running()
         return [s for s in busy if s.status is Status.PARKED]

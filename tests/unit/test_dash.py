@@ -294,7 +294,7 @@ async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(p
     )
     assert await page.evaluate(by_version) == ["v-0", "v-1", "v-2"]
     assert "".join(THIRDS) in (await page.text(".tokens")).replace("interrupted", "")
-    assert "weights 3 (2 train steps), tokens 11–20" in await page.text()
+    assert "weights 3 (2 train steps), tokens 11–19" in await page.text()
 
 
 @needs_chromium

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlsys.engine.cpu_ops import add_gated, attend, norm_by_sums, sums_of_squares
+from rlsys.engine import cpu_ops
+from rlsys.engine.cpu_ops import add_gated, attend, decode_side_by_side, norm_by_sums, sums_of_squares
 
 
 def test_a_shared_experts_gate_is_a_sigmoid_per_token() -> None:
@@ -63,3 +65,60 @@ def test_later_tokens_are_not_seen_and_heads_share_keys() -> None:
             scores = k[: last + 1, head // 2] @ q[token, head] * 0.5
             weights = torch.cat([scores, sinks[head : head + 1]]).softmax(0)[:-1]
             assert torch.allclose(found[token, head], weights @ v[: last + 1, head // 2], atol=1e-6)
+
+
+def decode(lengths: list[int], *, groups: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Requests of these lengths, whose places are those of the ten longest ones: `[s, 4, 6]`."""
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(500, groups, d, generator=generator).to(dtype) for d in (8, 6))
+    keys[0], values[0] = float("nan"), float("nan")
+    places = torch.randint(1, 500, (10, 100), generator=generator)
+    query = torch.randn(10, 4, 8, generator=generator).to(dtype)
+    requests, many = torch.arange(len(lengths)) % 10, torch.tensor(lengths)
+    for request, length in zip(requests.tolist(), lengths, strict=True):
+        places[request, length:] = 0
+    output = torch.zeros(len(lengths), 4, 6, dtype=dtype)
+    found = decode_side_by_side(
+        never, None, query[requests], output, keys, values, places, requests, many, scaling=0.3
+    )
+    for i, length in enumerate(lengths):
+        k, v = (x[places[i % 10, :length]].float().repeat_interleave(4 // groups, 1) for x in (keys, values))
+        weights = (torch.einsum("nd,knd->nk", query[i % 10].float(), k) * 0.3).softmax(-1)
+        expected = torch.einsum("nk,kne->ne", weights, v)
+        assert torch.allclose(found[i].float(), expected, atol=1e-6 if dtype is torch.float32 else 1e-2), (
+            i,
+            length,
+        )
+    return found
+
+
+def never(*args: object, **more: object) -> Tensor:
+    raise AssertionError("SGLang's own")
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_requests_side_by_side_are_what_each_is_alone(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, whatever else is decoded: that is what a sample's seed promises."""
+    lengths = [1, 31, 32, 33, 64, 97, 100, 5, 32, 40]
+    together = decode(lengths, groups=groups)
+    for n in (1, 2, 5, 9):
+        assert torch.equal(decode(lengths[:n], groups=groups), together[:n])
+    monkeypatch.setattr(cpu_ops, "GATHERED", 1)  # one at a time
+    assert torch.equal(decode(lengths, groups=groups), together)
+    decode(lengths, groups=groups, dtype=torch.bfloat16)
+
+
+def test_a_window_and_an_encoder_stay_with_sglang() -> None:
+    asked: list[dict[str, object]] = []
+
+    def upstream(*args: object, **more: object) -> Tensor:
+        asked.append(more)
+        return torch.ones(1)
+
+    some = torch.ones(1, 1, 1)
+    for more in ({"sliding_window_size": 4}, {"encoder_lens": torch.ones(1)}):
+        found = decode_side_by_side(
+            upstream, None, some, some, some, some, some, some, some, causal=False, **more
+        )
+        assert torch.equal(found, torch.ones(1))
+    assert [a["sliding_window_size"] for a in asked] == [4, None] and not any(a["causal"] for a in asked)

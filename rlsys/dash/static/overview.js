@@ -80,7 +80,7 @@ function engines(shown, live) {
     if (!run.ended && !Object.keys(status).length) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, "is not running now; the same command goes on with it")));
     if (status.silent) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, status.silent)));
     for (const [url, engine] of Object.entries(status.engine_figures ?? {})) {
-      const words = [`${number(engine.requests)} requests`, `${number(engine.tokens)} tokens`, engine.weight_version === null ? "weights not known" : `weights ${engine.weight_version}`];
+      const words = [`${number(engine.requests)} requests`, `${number(engine.tokens)} tokens`, engine.weight_version === null ? "no push yet" : `weights ${engine.weight_version}`];
       if (engine.state.includes(":")) words.push(engine.state);
       if (engine.deaths) words.push(`died ${engine.deaths} times`);
       cards.push(el("div", { class: "card engine" }, el("b", {}, shown.length > 1 ? `${run.name}: ${url}` : url),

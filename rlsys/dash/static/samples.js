@@ -71,7 +71,10 @@ function top(sample, alone = true) {
 }
 
 const versionsOf = (sample) => [...new Set(sample.parts.map((part) => part.version))].sort((a, b) => a - b);
-const classOf = (sample, part) => (part.tool ? "tool" : `v-${versionsOf(sample).indexOf(part.version) % 6}`);
+const classOf = (sample, part) => (part.tool ? "tool" : `v-${versionsOf(sample).indexOf(part.version) % 8}`);
+
+// Counted from 0; both are among them.
+const tokensOf = (part) => (part.end - part.start === 1 ? `token ${part.start}` : `tokens ${part.start}–${part.end - 1}`);
 
 function strip(sample) {
   if (sample.parts.length < 2) return null;
@@ -139,7 +142,7 @@ function shade(gap, least, most) {
 function explain(found, view) {
   if (view === "version") {
     return found.parts.map((part) => el("span", {}, el("span", { class: `swatch ${classOf(found, part)}` }),
-      part.tool ? `tool, tokens ${part.start}–${part.end}` : `weights ${part.version} (${part.trained_steps ?? "?"} train steps), tokens ${part.start}–${part.end}`));
+      part.tool ? `tool, ${tokensOf(part)}` : `weights ${part.version} (${part.trained_steps ?? "?"} train steps), ${tokensOf(part)}`));
   }
   const values = view === "gap" ? found.logp : found.advantages;
   if (!values.length) return [document.createTextNode(view === "gap" ? "The trainer's log-probs are not kept of this sample: it is not trained yet, gave no gradient, or is not of the step's first groups." : "No advantage is kept of this sample: it is not trained yet, all rewards of its group are equal, or it is not of the step's first groups.")];
