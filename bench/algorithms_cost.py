@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlsys.types import Sample, SampleGroup, Taken
 
 GROUPS = 16
 """Of the step that is measured: the recorded groups over and over."""
-TIMED = ("plan", "finish", "prepare", "__call__", "metrics", "lr_factor", "put_off")
+TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "put_off")
 
 
 class Clocked(Objective):
@@ -90,14 +90,18 @@ def measure_cost(
     trainer = Trainer(quick, ("entropy", "values", "ref", "sum_pi_squared"))
     add_critic(trainer, CriticSection())
     passes = [0.0]
-    plain_score = step.score
 
-    def timed_score(*args: Any) -> None:
-        start = time.perf_counter()
-        plain_score(*args)
-        passes[0] += time.perf_counter() - start
+    def timed(score: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_score(*args: Any) -> Any:
+            start = time.perf_counter()
+            found = score(*args)
+            passes[0] += time.perf_counter() - start
+            return found
 
-    step.score = timed_score
+        return timed_score
+
+    for each in (trainer, trainer.critic):
+        each.passes.score = timed(each.passes.score)  # type: ignore
     shares: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
     for _ in range(repeats):
         for name in names:
@@ -113,6 +117,5 @@ def measure_cost(
                 start = time.perf_counter()
                 step.train_step(trainer, Scoring(section), taken)
                 shares[name]["seconds_scored"].append(time.perf_counter() - start)
-    step.score = plain_score
     trainer.close()
     yield from shares.items()

@@ -50,7 +50,8 @@ from safetensors.torch import load_file
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning

@@ -148,7 +148,7 @@ def _rank(rank: int, world: int, port: int, backend: str, limit: float, wait: fl
 
             control = Control()
             time.sleep(wait if rank == 0 else 0)
-            told.put(f"rank {rank}: {control.from_main('a step')}")
+            told.put(f"rank {rank}: {control.on_main(lambda: 'a step')}")
         else:
             torch.cuda.set_device(0)
             dist.all_reduce(torch.ones(1, device="cuda"))

@@ -40,7 +40,7 @@ from router_stage import PROMPT, VOCAB
 
 from launch.ports import free_ports
 from rlsys.config import Config
-from rlsys.engine.client import make_session
+from rlsys.engine.wire import make_session
 
 CONCURRENT = 64
 LATENCY_TOKENS = 4

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.types import Sample, Segment, Status, VersionSpan

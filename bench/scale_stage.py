@@ -25,7 +25,8 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from rlsys.config import Config, identity
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning

@@ -33,9 +33,10 @@ from launch.memory import model_size
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
-from rlsys.trainer.step import micro_loss, pack_rows, sample_table, score
+from rlsys.trainer.step import micro_loss, ready, sample_table
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
 
@@ -72,10 +73,9 @@ class Bench:
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
         plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.asks.needs))
-        self.batch = pack_rows(taken, plan.rows, self.trainer)
-        score([self.batch], self.objective, self.trainer)
-        self.objective.finish(plan, self.batch, self.trainer.passes.sum_over_dp)
-        self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
+        (self.batch,) = ready(self.trainer, self.objective, plan, taken, [plan.rows])
+        if self.objective.asks.prepares:
+            self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
 
     @property
@@ -130,7 +130,11 @@ class Bench:
         share = share_of(next(batches))
         labels = share.following[None]
         losses = model(
-            share.tokens[None], share.position_ids[None], None, labels=labels, packed_seq_params=share.packed
+            share.tokens[None],
+            share.position_ids[None],
+            None,
+            labels=labels,
+            packed_seq_params=PackedSequences.of(share.lengths, DEVICE, share.gathered),
         )
         count = torch.tensor(losses.numel(), dtype=torch.int)
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})

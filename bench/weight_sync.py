@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.router.holdings import Checksums
 from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights.checksums import EngineChecksums

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from launch.push import GB, describe_push, short
 from rlsys.config import Config
+from rlsys.convert.adapters import factors
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
 
@@ -177,8 +179,13 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # which has one moment
     copies = p.data_parallel * p.cp
     matrices = size.dense_of(layers)[0] / p.tp
-    states_held = states * (dense - matrices) / copies + per_matrix * (
-        matrices / copies + experts / expert_copies
+    trained, of_experts = dense, experts
+    if config.trainer.lora is not None:
+        found = [_factors(config)[i] for i in layers]
+        trained, of_experts = sum(f.dense for f in found), sum(f.experts for f in found) / p.ep
+        matrices = 0.0
+    states_held = states * (trained - matrices) / copies + per_matrix * (
+        matrices / copies + of_experts / expert_copies
     )
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
     beside = 0.0
@@ -186,7 +193,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
         beside = sum(_held(config, model_size(HFConfig.read(config.algo.teacher.path)), stage))
     return Budget(
         weights=width * (dense + experts + beside),
-        gradients=4.0 * (dense + experts),
+        gradients=4.0 * (trained + of_experts),
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,
         activations=_activations(config, size, stage, len(layers), moe),
@@ -194,6 +201,24 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
         stage=stage,
     )
+
+
+class Factors(NamedTuple):
+    """Parameters of the adapters of a layer, as if tensor parallelism divided none of them."""
+
+    dense: int
+    experts: int
+
+
+def _factors(config: Config) -> list[Factors]:
+    """Of each layer of the model."""
+    assert config.trainer.lora is not None
+    hf = HFConfig.read(config.model.path)
+    found = [[0, 0] for _ in range(hf.layers)]
+    for entry in factors(hf, config.trainer.lora):
+        assert entry.layer is not None
+        found[entry.layer][entry.expert is not None] += entry.elements
+    return [Factors(*each) for each in found]
 
 
 def _held(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
@@ -247,9 +272,13 @@ def checkpoint_host(config: Config, size: ModelSize) -> float:
     p = config.parallel
     lanes, per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
     each = _SAVED_BYTES + value_bytes(config)
+    saved = (size.dense, size.experts)
+    if config.trainer.lora is not None:
+        found = _factors(config)
+        saved = (sum(f.dense for f in found), sum(f.experts for f in found))
     nodes: dict[int, float] = {}
     for stage in range(p.pp):
-        for owners, parameters in ((p.tp, size.dense), (p.ep * p.expert_tp, size.experts)):
+        for owners, parameters in ((p.tp, saved[0]), (p.ep * p.expert_tp, saved[1])):
             for rank in range(stage * lanes, stage * lanes + owners):
                 share = each * parameters / p.pp / owners
                 nodes[rank // per_node] = nodes.get(rank // per_node, 0.0) + share
@@ -270,6 +299,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     on_host = (config.launch.gpus_per_node or config.parallel.world_size) * b.host
     return [
         ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
+        *_describe_adapters(config),
         (
             "trainer, one rank",
             f"{b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
@@ -290,6 +320,13 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         ),
         ("expected staleness", expected_staleness(config)),
     ]
+
+
+def _describe_adapters(config: Config) -> list[Fact]:
+    if (lora := config.trainer.lora) is None:
+        return []
+    trained = sum(f.dense + f.experts for f in _factors(config))
+    return [("trained", f"{_count(trained)}, adapters of rank {lora.rank}; the model stays as it is")]
 
 
 def expected_staleness(config: Config) -> str:

@@ -15,7 +15,7 @@ import random
 import socket
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from launch.layout import Layout
@@ -27,8 +27,8 @@ _LOWEST = 15000
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _random = random.SystemRandom()  # two runs that start together must not try the same ports
 
-FreePorts = Callable[[int, int], list[int]]
-"""(index of the node, how many) -> free ports there."""
+FreePorts = Callable[[Mapping[int, int]], dict[int, list[int]]]
+"""{index of a node: how many} -> free ports there."""
 
 
 def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
@@ -39,9 +39,9 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
     # Nodes may be one machine in disguise: what one got is not taken for another.
     taken: set[int] = set()
     stock: dict[int, list[int]] = defaultdict(list)
-    for node, n in need.items():
-        while len(stock[node]) < n:
-            new = [p for p in free(node, n) if p not in taken][: n - len(stock[node])]
+    while short := {node: n - len(stock[node]) for node, n in need.items() if len(stock[node]) < n}:
+        for node, found in free(short).items():
+            new = [port for port in found if port not in taken]
             stock[node] += new
             taken.update(new)
     meetings = tuple(stock[node].pop() for node in homes)

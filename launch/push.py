@@ -8,7 +8,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.weights.senders import SendersPlan, plan_senders
 
 GB = 1e9
-RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0}
+RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
 """GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
 LINK = 50.0
 """GB/s of one 400 Gb/s port, of which hosts of H100s have one a GPU (NVIDIA's data sheet of the DGX H100)."""

@@ -20,11 +20,11 @@ class Stopped(RlsysError):
 
 
 class NodeLost(RunError):
-    """A machine of the run is gone, and everything on it; the run can go on with another one."""
+    """Machines of the run are gone, and everything on them; the run can go on with others."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"node {name} is gone; the same command goes on when there are enough nodes")
-        self.name = name
+    def __init__(self, names: list[str]) -> None:
+        self.names = f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
+        super().__init__(f"{self.names} gone; the same command goes on when there are enough nodes")
 
 
 class StopSignals:

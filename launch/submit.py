@@ -45,11 +45,12 @@ class JobOptions:
 
 
 def job_script(config: Config, config_file: Path, overrides: list[str], options: JobOptions) -> str:
-    """Whole nodes; requeued when a node fails or the job is preempted, and near the time limit by itself."""
+    """Whole nodes; requeued when the job is preempted or loses a node, and near the time limit by itself. Where the
+    run can do without a node, the job outlives its loss, and the supervisor decides (--no-kill)."""
     launch = config.launch
     given = {
         "job-name": f"rlsys-{config.run.dir.name}",
-        "nodes": str(launch.nodes),
+        "nodes": str(launch.nodes + launch.spare_nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(launch.gpus_per_node) if launch.gpus_per_node else None,
         "time": options.time,
@@ -60,7 +61,10 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
     }
     # sbatch splits its lines at spaces outside of quotes, as a shell does.
     lines = [shlex.quote(f"--{name}={value}") for name, value in given.items() if value is not None]
-    lines += ["--exclusive", "--requeue", *options.extra]
+    lines += ["--exclusive", "--requeue"]
+    if launch.spare_nodes or launch.min_engines is not None:
+        lines.append("--no-kill")
+    lines += options.extra
     if broken := [line for line in lines if not line.isprintable()]:
         raise UserError(f"{broken[0]!r}: an option of sbatch cannot have line breaks or control characters")
     command = [sys.executable, "-m", "rlsys.cli", "train", str(config_file), *overrides]

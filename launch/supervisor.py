@@ -4,7 +4,8 @@
     rollout   dies: restarted from its store, and the trainer with it
     trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
     port      of an engine that another server has got: everything is ended, and started again on other ports
-    node      is gone: Slurm requeues the job; with Ray everything is ended, and started again on other nodes
+    node      is gone: the run goes on without the engines that were there, if launch.min_engines others are left;
+              otherwise everything is ended, and started again on other nodes
 
 A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
 the one before. After launch.max_restarts of them without a train step the run stops; where the role is an engine,
@@ -181,8 +182,9 @@ class Supervisor:
         dead = self._settled()
         if self._stop_signal():  # a scheduler that signals every process: they end because the run does
             return
-        if (node := self._backend.lost_node()) is not None:
-            raise NodeLost(node)
+        if lost := self._lost_nodes():
+            self._go_on_without_nodes(lost)
+            return
         for process in dead:
             role = process.role
             if role.engine and role.ready_url and not process.ready and listens(role.engine):
@@ -205,6 +207,24 @@ class Supervisor:
         self._say(f"{first.role.name} died (exit code {first.exit_code}); restart {before + 1}{also}")
         self._restart(units, wait)
 
+    def _lost_nodes(self) -> list[int]:
+        """Nodes that are gone, and on which something ran until now."""
+        try:
+            lost = self._backend.lost_nodes()
+        except RunError as e:  # the scheduler may be away for a while: deaths are then the roles' own
+            self._say(f"which nodes are left is not known: {e}")
+            return []
+        in_use = {p.role.node for p in self._processes.values() if p.role.unit not in self._given_up}
+        return [node for node in lost if node in in_use]
+
+    def _go_on_without_nodes(self, lost: list[int]) -> None:
+        """Give up the engines that were there; raises NodeLost when the run cannot spare them, or what else was."""
+        error = NodeLost([self._plan.nodes[node].name for node in lost])
+        there = {p.role.unit: p.role for p in self._processes.values() if p.role.node in lost}
+        for unit, role in there.items():
+            if unit not in self._given_up:
+                self._go_on_without(role, error)
+
     def _go_on_without(self, role: Role, error: RlsysError) -> None:
         """Give up an engine that the run can spare; else raises the error."""
         engines = {r.unit for r in self._plan.pool()}
@@ -212,20 +232,31 @@ class Supervisor:
         fewest = self._config.launch.min_engines
         if fewest is None or role.unit not in engines or left < fewest:
             raise error
-        wait = self._away.get(role.unit, _AGAIN_SECONDS)
-        self._away[role.unit] = min(2 * wait, _LONGEST_AWAY)
-        self._given_up[role.unit] = time.monotonic() + wait
+        wait = self._put_off(role.unit)
         self._say(
             f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}), for {wait:.0f} s: "
             f"{error}"
         )
         self._end([p for p in self._processes.values() if p.role.unit == role.unit], now=True)
 
+    def _put_off(self, unit: str) -> float:
+        """Seconds until an engine that is given up is tried again; twice as long each time."""
+        wait = self._away.get(unit, _AGAIN_SECONDS)
+        self._away[unit] = min(2 * wait, _LONGEST_AWAY)
+        self._given_up[unit] = time.monotonic() + wait
+        return wait
+
     def _try_again(self) -> None:
-        """Engines whose time has come. The rollout process takes one in when it answers."""
+        """Engines whose time has come, where their nodes are. The rollout process takes one in when it answers."""
         now = time.monotonic()
-        for unit in [unit for unit, again in self._given_up.items() if now >= again]:
+        due = [unit for unit, again in self._given_up.items() if now >= again]
+        for unit in due:
             del self._given_up[unit]
+        lost = self._lost_nodes() if due else []
+        for unit in due:
+            if any(role.node in lost for role in self._plan.unit(unit)):
+                self._put_off(unit)
+                continue
             self._say(f"trying {unit} again")
             self._restart({unit}, 0)
 

@@ -29,6 +29,8 @@ from launch.readiness import PortTaken
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
+from launch.supervisor import Display
+from rlsys.cli_engines import add_engines
 from rlsys.cli_explain import add_explain
 from rlsys.cli_import import add_import
 from rlsys.cli_look import add_look, followed_by_trackers
@@ -136,8 +138,10 @@ def supervise(
                 losses, reached = (1, step) if step > reached else (losses + 1, reached)
                 if losses > config.launch.max_restarts:  # without a train step between them
                     raise
-                display.phase(f"node {lost.name} is gone; waiting for another")
-                backend.replace_nodes(lambda: stop.count > 0)
+                display.phase(f"{lost.names} gone; others are to take their places")
+                if not backend.replace_nodes(lambda: stop.count > 0):
+                    ask_for_another_session(config, run_dir.path, backend, display)
+                    raise
             except PortTaken as taken:
                 if config.engine.port:
                     raise UserError(
@@ -147,13 +151,18 @@ def supervise(
                     raise
                 display.phase(f"{taken}; trying other ports")
             except Stopped as stopped:
-                if stopped.number == signal.SIGUSR1 or backend.preempted():  # go on in another session
-                    if may_requeue(run_dir.path, progress(run_dir.path), config.launch.max_restarts):
-                        backend.requeue()
-                    else:
-                        most = config.launch.max_restarts
-                        display.phase(f"no requeue: {most} in a row brought nothing (launch.max_restarts)")
+                if stopped.number == signal.SIGUSR1 or backend.preempted():
+                    ask_for_another_session(config, run_dir.path, backend, display)
                 raise
+
+
+def ask_for_another_session(config: Config, run: Path, backend: Backend, display: Display) -> None:
+    """Have the scheduler start the same command again, unless too many sessions in a row brought nothing."""
+    most = config.launch.max_restarts
+    if may_requeue(run, progress(run), most):
+        backend.requeue()
+    else:
+        display.phase(f"no requeue: {most} in a row brought nothing (launch.max_restarts)")
 
 
 def progress(run: Path) -> int:
@@ -337,6 +346,7 @@ def make_parser() -> Parser:
     )
     add_explain(add)
     add_commands(add, check_plugins, live_status)
+    add_engines(add)
     add_look(add)
     add_import(add)
     add_own(add, supervise, check_plugins)

@@ -195,8 +195,11 @@ class SegmentReader:
         self.bytes_read += len(data)
         return data
 
-    def arrays(self, sample: Sample) -> Arrays:
-        """From all of its pieces. Raises RunError as `read`, and when they are not those of the sample."""
+    def arrays(self, sample: Sample) -> Arrays | Sample:
+        """What has its tokens: the sample itself, or what is read of all its pieces. Raises RunError as `read`, and
+        when they are not those of the sample."""
+        if len(sample.response_ids) == sample.tokens:
+            return sample
         records = [self.read(piece) for piece in sample.pieces]
         if strange := [r.sample_id for r in records if r.sample_id != sample.sample_id]:
             raise RunError(f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0]}")
@@ -218,9 +221,9 @@ class SegmentReader:
     def loaded(self, sample: Sample) -> Sample:
         """The same with its tokens in hand; routes that an engine wrote stay where they are. Raises RunError as
         `arrays`."""
-        if sample.in_hand:
+        if isinstance(arrays := self.arrays(sample), Sample):
             return sample
-        ids, mu, behaviour, routes, support = self.arrays(sample)
+        ids, mu, behaviour, routes, support = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
             support=support, pieces=[],

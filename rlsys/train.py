@@ -113,16 +113,16 @@ class Loop:
         """
         start, hashing, left = time.monotonic(), 0.0, 1.0
         while left:
-            self._make_room()  # engines that rest take back their weights' memory next
+            self.trainer.make_room()  # engines that rest take back their weights' memory next
             ticket = self.on_main(self.rollout.begin_push)
             sent = self.delivery.push(ticket)
             canaries = self.trainer.canaries(ticket.canaries)
-            self._make_room()  # and their caches'
+            self.trainer.make_room()  # and their caches'
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
             found = self.on_main(end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
         found["time_checksums"] += hashing
-        return {"time_sync": time.monotonic() - start, **found}
+        return {"time_sync": time.monotonic() - start, "push_bytes": self.delivery.sent_bytes, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""
@@ -132,7 +132,7 @@ class Loop:
         if last or step % self.config.eval.every == 0:
             accuracy = self.evaluate()
         if t.export_every and step % t.export_every == 0:
-            self.trainer.export_hf(self.config.run.dir / "exports" / f"step-{step:06d}")
+            self.trainer.export(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0
         self.settle(wait=due)
         if due:
@@ -172,10 +172,6 @@ class Loop:
             self.settle(wait=True)
         self._write("run", event="leave")
 
-    def _make_room(self) -> None:
-        if self.config.launch.release_memory:
-            self.trainer.empty_cache()
-
     def _write(self, kind: str, **values: object) -> None:
         if self.recorder is not None:
             self.recorder.write(kind, self.step, **values)
@@ -184,7 +180,10 @@ class Loop:
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, start = of_process(config.run.dir)
-    Loop(config, RolloutClient(args.rollout, owner.key, start), owner).run()
+    loop = Loop(config, RolloutClient(args.rollout, owner.key, start), owner)
+    loop.run()
+    loop.delivery.close()
+    loop.trainer.close(job=True)
 
 
 def main() -> None:

@@ -180,6 +180,9 @@ class Sample:
     )  # sampled, but too old to be trained on: set at take
     trained_prompt: list[int] | None = None
     """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
+    own_prompt: bool = (
+        False  # it was drawn from another prompt than its group's, and is trained on that (agents)
+    )
     support: bytearray = field(default_factory=bytearray)
     """Rows of the ids that sampling had kept, one a response token (rlsys/support.py); empty: it kept all."""
     behaviour: list[float] = field(default_factory=list)
@@ -195,11 +198,6 @@ class Sample:
     def tokens(self) -> int:
         """Response tokens, wherever they are."""
         return self.spans[-1].end if self.spans else 0
-
-    @property
-    def in_hand(self) -> bool:
-        """Whether its tokens are here, and not only where `pieces` says."""
-        return len(self.response_ids) == self.tokens
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""

@@ -7,7 +7,7 @@ logs in the run folder, which every node sees.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -38,8 +38,9 @@ class Backend(Protocol):
 
     nodes: list[Node]
 
-    def free_ports(self, node: int, n: int) -> list[int]:
-        """`n` different ports that nobody had on the node, held there until `close` (launch/ports.py)."""
+    def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
+        """On each node, given by its place in `nodes`, so many different ports that nobody had. They are held there
+        until `close` (launch/ports.py). All nodes are asked at once."""
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> Handle:
         """Start the role's keeper on its node with the environment `env`; output is appended to `log`."""
@@ -47,12 +48,12 @@ class Backend(Protocol):
     def preempted(self) -> bool:
         """Whether the scheduler wants the nodes back and did not tell this process by a signal."""
 
-    def lost_node(self) -> str | None:
-        """A node of the run that is gone, where this process outlives that and no scheduler deals with it."""
+    def lost_nodes(self) -> list[int]:
+        """Nodes of the run that are gone, by their places in `nodes`. RunError when the scheduler does not say."""
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> None:
-        """After `lost_node`, with no role left: wait for as many nodes as before. UserError when none come, or the
-        wait is `stopped`."""
+    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+        """With no role left: others take the places of `lost_nodes`. False when only another session could have as
+        many as before (`requeue`). UserError when none come, or the wait is `stopped`."""
 
     def requeue(self) -> None:
         """After a stop that the scheduler wanted: have the same command started again later, if it can."""

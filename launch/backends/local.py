@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from launch import cgroup
@@ -67,8 +67,8 @@ class LocalBackend:
         self._config = config
         self._lock_fd = lock_fd
 
-    def free_ports(self, node: int, n: int) -> list[int]:
-        return self._ports.choose(n)
+    def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
+        return {node: self._ports.choose(n) for node, n in need.items()}
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
         command = keeper_command(role, self._config, shielded=False)
@@ -79,9 +79,11 @@ class LocalBackend:
     def preempted(self) -> bool:
         return False
 
-    def lost_node(self) -> None: ...
+    def lost_nodes(self) -> list[int]:
+        return []
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> None: ...
+    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+        return True
 
     def requeue(self) -> None: ...
 

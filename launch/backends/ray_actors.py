@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ JOIN_SECONDS = 60.0
 """For the nodes of a cluster that is just starting."""
 SILENT_NODE_SECONDS = 60.0
 """A machine without power does not say so; Ray itself notices after a quarter of a minute."""
+GONE = "gone"
 LOST = 255
 """Exit code of a role whose actor is gone."""
 _OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
@@ -121,13 +122,15 @@ class RayBackend:
     def _settle(self, patience: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Reserve the nodes, and post a scout on each: one that is gone tells of its node's end."""
         self._group = self._reserve(patience, stopped)
+        self._awaited: dict[int, Any] = {}
+        """Places of lost nodes, and what the scouts that wait for them were asked."""
         self._scouts = [self._actor(i) for i in range(self._config.launch.nodes)]
         addresses = ray.get([scout.address.remote() for scout in self._scouts])
         self.nodes = [Node(address, address) for address in addresses]
 
-    def free_ports(self, node: int, n: int) -> list[int]:
-        ports: list[int] = ray.get(self._scouts[node].free_ports.remote(n))
-        return ports
+    def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
+        asked = [self._scouts[node].free_ports.remote(n) for node, n in need.items()]
+        return dict(zip(need, ray.get(asked), strict=True))
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> ActorHandle:
         actor = self._actor(role.node)
@@ -139,17 +142,25 @@ class RayBackend:
     def preempted(self) -> bool:
         return False
 
-    def lost_node(self) -> str | None:
-        for scout, node in zip(self._scouts, self.nodes, strict=True):
-            try:
-                ray.get(scout.address.remote(), timeout=SILENT_NODE_SECONDS)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                return node.name
-        return None
+    def lost_nodes(self) -> list[int]:
+        """Those whose scout is gone, or does not answer. Another scout waits for such a node, which is back when the
+        scout finds itself at its address."""
+        asked = {i: scout.address.remote() for i, scout in enumerate(self._scouts) if i not in self._awaited}
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=SILENT_NODE_SECONDS)
+        for i, answer in {**self._awaited, **asked}.items():
+            found = _answer(answer)
+            if found == self.nodes[i].address:
+                self._awaited.pop(i, None)
+            elif i in asked or found == GONE:
+                self._scouts[i] = self._actor(i)
+                self._awaited[i] = self._scouts[i].address.remote()
+        return sorted(self._awaited)
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> None:
+    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+        """All nodes are reserved anew: any that Ray has or gets."""
         remove_placement_group(self._group)
         self._settle(self._config.start_seconds, stopped)
+        return True
 
     def requeue(self) -> None: ...
 
@@ -182,3 +193,13 @@ class RayBackend:
             num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=place
         )
         return options.remote()
+
+
+def _answer(answer: Any) -> str | None:
+    """A scout's address; GONE when the scout is; None when it has not answered yet."""
+    try:
+        return str(ray.get(answer, timeout=0))
+    except ray.exceptions.RayActorError:
+        return GONE
+    except ray.exceptions.GetTimeoutError:
+        return None

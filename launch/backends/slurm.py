@@ -5,6 +5,9 @@ grace time sends SIGTERM to all steps at once and to the batch script only at th
 but wait for it: the sentinel. That a SIGTERM ends it is how the supervisor hears of a preemption or an scancel; when
 it ends otherwise (a step limit, no memory) it is started again. Near the time limit `--signal=B:USR1@SECONDS` reaches
 the batch script itself.
+
+Without `--no-kill`, Slurm ends a job that loses a node, and requeues it. With it the job keeps its other nodes, for
+good: those beyond launch.nodes are spare ones.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from rlsys.errors import RunError, UserError
 
 TAKEN = 128 + signal.SIGTERM
 """Exit code of an srun whose task the scheduler ended."""
+LOST = 255
+"""Exit code of a role whose node is gone."""
 LONGEST_WAIT = 60.0
 """Between two starts of a sentinel that does not stay."""
 CLIENT_SECONDS = 60.0
@@ -41,6 +46,25 @@ class JobNode:
     name: str
     het_group: int | None
     """Component of a heterogeneous job that it belongs to; None in a plain one."""
+
+
+class TrainerKeeper(PipedKeeper):
+    """A trainer's keeper on `node`. Its 0 says that the run is done; srun ends with 0 also when a node is gone."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path, lock_fd: int, node: str) -> None:
+        super().__init__(command, env, log, lock_fd)
+        self._node = node
+        self._code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """A 0 is told when Slurm says that the node is still there."""
+        if self._code is None and (code := super().exit_code) is not None:
+            try:
+                self._code = LOST if code == 0 and self._node not in nodes_left() else code
+            except RunError:  # asked again at the next look
+                return None
+        return self._code
 
 
 class SlurmBackend:
@@ -57,8 +81,8 @@ class SlurmBackend:
                 f"launch.backend = slurm: this is {here or 'no node of the job'}, but the first node is "
                 f"{self._job[0].name}; start with `rlsys submit` or inside an sbatch script"
             )
-        names = [node.name for node in self._job[:wanted]]
-        self.nodes = [Node(n, a) for n, a in zip(names, node_addresses(names), strict=True)]
+        self._job, self._spare = self._job[:wanted], self._job[wanted:]
+        self.nodes = self._addressed()
         self._config = config
         self._srun_args = config.launch.srun_args
         self._lock_fd = lock_fd
@@ -69,22 +93,30 @@ class SlurmBackend:
         self._holders: list[subprocess.Popen[str]] = []
         """Steps on other nodes that hold ports there."""
 
-    def free_ports(self, node: int, n: int) -> list[int]:
-        if node == 0:
-            return self._ports.choose(n)
-        hold = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
+    def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
+        steps = {node: self._hold_ports(node, n) for node, n in need.items() if node != 0}
+        found = {0: self._ports.choose(need[0])} if 0 in need else {}
+        deadline = time.monotonic() + CLIENT_SECONDS
+        for node, step in steps.items():
+            assert step.stdout is not None
+            answered, _, _ = select.select([step.stdout], [], [], max(deadline - time.monotonic(), 0))
+            found[node] = [int(port) for port in step.stdout.readline().split()] if answered else []
+            if len(found[node]) != need[node]:
+                step.kill()
+                _, said = step.communicate()
+                raise RunError(
+                    f"{self.nodes[node].name}: no ports there: {said.strip()[-300:] or 'no answer'}"
+                )
+        return found
+
+    def _hold_ports(self, node: int, n: int) -> subprocess.Popen[str]:
+        """A step there that prints them, and holds them as long as it runs."""
+        command = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
         step = subprocess.Popen(
-            hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self._holders.append(step)
-        assert step.stdout is not None
-        answered, _, _ = select.select([step.stdout], [], [], CLIENT_SECONDS)
-        ports = [int(port) for port in step.stdout.readline().split()] if answered else []
-        if len(ports) != n:
-            step.kill()
-            _, said = step.communicate()
-            raise RunError(f"{self.nodes[node].name}: no ports there: {said.strip()[-300:] or 'no answer'}")
-        return ports
+        return step
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> PipedKeeper:
         if self._sentinel is None:
@@ -93,7 +125,10 @@ class SlurmBackend:
             )
             self._sentinel = self._post_sentinel()
         keeper = keeper_command(role, self._config, shielded=True)
-        return PipedKeeper([*self._srun(role.node), *self._srun_args, *keeper], env, log, self._lock_fd)
+        command = [*self._srun(role.node), *self._srun_args, *keeper]
+        if role.kind == "trainer":
+            return TrainerKeeper(command, env, log, self._lock_fd, self._job[role.node].name)
+        return PipedKeeper(command, env, log, self._lock_fd)
 
     def preempted(self) -> bool:
         if self._sentinel is None or (code := self._sentinel.exit_code) is None:
@@ -107,10 +142,21 @@ class SlurmBackend:
             self._sentinel_wait = min(2 * self._sentinel_wait, LONGEST_WAIT)
         return False
 
-    def lost_node(self) -> None:
-        """Slurm ends such a job and requeues it."""
+    def lost_nodes(self) -> list[int]:
+        here = set(nodes_left())
+        return [i for i, node in enumerate(self._job) if node.name not in here]
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> None: ...
+    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+        """By spare ones of the same component."""
+        here = set(nodes_left())
+        for i in self.lost_nodes():
+            fit = [s for s in self._spare if s.name in here and s.het_group == self._job[i].het_group]
+            if not fit:
+                return False
+            self._spare.remove(fit[0])
+            self._job[i] = fit[0]
+        self.nodes = self._addressed()
+        return True
 
     def requeue(self) -> None:
         """Slurm requeues a preempted job only if it still runs when its grace time is over. A cancelled one, or one
@@ -126,6 +172,10 @@ class SlurmBackend:
         for step in self._holders:
             step.kill()
             step.communicate()
+
+    def _addressed(self) -> list[Node]:
+        names = [node.name for node in self._job]
+        return [Node(n, a) for n, a in zip(names, node_addresses(names), strict=True)]
 
     def _srun(self, node: int) -> list[str]:
         """A step of one task that shares its node with the others."""
@@ -146,6 +196,13 @@ def job_nodes(env: Mapping[str, str]) -> list[JobNode]:
         return [JobNode(name, None) for name in expand(env["SLURM_JOB_NODELIST"])]
     lists = [env[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(groups)]
     return [JobNode(name, g) for g, names in enumerate(lists) for name in expand(names)]
+
+
+def nodes_left() -> list[str]:
+    """The nodes that this process's job still has, in all its components. Raises RunError when Slurm does not say."""
+    told = client(["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]])
+    lists = re.findall(r" NodeList=([^ (]+)", told)
+    return expand(",".join(lists)) if lists else []
 
 
 def expand(node_list: str) -> list[str]:

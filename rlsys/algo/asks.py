@@ -23,6 +23,7 @@ class Asks:
     scored: of the passes, fields of Batch that must be filled before `Objective.finish` ("now": before `prepare`).
     current: what one forward pass of the policy gives: no values, where the critic is a model of its own.
     late: advantages wait for a log-prob pass.
+    prepares: a loss or a correction looks at all tokens of an update before its backward pass (Objective.prepare).
     skips_zero: samples of advantage 0 have no gradient, so they need not be packed.
     looks_ahead: who wants the current log-probs before the loss is called, a phrase each. If nobody does, the first
     update of a step needs no pass of its own for `old`: it is what the training pass gives, detached
@@ -37,6 +38,7 @@ class Asks:
     scored: frozenset[str]
     current: frozenset[str]
     late: bool
+    prepares: bool
     skips_zero: bool
     looks_ahead: tuple[str, ...]
     needs_whole_step: tuple[str, ...]
@@ -85,6 +87,7 @@ class Asks:
             scored=passes & of_anchor.union(*(p.needs_before() for p in plugins)),
             current=frozenset(current),
             late=late,
+            prepares=bool(preparing),
             skips_zero=not late
             and not advantage.changes_tokens()
             and all(term.policy for term in losses)

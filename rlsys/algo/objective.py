@@ -28,10 +28,10 @@ from rlsys.algo.anchors import AnyAnchor
 from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
+from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
-from rlsys.algo.mismatch import SHARES, mismatch_metrics, mismatch_sums
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.put_off import PutOff
 from rlsys.algo.reducers import Reducer, Reduction
@@ -43,12 +43,6 @@ from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
 from rlsys.config.algo import AlgoSection, CriticSection
 from rlsys.types import Sample, SampleGroup, log_probs, token_ids
-
-MEANS = (
-    "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
-    "divergence",
-)  # fmt: skip
-"""Figures of loss terms whose mean over the trained tokens is a metric."""
 
 Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
 """This rank's parameters by name, for hooks that look at them."""
@@ -192,9 +186,9 @@ class Objective:
             self._score(plan)
         assert plan.advantages is not None and plan.reduction is not None
         plan.samples = replace(plan.samples, kept=plan.weight != 0)
-        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
-        groups = group_index(plan.samples.group_ids)[0]
         denominator = plan.denominator / plan.updates
+        groups = group_index(plan.samples.group_ids)[0]
+        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
         for part, advantages in zip(parts, tokens, strict=True):
             part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
             part.groups = groups
@@ -230,9 +224,7 @@ class Objective:
         return replace(samples, **columns)
 
     def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
-        """Before each optimizer update, with all its parts."""
-        if not self._preparing:
-            return
+        """Before each optimizer update, with all its parts, where `asks.prepares`."""
         anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
         self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
 
@@ -319,7 +311,7 @@ class Objective:
             hook.start(list(parameters()))
 
     def after_step(self, parameters: Parameters, metrics: dict[str, float]) -> None:
-        """After each optimizer update, with this rank's parameters and `metrics(sums)` of the update."""
+        """After each optimizer update, with this rank's parameters and the update's metrics."""
         for hook in self.hooks:
             hook.after_step(list(parameters()), metrics["active_share"])
         for plugin in self._observing:
@@ -329,22 +321,6 @@ class Objective:
         """After the last update of a train step, with this rank's parameters and the step's `active_share`."""
         for hook in self.hooks:
             hook.after_version(list(parameters()), active_share)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        """Sums over micro-batches, ranks and updates -> a step's metrics.
-
-        policy_kl: KL(version before || weights at the update), k3 over the tokens which that version sampled; where
-        there are none, the movement within the step, over those of the current version (0 at its first update).
-        """
-        tokens = max(float(sums["tokens"]), 1.0)
-        out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
-        out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
-        out["weight_mean"] = float(sums["weight"]) / tokens
-        out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
-        if "entropy" in self.asks.needs:
-            out["entropy"] = float(sums["entropy"]) / tokens
-        moved = out.get("drift_k3_age1", out.get("drift_k3_age0"))
-        return out if moved is None else out | {"policy_kl": moved}
 
     # -- state --------------------------------------------------------------------------------------------------
 

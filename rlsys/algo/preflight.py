@@ -315,6 +315,8 @@ def _why_not(need: str, config: Config) -> str:
         )
     if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
+    if need == "values" and config.trainer.lora is not None:
+        return "trainer.lora trains nothing but adapters, and values need a layer of their own; leave out one of them"
     if need == "divergence" and config.algo.teacher is None:
         return "algo.teacher names none"
     if need == "verdicts" and config.data.judge is None:

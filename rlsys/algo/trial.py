@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.figures import loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
@@ -145,13 +146,14 @@ def _learn(
         part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):
-        objective.prepare(parts)
+        if asks.prepares:
+            objective.prepare(parts)
         sums: dict[str, Tensor] = {}
         for part in parts:
             for name, value in _backward(objective, part, plan.denominator / len(updates), outcome).items():
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
-        outcome.metrics = objective.metrics(sums)
+        outcome.metrics = loss_metrics(sums, objective.asks.needs)
         objective.after_step(lambda: [("weight", torch.ones(2, 2))], outcome.metrics)
 
 

@@ -49,6 +49,13 @@ class LaunchConfig(Section):
     min_engines: Positive | None = None
     """Fewest engines to begin with, and to go on with when others do not start or die too often, which are tried
     again from time to time. Unset: all of them."""
+    max_engines: Positive | None = None
+    """Most engines, with those that join while the run goes on (rlsys engines join); further ones wait. Unset: any
+    number."""
+    spare_nodes: NonNegative = 0
+    """Machines that `rlsys submit` asks for beyond nodes. One of them takes the place of a node that is lost, and the
+    run goes on from its last checkpoint without being queued again; until then it costs its price and does nothing.
+    Only for the backend slurm: Ray takes any node that it has."""
     srun_args: list[str] = Field(default_factory=list)
     """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None

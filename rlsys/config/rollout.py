@@ -55,8 +55,9 @@ class RolloutConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
     generator: str = "single_turn"
-    """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them), or
-    an import path `package.module:function`, or `path/to/file.py:function`."""
+    """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),
+    functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), an import path
+    `package.module:function`, or `path/to/file.py:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     repeat: FilePath | None = None
@@ -167,11 +168,12 @@ class RouterConfig(Section):
 
 
 class WeightsConfig(Section):
-    method: Literal["tensor", "broadcast", "sharded", "disk", "disk_delta"] = "tensor"
+    method: Literal["tensor", "broadcast", "sharded", "disk", "disk_delta", "adapter"] = "tensor"
     """How weights travel. tensor: buckets that each engine takes from a trainer rank of its machine.
     broadcast: buckets through a process group, to any machine. sharded: the same from the trainer ranks that own
     the tensors, in turns, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
-    safetensors folder that all share. disk_delta: the same, changed tensors only."""
+    safetensors folder that all share. disk_delta: the same, changed tensors only. adapter:
+    the adapters of trainer.lora alone, on one machine; engines keep model.path and compute with both."""
     rolling: Annotated[int, Field(ge=1)] | None = None
     """Engines that a push updates at once; the others go on with the weights before it until their turn comes.
     Unset: all at once. For large pools: it keeps the others at work, but the trainer gathers and sends the model

@@ -148,6 +148,10 @@ class Config(Section):
             raise ValueError(
                 f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"
             )
+        if (most := self.launch.max_engines) is not None and most < self.engine.count:
+            raise ValueError(
+                f"launch.max_engines = {most}: expected at least engine.count = {self.engine.count}"
+            )
         if t.token_budget < r.max_response_tokens:
             raise ValueError(
                 f"trainer.token_budget = {t.token_budget} cannot hold one response of "
@@ -165,6 +169,10 @@ class Config(Section):
                 f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW can be "
                 "updated in host memory; use adamw, or offload_optimizer = 0"
             )
+        if t.lora is not None and (told := self._not_with_lora()):
+            raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
+        if self.weights.method == "adapter" and (told := self._not_with_adapter_pushes()):
+            raise ValueError(f"weights.method = adapter: {told}")
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
@@ -184,6 +192,43 @@ class Config(Section):
             raise ValueError(
                 f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local is one machine"
             )
+        if self.launch.spare_nodes and self.launch.backend == "ray":
+            raise ValueError(
+                f"launch.spare_nodes = {self.launch.spare_nodes}: Ray takes any node that it has; leave it out"
+            )
         if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
+
+    def _not_with_lora(self) -> str:
+        """What would train, or compute with, something else than adapters on megatron-core's own layers."""
+        if self.trainer.optimizer == "muon":
+            return "trainer.optimizer = muon is for whole matrices; use adamw"
+        if self.trainer.balance_rate:
+            return f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; use balance_loss"
+        if self.algo.critic is not None:
+            return "algo.critic trains a second model; leave it out"
+        if self.model.fp8 == "both":
+            return "model.fp8 = both needs Transformer Engine's layers, which have no adapters; use rollout"
+        return ""
+
+    def _not_with_adapter_pushes(self) -> str:
+        """What engines cannot do that hold a model and an adapter apart."""
+        if self.trainer.lora is None:
+            return "expected trainer.lora; without it the whole model changes"
+        if self.launch.nodes > 1:
+            return (
+                f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use broadcast"
+            )
+        if self.router.interruption != "abort":
+            kept = self.router.interruption
+            return (
+                f"engines keep an adapter that samples in flight use, router.interruption = {kept}; use abort"
+            )
+        if self.launch.release_memory:
+            return "engines would lose model.path with launch.release_memory = true; use tensor, or false"
+        if self.model.fp8 != "none":
+            return (
+                f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"
+            )
+        return ""

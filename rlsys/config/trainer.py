@@ -30,6 +30,17 @@ class ModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Columns of B and rows of A: how many directions of each matrix can change. More learn more, and cost memory and
+    time in proportion."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter's product is multiplied by alpha / rank. With one alpha, a learning rate serves all ranks."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Which matrices get an adapter, by the last part of their names in the model's folder: q_proj, down_proj.
+    Unset: all of attention, feed-forward blocks and experts."""
+
+
 class TrainerConfig(Section):
     steps: NonNegative = 60
     """Train steps of the whole run. Raise it to continue a finished run."""
@@ -37,6 +48,9 @@ class TrainerConfig(Section):
     """What updates the weights. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
     the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
     (docs/trainer.md). Use it for weights that Muon made, such as Moonlight's and Kimi-K2's."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside the model's matrices; the model stays as it is (LoRA). It needs optimizer and
+    checkpoints for the adapters only, and about ten times the learning rate. Unset: train the model."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     warmup_steps: NonNegative = 3
@@ -83,7 +97,8 @@ class TrainerConfig(Section):
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints. A crash costs at most the steps since the last one."""
     export_every: NonNegative = 0
-    """Train steps between two exports of a Hugging Face folder to exports/step-N in the run; 0 makes none."""
+    """Train steps between two exports of a Hugging Face folder to exports/step-N in the run, with `lora` of PEFT's
+    adapter folder; 0 makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints stay on disk. The one with the best evaluation stays too."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlsys.config import Config
+from rlsys.convert.adapters import check_lora
 from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
 from rlsys.precision import BLOCK
@@ -90,6 +91,7 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
 def check_asked(config: Config, hf: HFConfig) -> None:
     """Raises UserError for what is asked of a model that has none of it."""
     check_fp8(config, hf)
+    check_lora(config, hf)
     t, path = config.trainer, config.model.path
     if hf.quantised:
         raise UserError(

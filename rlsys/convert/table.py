@@ -51,6 +51,12 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
     return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
 
 
+def is_matrix(entry: Entry) -> bool:
+    """Whether it is made of matrices of a layer, a router's apart: what Muon updates, and what adapters are for."""
+    of_layer = entry.layer is not None and "router" not in entry.rule.megatron
+    return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
+
+
 def held_as(entry: Entry, hf: HFConfig) -> str:
     """SGLang's name of the tensor that holds this parameter. Families that stack their experts have other names for
     these (`slots`)."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.engine import cpu_ops, route_hooks
+from rlsys.engine import cpu_lora, cpu_ops, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -93,6 +94,10 @@ def register() -> None:
         HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, replacement in cpu_ops.REPLACED.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
+    if "--enable-lora" in sys.argv:
+        cpu_lora.without_pinned_memory()
+        for target, replacement in cpu_lora.REPLACED.items():
+            HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, around in cpu_ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
     # Only where models are checked against a list of backends: gpt-oss would refuse torch_native, which cpu_ops has

@@ -44,6 +44,11 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
             "--load-format",
             "dummy",
         ]  # in another format than the folder's: the first push brings the weights
+    if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
+        argv += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2"]
+        argv += ["--lora-target-modules", *(lora.targets or ["all"])]
+        if not have_cuda():
+            argv += ["--lora-backend", "torch_native"]
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
     if e.tool_call_parser is not None:

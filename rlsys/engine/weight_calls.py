@@ -6,7 +6,7 @@ The engine answers when it has taken them; everything else that SGLang is asked 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -35,6 +35,24 @@ def load_from_disk(folder: str, label: str | None = None) -> Call:
     """A safetensors folder that the engine can read. `label`: what it then calls its weights; none: as before."""
     body: dict[str, Any] = {"model_path": folder, "flush_cache": False}
     return Call("/update_weights_from_disk", body if label is None else {**body, "weight_version": label})
+
+
+ADAPTER = "policy"
+"""What an engine calls the adapter of a run."""
+
+
+def load_adapter(told: Mapping[str, Any], handles: Sequence[bytes], sums: Mapping[str, str]) -> Call:
+    """From memory. `told`: adapter_config.json. `handles`: of a flattened bucket, for each tensor-parallel rank of
+    the engine. `sums`: SHA-256 of each tensor, by name."""
+    tensors = [base64.b64encode(handle).decode() for handle in handles]
+    body = {"lora_name": ADAPTER, "config_dict": dict(told), "serialized_named_tensors": tensors}
+    check = {"load_format": "flattened_bucket", "expected_checksums": dict(sums)}
+    return Call("/load_lora_adapter_from_tensors", {**body, **check})
+
+
+def forget_adapter() -> Call:
+    """The engine refuses when it knows none."""
+    return Call("/unload_lora_adapter", {"lora_name": ADAPTER})
 
 
 def join_group(group: str, host: str, port: int, rank: int, world_size: int, backend: str) -> Call:

@@ -19,8 +19,9 @@ from typing import Literal
 import aiohttp
 from yarl import URL
 
-from rlsys.engine.client import RESERVED_TOKENS, DeadEngine, EngineClient, EngineError
+from rlsys.engine.client import RESERVED_TOKENS, EngineClient
 from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity
@@ -205,7 +206,7 @@ class Fleet:
             try:
                 await self.dispatcher.bring_back((lambda _: True) if hold else None)
                 if hold:
-                    await self.dispatcher.pause(self._interruption)
+                    await self.dispatcher.pause(self._interruption, self.pool.engines)
                 self.pool.version, self._folder = version or before[0] + 1, folder
                 engines = self.pool.alive()
                 done = await asyncio.gather(*(self._try_load(e) for e in engines))

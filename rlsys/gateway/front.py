@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rlsys.engine.client import DeadEngine
+from rlsys.engine.wire import DeadEngine
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.metrics import Metrics

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rlsys.engine.client import DeadEngine, EngineError
 from rlsys.engine.sse import END, events
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.gateway import stitch
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher

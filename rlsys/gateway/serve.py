@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rlsys.engine.client import make_session
+from rlsys.engine.wire import make_session
 from rlsys.errors import UserError
 from rlsys.gateway.door import Door, DoorLimits
 from rlsys.gateway.fleet import Fleet, FleetInterruption

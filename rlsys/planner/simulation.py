@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
-from rlsys.engine.client import EngineClient, Limits
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import Limits
 from rlsys.errors import RunError, UserError
 from rlsys.planner.costs import Costs
 from rlsys.planner.engine import END, TOKEN, SimulatedEngine, Wire

@@ -99,6 +99,10 @@ def _checked(args: argparse.Namespace, config: Config) -> HFConfig:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     if not 1 <= args.skew < math.inf:
         raise UserError(f"--skew {args.skew}: expected 1 or more, and finite")
+    if config.trainer.lora is not None:
+        raise UserError(
+            "trainer.lora: a rehearsal counts the training of whole models; use trainer.lora=null"
+        )
     hf = read_model(config)
     check_layout(config, hf)
     check_asked(config, hf)

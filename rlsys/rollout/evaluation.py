@@ -22,7 +22,8 @@ from pathlib import Path
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
-from rlsys.engine.client import EngineClient, Limits, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import Limits, make_session
 from rlsys.errors import RunError
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.metrics import MetricsWriter

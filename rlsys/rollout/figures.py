@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
@@ -25,7 +25,10 @@ class Figures:
         router: Router,
         scorer: Scorer,
         planning: Planning,
+        counts: Mapping[str, int],
     ) -> None:
+        """`counts`: of the generator, which goes on counting."""
+        self._counts = counts
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
@@ -51,7 +54,9 @@ class Figures:
     def totals(self) -> dict[str, float]:
         """Since this process began, but for `lost`."""
         stats = self._router.stats()
-        kept = ("received_tokens", "engine_tokens", "engines_serving", "engine_deaths")
+        kept = (
+            "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
+        )  # fmt: skip
         return {
             "lost": self._buffer.lost,
             "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
@@ -59,6 +64,7 @@ class Figures:
             "reward_hung": self._scorer.hung,
             "reward_failed": self._scorer.failed,
             **self._planning.counts,
+            **self._counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
         }
 

@@ -15,6 +15,7 @@ from functools import partial
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
+from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.commits import Commits
@@ -95,7 +96,8 @@ class RolloutManager:
         self._waiting = Waiting(
             config, buffer, router, self._runner, self._selection, self._called_away, self._give_up
         )
-        self._figures = Figures(config, buffer, router, scorer, planning)
+        counts = generator.counts if isinstance(generator, AgentGenerator) else {}
+        self._figures = Figures(config, buffer, router, scorer, planning, counts)
         self._received = Received(buffer, router)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
@@ -230,23 +232,34 @@ class RolloutManager:
         async with self._command:
             self._runner.raise_failure()
             first, members = self._push_due and not self._rolling, self._next_members()
-            if members or (first and not self._colocated):  # else take has done it
-                resting = members or None
-                if self._trained_steps is not None:
-                    await self._waiting.until_interruptible(self._trained_steps, resting)
-                stays_young = partial(self._selection.stays_young, done_steps=self._done_steps)
-                await self._interrupt_all(keep=stays_young, members=resting)
+            if (members or (first and not self._colocated)) and self._trained_steps is not None:
+                await self._waiting.until_interruptible(self._trained_steps, members or None)
             if first:
-                self._buffer.versions.new(self._done_steps)
-                too_old = self._selection.too_old(self._done_steps)  # for every step to come (invariant 7)
-                await self._runner.drop(too_old, GroupState.EXPIRED)
-                self._rolling = bool(members)
-            self._commits.flush()
+                await self._begin_version(rolls=bool(members))
             version = self._buffer.versions.newest
             engines = await self._router.begin_push(version, only_stale=not first, members=members)
             if members:
-                self._go_on()
+                await self._streams.save_running()
+                self._received.settle()
+            self._commits.flush()
             return PushTicket(version, engines, self._canaries.sequences())
+
+    async def _begin_version(self, *, rolls: bool) -> None:
+        """The next weight version, and no group any more that is too old for every step to come (invariant 7).
+
+        `rolls`: engines go on, but not with such groups. Else nothing is in flight from here on.
+        """
+        if not self._colocated and (
+            not rolls or self._selection.too_old(self._done_steps)
+        ):  # else take has done it
+            stays_young = partial(self._selection.stays_young, done_steps=self._done_steps)
+            await self._interrupt_all(keep=stays_young, going_on=rolls)
+        self._buffer.versions.new(self._done_steps)
+        await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
+        self._commits.flush()
+        self._rolling = rolls
+        if rolls:
+            self._go_on()
 
     def _next_members(self) -> list[str]:
         """URLs of the engines of the next round. None after a restart: nothing is made then that could go on."""
@@ -385,15 +398,14 @@ class RolloutManager:
             self._generate(self._trained_steps)
 
     async def _interrupt_all(
-        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
     ) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is in the buffer, lost ones are counted. `members`: only these engines rest, and the others go on
-        with samples to keep.
+        that came is in the buffer, lost ones are counted. `going_on`: engines go on with samples to keep.
         """
-        if members is None:
+        if not going_on:
             self._runner.pause()
-        parked = await self._streams.interrupt(keep, members)
+        parked = await self._streams.interrupt(keep, going_on=going_on)
         self._buffer.record_interrupts(parked)
         self._spans.interrupted(parked)
         self._received.settle()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from rlsys.engine.client import DeadEngine, EngineClient
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import DeadEngine
 from rlsys.errors import RunError
 from rlsys.router.router import Router
 

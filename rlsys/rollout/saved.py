@@ -70,8 +70,8 @@ class SavedSamples:
             sample.cached_tokens, sample.prefilled_tokens, sample.engine,
             None if sample.named_rewards is None else json.dumps(sample.named_rewards),
             sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
-            None if sample.trained_prompt is None else ids_to_blob(sample.prompt_ids), sample.deaths,
-            sample.faults,
+            None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
+            sample.deaths, sample.faults, int(sample.own_prompt),
         )  # fmt: skip
         self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
 

@@ -60,7 +60,10 @@ class Selection:
         """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""
         if self._rollout.staleness_policy == "mask":
             return True
-        version = self._buffer.groups[sample.group_id].oldest_version or self._buffer.versions.newest
+        group = self._buffer.groups.get(sample.group_id)
+        if group is None:  # outside the ledger: a judge's answer
+            return True
+        version = group.oldest_version or self._buffer.versions.newest
         return done_steps - self._buffer.versions.trained_steps(version) <= self._rollout.max_staleness
 
     def too_old(self, done_steps: int) -> list[SampleGroup]:

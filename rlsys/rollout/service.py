@@ -22,7 +22,9 @@ from aiohttp import ClientSession, web
 
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer, build_source
-from rlsys.engine.client import EngineClient, Limits, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.weight_calls import ADAPTER
+from rlsys.engine.wire import Limits, make_session
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
@@ -38,6 +40,7 @@ from rlsys.rollout.controller import most_slots
 from rlsys.rollout.evaluation import open_sets
 from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.members import Members
 from rlsys.rollout.once import Once
 from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.planning import Planning
@@ -196,17 +199,24 @@ class EngineWatch:
     router look after engines, also after those that come later, or die and come back."""
 
     def __init__(
-        self, engines: list[EngineClient], references: list[EngineClient], fewest: int, router: Router
+        self,
+        engines: list[EngineClient],
+        references: list[EngineClient],
+        fewest: int,
+        router: Router,
+        members: Members | None = None,
     ) -> None:
+        """`members`: who joins and leaves from then on."""
         self._engines, self._references, self._fewest = engines, references, fewest
-        self._router = router
+        self._router, self._members = router, members
         self.ready = False
 
     async def run(self) -> None:
         while not await self._enough():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
-        await self._router.watch()
+        watches = [self._router.watch()] + ([self._members.watch()] if self._members is not None else [])
+        await asyncio.gather(*watches)
 
     async def _enough(self) -> bool:
         asked = [*self._references, *self._engines]
@@ -265,10 +275,17 @@ class Parts:
         session: ClientSession,
     ) -> None:
         limits = Limits(config.answer_seconds, config.work_seconds)
+        adapter = ADAPTER if config.weights.method == "adapter" else None
 
-        def client(url: str, whose: Identity, tp: int = 1, index: int | None = None) -> EngineClient:
-            return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits)
+        def client(
+            url: str, whose: Identity, tp: int = 1, index: int | None = None, adapter: str | None = adapter
+        ) -> EngineClient:
+            return EngineClient(
+                url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter
+            )
 
+        self.joiner = lambda url, tp: client(url, engine_identity(owner, url), tp)
+        """Of an engine that joins later."""
         self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
         self.source = build_source(config, self.tokenizer)
         self.rewards = Rewards(config)
@@ -282,7 +299,7 @@ class Parts:
         prompt_scores = None
         if reference is not None:
             whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
-            self.references = [client(reference, whose)]
+            self.references = [client(reference, whose, adapter=None)]
             protected = self.tokenizer.special_ids
             prompt_scores = ReferenceScores(router, self.references[0], protected, config.start_seconds)
         ask = partial(ask_engines, router, self.tokenizer, config.rollout.max_response_tokens)
@@ -318,7 +335,8 @@ async def _manage(
             spans,
         )
         fewest = config.launch.min_engines or len(parts.engines)
-        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router)
+        members = Members(config, owner, parts.router, parts.joiner, parts.engines)
+        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
             await _serve_until(stop, app, port, watch.run())

@@ -22,6 +22,7 @@ from rlsys.data import Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
+from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
 from rlsys.router.router import EVALUATION
@@ -50,10 +51,6 @@ _PAYLOAD = {
     "rid",
     "return_routed_experts",
 }
-
-
-class _Full(BaseException):
-    """The response has no room for another turn. Not an Exception: a function must not go on behind it."""
 
 
 def is_slimes(function: Callable[..., Any]) -> bool:
@@ -96,7 +93,7 @@ class SlimeGenerator:
         conversations[host] = talk.answer
         try:
             made = await self._function(args, theirs, sampling_params(args), **evaluation)
-        except _Full:
+        except Full:
             sample.status = Status.TRUNCATED
             return
         finally:
@@ -122,7 +119,7 @@ def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
 
 
 class Conversation:
-    """One sample's requests. Owns how much of the sample the function has heard."""
+    """One sample's requests. Owns the text that the function has heard."""
 
     def __init__(
         self,
@@ -133,14 +130,12 @@ class Conversation:
         sample: Sample,
         prompt: Prompt,
     ) -> None:
-        self._config, self._tokenizer, self._speak, self._ends = config, tokenizer, speak, ends
+        self._config, self._tokenizer, self._ends = config, tokenizer, ends
         self._sample = sample
-        self._heard = 0
-        """Response tokens that the function has been told, or has said itself."""
+        self._turns = SavedTurns(speak, ends, sample, config.rollout.max_response_tokens)
         self._text = prompt.text
         """All of these as text, behind the prompt."""
         self._busy = False
-        self._finish = ""
 
     async def answer(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """One request of the function: the model's next turn, in SGLang's form."""
@@ -200,7 +195,7 @@ class Conversation:
                 )
             return self._tokenizer.encode(text[len(self._text) :])
         ids = [int(i) for i in payload.get("input_ids") or ()]
-        known = [*self._sample.prompt_ids, *self._sample.response_ids[: self._heard]]
+        known = [*self._sample.prompt_ids, *self._sample.response_ids[: self._turns.heard]]
         if ids[: len(known)] != known:
             what = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
             raise _refused(
@@ -215,46 +210,23 @@ class Conversation:
 
     def _add(self, said: list[int]) -> None:
         """Ids of a tool, behind what was heard. Raises ToolFailed when the saved sample has others there."""
-        s, end = self._sample, self._heard + len(said)
-        if not self._heard and said:
+        if not self._turns.heard and said:
             raise _refused("a request that adds to the prompt; words of its own belong into the data")
-        if self._heard and not said and self._finish == "stop":
+        if self._turns.heard and not said and self._turns.finish == "stop":
             raise _refused("a request that adds nothing behind a turn that the model has ended")
-        if s.tokens > self._heard:  # saved, before a restart
-            if said and (
-                [*s.response_ids[self._heard : end]] != said or not self._is_observed(self._heard, end)
-            ):
-                raise ToolFailed("its tool said something else after a restart than before")
-        elif said:
-            if end >= self._config.rollout.max_response_tokens:
-                raise _Full
-            s.observe(said)
-        self._heard = end
+        self._turns.observe(said)
         self._text += self._tokenizer.decode(said)
 
-    def _is_observed(self, start: int, end: int) -> bool:
-        return any(span.start == start and span.end == end for span in self._sample.observed)
-
     async def _turn(self, params: Mapping[str, Any], in_text: bool) -> dict[str, Any]:
-        s, start = self._sample, self._heard
-        stop = params.get("stop") or ()
-        ends = self._ends.also([stop] if isinstance(stop, str) else list(stop))
-        budget = self._config.rollout.max_response_tokens
-        most = min(budget, start + int(params.get("max_new_tokens") or budget))
-        if start >= most:
-            raise _Full
-        end, self._finish = self._saved(start, most, ends)
-        if not self._finish:
-            s.status = Status.PARKED
-            await self._speak(s, most=most, stop_texts=ends.texts)
-            end, self._finish = s.tokens, "stop" if s.status is Status.FINISHED else "length"
-            s.status = Status.PARKED  # at once: the turn has ended, the sample has not
-        self._heard = end
+        s, stop = self._sample, params.get("stop") or ()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        start, end = await self._turns.turn(params.get("max_new_tokens") or None, stops)
+        finish, ends = self._turns.finish, self._ends.also(stops)
         ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]
         whole = self._tokenizer.decode(ids)
         self._text += whole
         text = self._tokenizer.without_special(whole) if params.get("skip_special_tokens", True) else whole
-        if not params.get("no_stop_trim") and self._finish == "stop":
+        if not params.get("no_stop_trim") and finish == "stop":
             text = min((text.partition(t)[0] for t in ends.texts), key=len, default=text)
         if in_text and text != whole:
             raise _refused(
@@ -265,7 +237,7 @@ class Conversation:
             "text": text,
             "output_ids": ids,
             "meta_info": {
-                "finish_reason": {"type": self._finish},
+                "finish_reason": {"type": finish},
                 "prompt_tokens": len(s.prompt_ids) + start,
                 "completion_tokens": len(ids),
                 "cached_tokens": 0,
@@ -273,18 +245,6 @@ class Conversation:
                 "output_token_logprobs": [[lp, i, None] for lp, i in zip(mu, ids, strict=True)],
             },
         }
-
-    def _saved(self, start: int, most: int, ends: TurnEnds) -> tuple[int, str]:
-        """Where the turn from `start` on has ended already, and how; no way: it has not."""
-        s = self._sample
-        said = min((o.start for o in s.observed if o.start >= start), default=None)
-        turn = s.response_ids[start : min(most, s.tokens if said is None else said)]
-        ended = ends.first_end(turn)
-        if ended is not None:
-            return start + ended, "stop"
-        if start + len(turn) >= most:
-            return most, "length"
-        return (said, "stop") if said is not None else (0, "")
 
     def conclude(self, made: Any) -> Status:
         """Of the function's sample, which must be the ledger's. Raises UserError where it is not, ToolFailed where
@@ -310,7 +270,7 @@ class Conversation:
         if behind and s.tokens + len(behind) < self._config.rollout.max_response_tokens:
             s.observe(behind)  # a tool had the last word
         if made.status is SlimeSample.Status.PENDING:
-            made.status = ENDED[self._finish]
+            made.status = ENDED[self._turns.finish]
         return Status.TRUNCATED if made.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
 
     def _check_arrays(self, made: SlimeSample, behind: int) -> None:

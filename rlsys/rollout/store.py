@@ -4,7 +4,7 @@
              and the planners' state
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
-             prompt that it was drawn from, where that is not its group's
+             prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too
     pieces   where the tokens of samples lie in segment files (rlsys/records.py), in the order in which they came:
              ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
              can want them
@@ -43,7 +43,7 @@ from rlsys.types import GroupState, Piece, Sample, SampleGroup, Status, TokenSpa
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 12
+_SCHEMA_VERSION = 13
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -56,7 +56,8 @@ CREATE TABLE samples (
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, mu_sum REAL NOT NULL,
     spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
-    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL
+    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
+    own_prompt INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
@@ -309,6 +310,7 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         drawn_from,
         deaths,
         faults,
+        own_prompt,
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
@@ -317,5 +319,5 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
-        trained_prompt=None if drawn_from is None else prompt_ids,
+        trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rlsys.config import Config
@@ -82,14 +82,14 @@ class Streams:
         return await self._scorer.score(prompt, sample.response_ids)
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
     ) -> list[Sample]:
-        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is saved. Returns those that were in an engine and are parked now. `members`: see Router.interrupt.
+        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them, or that go on
+        with them; every token that came is saved. Returns those that were in an engine and are parked now.
         """
         busy = [s for s in self._running.values() if s.status is Status.IN_FLIGHT]
         try:
-            await self._router.interrupt(keep, members)
+            await self._router.interrupt(keep, going_on=going_on)
         finally:
             await self.save_running()
         return [s for s in busy if s.status is Status.PARKED]

@@ -22,12 +22,14 @@ from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
 from rlsys.rewards.service import is_url
+from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.functions import FunctionTurns
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import within
 from rlsys.router.router import RefusedPrompt
 from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
@@ -198,8 +200,10 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
                 f"{field}: it has not ended a response within {GENERATOR_SECONDS:g} s, though each turn of the "
                 "model took none"
             ) from None
+        except ToolFailed as e:
+            raise UserError(f"{field}: {e}") from None
         finally:
-            if isinstance(generate, FunctionTurns):
+            if isinstance(generate, AgentGenerator | FunctionTurns):
                 await generate.close()
     if not sample.status.terminal:
         raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from rlsys.engine.client import EngineError
+from rlsys.engine.wire import EngineError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
 from rlsys.router.ladder import SERVER_FAULT, Suspects
 from rlsys.router.limits import Limits, RefusedPrompt

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from rlsys.engine.client import DeadEngine, EngineError
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.pool import NEVER, EngineState, Flight, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
@@ -117,27 +117,20 @@ class Dispatcher:
 
     # -- all requests -------------------------------------------------------------------------------------------
 
-    async def bring_back(
-        self,
-        keep: Keep | None = None,
-        *,
-        members: Collection[str] | None = None,
-        elsewhere: Keep | None = None,
-    ) -> None:
+    async def bring_back(self, keep: Keep | None = None) -> None:
         """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left. What
-        a pinned engine answers for an evaluation stays in it. `members`: that is done to the engines of these URLs;
-        in the others stays what `elsewhere` keeps.
+        a pinned engine answers for an evaluation stays in it.
 
         An abort that overtakes its request is lost, so it is repeated until each request has answered.
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
-        await asyncio.gather(
-            *(
-                self._empty(e, keep if members is None or e.url in members else elsewhere)
-                for e in self.pool.engines
-            )
-        )
+        await asyncio.gather(*(self._empty(e, keep) for e in self.pool.engines))
+
+    async def empty(self, engines: Sequence[EngineState]) -> None:
+        """Abort all flights of engines that get no others; they go on elsewhere at once."""
+        self.interrupts += 1
+        await asyncio.gather(*(self._empty(e, None) for e in engines))
 
     async def _empty(self, engine: EngineState, keep: Keep | None) -> None:
         loop, patience, seen = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
@@ -171,10 +164,9 @@ class Dispatcher:
         if engine.paused:  # a request that is kept in place answers only when it may go on
             await self._continue(engine)
 
-    async def pause(self, mode: Interruption, members: Collection[str] | None = None) -> None:
-        """Engines keep what is in them and make no more tokens, until `unpause`. `members`: those of these URLs."""
-        asked = [e for e in self.pool.engines if members is None or e.url in members]
-        busy = [e for e in asked if e.alive and e.flights and not e.paused and not e.pinned]
+    async def pause(self, mode: Interruption, engines: Sequence[EngineState]) -> None:
+        """They keep what is in them and make no more tokens, until `unpause`."""
+        busy = [e for e in engines if e.alive and e.flights and not e.paused and not e.pinned]
         await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
 
     async def _pause(self, engine: EngineState, mode: Interruption) -> None:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from rlsys.engine.client import DeadEngine, EngineError
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
 from rlsys.router.pool import EngineState, Flight

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rlsys.engine.client import DeadEngine, EngineClient, EngineError, NobodyListens, Stranger
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.errors import RunError
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
@@ -68,6 +69,7 @@ class EngineState:
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
     pinned: bool = False  # answers an evaluation, and keeps its weights for it
+    resting: bool = False  # gets nothing new: a push begins with it
     loading: bool = False  # weights out of a folder, on its own
     quarantined: str | None = None
     refusal: str | None = (
@@ -89,6 +91,7 @@ class EngineState:
     lost_before: int = 0
     counting: bool = False  # else the count starts anew with the next push
     deaths: int = 0
+    since: float | None = None  # loop time of its first answer here
     silent: int = 0  # probes in a row without an answer
     failure: str = ""  # of the last call to it that failed, in words
     fruitless: int = 0  # pushes in a row, to one process, that it answered and did not get through
@@ -272,6 +275,7 @@ class Pool:
         self.older: int | None = None
         """The version before it, while a rolling push goes round: engines that have it serve until their turn."""
         self._gone = {"generated": 0, "lost": 0, "deaths": 0}
+        self._seconds_gone = 0.0
         self._pin: tuple[EngineState, int] | None = None
         """The engine that answers an evaluation alone, and its weight version."""
         for client in clients:
@@ -288,6 +292,7 @@ class Pool:
     def forget(self, engine: EngineState) -> None:
         """Its figures stay in the sums."""
         self.engines.remove(engine)
+        self._seconds_gone += _seconds(engine)
         self._gone["generated"] += engine.generated + engine.generated_before
         self._gone["lost"] += engine.lost
         self._gone["deaths"] += engine.deaths
@@ -306,7 +311,8 @@ class Pool:
         return [
             e
             for e in self.engines
-            if e.version in (version, self.older) and e.alive and not (e.paused or e.pinned or e.draining)
+            if e.version in (version, self.older) and e.alive
+            if not (e.paused or e.pinned or e.draining or e.resting)
             if e.quarantined is None and not (e.breaker.failures and _held_off(e, now))
         ]
 
@@ -356,8 +362,13 @@ class Pool:
         """Those in their back-off are left alone; those that were drained leave."""
         now = asyncio.get_running_loop().time()
         for engine in [e for e in self.engines if e.draining and not e.load]:
-            self.forget(engine)
+            await engine.count()
+            if engine in self.engines:  # a push probes as well, and may have been faster
+                self.forget(engine)
         await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(now)))
+        for engine in self.engines:
+            if engine.alive and engine.since is None:
+                engine.since = now
         if self._trusted and self.version == NEVER:
             self.version = max((e.version for e in self.alive()), default=NEVER)
 
@@ -378,18 +389,29 @@ class Pool:
                 "tokens": e.tokens,
                 "weight_version": e.version if e.version >= 0 else None,
                 "deaths": e.deaths,
+                "alive": e.alive,
+                "rank_seconds": _seconds(e),
             }
             for e in self.engines
         }
 
-    def totals(self) -> dict[str, int]:
-        """Of all engines that ever were here."""
+    def totals(self) -> dict[str, float]:
+        """Of all engines that ever were here. `engine_rank_seconds`: what they cost, each rank from the first answer
+        of its engine until that left, dead or alive."""
         return {
+            "engine_rank_seconds": self._seconds_gone + sum(map(_seconds, self.engines)),
             "engine_tokens": self._gone["generated"]
             + sum(e.generated + e.generated_before for e in self.engines),
             "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
             "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
         }
+
+
+def _seconds(engine: EngineState) -> float:
+    """Of its ranks together, since it answered for the first time."""
+    if engine.since is None:
+        return 0.0
+    return engine.client.tp * (asyncio.get_running_loop().time() - engine.since)
 
 
 def _held_off(engine: EngineState, now: float) -> bool:

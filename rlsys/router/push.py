@@ -78,6 +78,8 @@ class WeightPush:
             for engine, ok in zip(targets, ready, strict=True):
                 if not ok:
                     engine.missed_push()
+            for engine in self._pool.engines:
+                engine.resting = False  # who has an update open is without weights; who refused it is dead
         except TimeoutError:
             raise RunError(
                 f"no engine was there for weight version {version} within {self._patience:g} s: {states(self._pool)}"

@@ -277,20 +277,20 @@ class Router:
     # -- all samples --------------------------------------------------------------------------------------------
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, members: Collection[str] | None = None
+        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
     ) -> None:
         """Close the gate and bring samples back: afterwards nothing is in flight, every token is here.
 
         keep: under the interruptions retract and in_place, samples for which it is true stay in their engines, which
-        pause: they keep the status IN_FLIGHT, and their tasks must not be cancelled. members: URLs of the engines
-        that are brought to rest so; the others go on with the samples to keep, and get no new ones before `resume`.
+        pause: they keep the status IN_FLIGHT, and their tasks must not be cancelled. going_on: under all
+        interruptions, and no engine pauses; only the gate is closed.
         """
-        holding = self._interruption != "abort" and keep is not None
-        await self._dispatcher.bring_back(keep if holding else None, members=members, elsewhere=keep)
-        if holding:
-            await self._dispatcher.pause(self._interruption, members)
-        else:
-            await self._pool.count(members)
+        holding = keep is not None and (going_on or self._interruption != "abort")
+        await self._dispatcher.bring_back(keep if holding else None)
+        if not holding:
+            await self._pool.count()
+        elif not going_on:
+            await self._dispatcher.pause(self._interruption, self._pool.engines)
 
     def resume(self) -> None:
         """Open the gate; samples that were interrupted go on."""
@@ -319,14 +319,27 @@ class Router:
 
         Waits up to `patience` for an engine, since the supervisor may be restarting the only one; then RunError.
 
-        `members`: one round of a rolling push, which updates these engines and those without weights, while the
-        others go on after `resume`. `only_stale` says that it is not the first round of this version.
+        `members`: one round of a rolling push, which updates these engines and those without weights. The gate stays
+        as it is: what they had goes on in the others. `only_stale`: it is not the first round of this version.
         """
-        if members or not only_stale:
-            await self.interrupt(keep=lambda _: True, members=members or None)
-            kept = self._group_engine.items() if members else ()
-            self._group_engine = {group: url for group, url in kept if url not in members}
+        if members:
+            await self._bring_to_rest(members)
+        elif not only_stale:
+            await self.interrupt(keep=lambda _: True)
+            self._group_engine.clear()
         return await self._push.begin(version, only_stale=only_stale, members=members)
+
+    async def _bring_to_rest(self, members: Collection[str]) -> None:
+        """These engines, until their push has begun."""
+        engines = [e for e in self._pool.engines if e.url in members]
+        for engine in engines:
+            engine.resting = True
+        if self._interruption == "abort":
+            await self._dispatcher.empty(engines)
+            await self._pool.count(members)
+        else:
+            await self._dispatcher.pause(self._interruption, engines)
+        self._group_engine = {g: url for g, url in self._group_engine.items() if url not in members}
 
     async def end_push(
         self,
@@ -358,6 +371,13 @@ class Router:
         if engine is None:
             raise UserError(f"{url} is not in the pool: {states(self._pool)}")
         engine.draining = True
+
+    async def send_away(self, url: str) -> None:
+        """The same, but at once: its samples go on in other engines, and an evaluation alone may end there."""
+        self.remove_engine(url)
+        engine = self._pool.find(url)
+        assert engine is not None
+        await self._dispatcher.empty([engine])
 
     @property
     def stale_engines(self) -> list[str]:

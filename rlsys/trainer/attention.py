@@ -87,32 +87,6 @@ class PackedSequences(PackedSeqParams):
         return Padding.of(self.lengths, self.cu_seqlens_q.device)
 
 
-class _Pad(torch.autograd.Function):
-    """`[T, ...] -> [P, ...]`. Padding gets no gradient: no real query sees it, and its own output is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
-        ctx.padding = padding
-        return x.index_select(0, padding.to_padded)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.padding.to_packed), None
-
-
-class _Unpad(torch.autograd.Function):
-    """`[P, ...] -> [T, ...]`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
-        ctx.padding, ctx.shape = padding, x.shape
-        return x.index_select(0, padding.to_packed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].new_zeros(ctx.shape).index_copy_(0, ctx.padding.to_packed, grads[0]), None
-
-
 class PackedAttention(DotProductAttention):
     """Causal attention, one call for a rectangle of sequences; `pack` puts similar lengths side by side.
 
@@ -154,13 +128,15 @@ class PackedAttention(DotProductAttention):
             return self._chunks(query, key, value, packed_seq_params)
         padding = packed_seq_params.padding
         sizes = [rows * longest for rows, longest in padding.rectangles]
-        queries, keys, values = (_Pad.apply(t, padding).split(sizes) for t in (query, key, value))
+        # Padding adds exactly 0 to a gradient: no real query sees it, and what it attends to is dropped.
+        queries, keys, values = (
+            t.index_select(0, padding.to_padded).split(sizes) for t in (query, key, value)
+        )
         out = []
         for (rows, longest), *qkv in zip(padding.rectangles, queries, keys, values, strict=True):
             q, k, v = (t.view(rows, longest, *t.shape[1:]) for t in qkv)
             out.append(self._attend(q, k, v, first_query=0).reshape(rows * longest, -1))
-        unpadded: Tensor = _Unpad.apply(torch.cat(out), padding)
-        return unpadded
+        return torch.cat(out).index_select(0, padding.to_packed)
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """This rank's two chunks of each sequence (rlsys.trainer.share) against the gathered keys before them."""

@@ -108,7 +108,8 @@ def _replicas() -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model of this rank and megatron's optimizer of it."""
+    """A model of this rank and megatron's optimizer of it. Of a model with adapters, a checkpoint holds these alone,
+    and the fingerprint of the model that they belong to."""
 
     model: Chunks
     optimizer: Any
@@ -193,6 +194,8 @@ class Checkpoints:
         self._control.wait_for_all()
         state = _state(learners, objective, loading=False)
         state["step"] = step
+        if (lora := learners[0].model.lora) is not None:
+            state["base"] = lora.base
         state["rng"] = torch.get_rng_state()
         if objective is not None:
             state["objective"] = json.dumps(objective.state_dict())
@@ -254,6 +257,11 @@ class Checkpoints:
         path = path_of(self._folder, found[-1])
         _verify(path, found)
         state = _loaded(_state(learners, objective, loading=True), path)
+        if (lora := learners[0].model.lora) is not None and state["base"] != lora.base:
+            raise RunError(
+                f"{path}: its adapters were trained beside other weights than those of model.path; give model.path "
+                "the folder that the run began with"
+            )
         for learner, part in zip(learners, (state, state.get("critic", {})), strict=False):
             learner.model.load_state_dict(part["model"])
             learner.optimizer.load_state_dict(part["optimizer"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -12,7 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import Parameter
 
+from rlsys.convert.adapters import ADAPTERS
 from rlsys.trainer.value_head import ValueHead, ValueLayer
+
+if TYPE_CHECKING:
+    from rlsys.trainer.lora import Lora
 
 EXPERT_BIAS = "router.expert_bias"
 """Ends the names of the only weights that are no parameters: no gradient reaches them."""
@@ -25,11 +29,17 @@ class Chunks:
     def __init__(self, modules: list[GPTModel]) -> None:
         self.modules = modules
         self.config = modules[0].config
+        self.lora: Lora | None = None
+        """Adapters, if it has some: then nothing else is trained, and nothing else is in checkpoints."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         for module in self.modules:
             for name, parameter in module.named_parameters():
-                yield self._whole_name(module, name), parameter
+                yield self.whole_name(module, name), parameter
+
+    def trained_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Those that an optimizer updates."""
+        return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def add_value_head(self, device: torch.device) -> ValueHead | None:
         """A value head on the chunk that has the output layer; None where this rank has no such chunk."""
@@ -55,7 +65,7 @@ class Chunks:
         for module in self.modules:
             for name, buffer in module.named_buffers():
                 if name.endswith(EXPERT_BIAS):
-                    yield self._whole_name(module, name), buffer
+                    yield self.whole_name(module, name), buffer
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Megatron's description of every weight for a checkpoint, one entry a chunk.
@@ -63,6 +73,8 @@ class Chunks:
         Without the extra state of Transformer Engine's layers: it is that of delayed FP8 scaling, which nobody here
         uses, and a machine without Transformer Engine could not load it.
         """
+        if self.lora is not None:
+            return {str(i): each.sharded_state_dict(ADAPTERS) for i, each in enumerate(self.lora.of_chunks)}
         return {
             str(i): {k: v for k, v in module.sharded_state_dict().items() if not isinstance(v, ShardedObject)}
             for i, module in enumerate(self.modules)
@@ -72,17 +84,22 @@ class Chunks:
         """What `sharded_state_dict` described. Raises ValueError when a weight is missing."""
         for i, module in enumerate(self.modules):
             missing, _ = module.load_state_dict(state[str(i)], strict=False)
+            if self.lora is not None:
+                missing = [name for name in missing if name.startswith(ADAPTERS)]
             if lost := [name for name in missing if not name.endswith("_extra_state")]:
                 raise ValueError(f"no {lost[0]} in the state")
 
     def shards(self, prefix: str) -> dict[str, Any]:
         """The same descriptions by parameter, under checkpoint keys that begin with `prefix`."""
+        if self.lora is not None:
+            of_chunks = [each.sharded_state_dict(prefix + ADAPTERS) for each in self.lora.of_chunks]
+            return {name.removeprefix(prefix): shard for each in of_chunks for name, shard in each.items()}
         return {
-            self._whole_name(module, name.removeprefix(prefix)): shard
+            self.whole_name(module, name.removeprefix(prefix)): shard
             for module in self.modules
             for name, shard in module.sharded_state_dict(prefix=prefix).items()
         }
 
     @staticmethod
-    def _whole_name(module: GPTModel, name: str) -> str:
+    def whole_name(module: GPTModel, name: str) -> str:
         return _LAYER.sub(lambda m: str(module.decoder.layers[int(m[0])].layer_number - 1), name)

@@ -8,6 +8,7 @@ notice at once; one that hangs is told of by the supervisor (launch.silence_seco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -27,12 +28,12 @@ class Control:
         made = dist.new_group(backend="gloo", timeout=UNLIMITED) if group is None else group
         self._group: dist.ProcessGroup | None = made
 
-    def from_main(self, value: T) -> T:
-        """Rank 0's, on every rank."""
-        box = [value]
+    def on_main(self, call: Callable[[], T]) -> T:
+        """Run `call` on rank 0 only; every rank gets what it returned."""
+        box = [call() if dist.get_rank() == 0 else None]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return box[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's, in their order, on every rank. Returns when the last one has called it."""

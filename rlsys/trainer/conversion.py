@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rlsys.config import Config, explain_error, load_config
-from rlsys.config.trainer import ModelConfig, ParallelConfig
+from rlsys.config.trainer import LoraConfig, ModelConfig, ParallelConfig
+from rlsys.convert.adapters import ADAPTERS, adapted
 from rlsys.convert.carried import carried, save_carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers
@@ -29,7 +30,7 @@ from rlsys.convert.output import new_folder, partial_of
 from rlsys.convert.rules import Rule
 from rlsys.convert.stack import stacked
 from rlsys.convert.table import Entry, entries
-from rlsys.convert.torch_dist import DistReader, DistWriter
+from rlsys.convert.torch_dist import Box, DistReader, DistWriter
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import checkpoint, manifest, setup
 from rlsys.trainer.addresses import Address, addresses
@@ -131,12 +132,18 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
     model = model_of(found)
     hf = HFConfig.read(model)
     _check_whole(found)
+    lora = _lora_of(found)
     size = sum(f.stat().st_size for f in found.glob("*.distcp"))
     total, done = _elements(hf), Done(0, 0)
     with _one_rank(model) as alone:
-        source = MegatronTensors(found, alone, hf)
-        # A run's checkpoint also holds the optimizer's state, at least twice the weights.
-        with new_folder(out, size // 3 if source.of_a_run else size):
+        source: MegatronTensors | AdaptedTensors
+        if lora is not None:
+            source, needed = AdaptedTensors(found, _source(model, hf, alone), hf, lora), 4 * total
+        else:
+            source = MegatronTensors(found, alone, hf)
+            # A run's checkpoint also holds the optimizer's state, at least twice the weights.
+            needed = size // 3 if source.of_a_run else size
+        with new_folder(out, needed):
 
             def tensors() -> Iterator[tuple[str, Tensor]]:
                 nonlocal done
@@ -171,6 +178,39 @@ def model_of(found: Path) -> Path:
             f"{found}: no config.json in it, and {run} is not a run folder, so the model is unknown"
         )
     return load_config(run / "config.yaml").model.path
+
+
+def _lora_of(found: Path) -> LoraConfig | None:
+    """Of the run that left the checkpoint."""
+    run = found.parent.parent / "config.yaml"
+    return load_config(run).trainer.lora if not (found / "config.json").is_file() else None
+
+
+class AdaptedTensors:
+    """A model with a checkpoint's adapters merged. Raises UserError for a checkpoint that does not hold them."""
+
+    def __init__(
+        self, folder: Path, model: Iterable[tuple[str, Tensor]], hf: HFConfig, lora: LoraConfig
+    ) -> None:
+        self._reader, self._model, self._scale = DistReader(folder), model, lora.alpha / lora.rank
+        self._keys: dict[str, tuple[str, str]] = {}
+        for entry, pairs in adapted(hf, lora):
+            for name, pair in zip((list(entry.hf)[pair.part] for pair in pairs), pairs, strict=True):
+                a, b = (ADAPTERS + next(iter(factor.hf)) for factor in (pair.a, pair.b))
+                self._keys[name] = a, b
+        if missing := {key for keys in self._keys.values() for key in keys} - self._reader.shapes.keys():
+            raise UserError(f"{folder}: a checkpoint of another model: {min(missing)} is missing")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._model:
+            if name in self._keys:
+                a, b = (self._read(key) for key in self._keys[name])
+                tensor = torch.addmm(tensor.float(), b, a, alpha=self._scale).to(tensor.dtype)
+            yield name, tensor
+
+    def _read(self, key: str) -> Tensor:
+        shape = self._reader.shapes[key]
+        return self._reader.read(key, Box((0,) * len(shape), shape)).float()
 
 
 class MegatronTensors:
@@ -243,6 +283,8 @@ def _source(where: Path, hf: HFConfig, alone: Config) -> Iterator[tuple[str, Ten
     if not is_hf(where):
         found = find_checkpoint(where)
         _check_whole(found)
+        if (lora := _lora_of(found)) is not None:
+            return AdaptedTensors(found, _source(model_of(found), hf, alone), hf, lora).tensors()
         return MegatronTensors(found, alone, hf).tensors()
     tensors = HFTensors(where, hf)
     return ((name, tensors.read(name)) for entry in entries(hf) for name in entry.hf)

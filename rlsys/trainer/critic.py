@@ -15,7 +15,7 @@ from rlsys.config.algo import CriticSection
 from rlsys.trainer import setup
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
-from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.logprobs import Scores, aligned
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.share import Share
@@ -78,7 +78,7 @@ class Critic(Trainer):
 
 def value_scores(output: Tensor, share: Share, temperature: float) -> Scores:
     """Of values `[1, P / c, 1]`."""
-    values = share.aligned(output[0, :, 0].float())
+    values = aligned(share, output[0, :, 0].float())
     return Scores(torch.zeros_like(values), values=values)
 
 

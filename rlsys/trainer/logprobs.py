@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
 
 from rlsys.algo.distill import divergence, with_rest
@@ -70,17 +70,17 @@ def token_scores(
     """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
     was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen. `direction`:
     that of the divergence from a teacher, where the share has its log-probs (rlsys.algo.distill)."""
-    critic = None if values is None else share.aligned(values)
+    critic = None if values is None else aligned(share, values)
     logits = as_drawn(logits, share, temperature)
     squared = (
-        share.aligned(sum_pi_squared(logits)) if squares else None
+        aligned(share, sum_pi_squared(logits)) if squares else None
     )  # first: the others overwrite the logits
     if direction is not None and share.teacher_ids is not None:
         return _beside_teacher(logits, share, direction, critic, squared)
     if not entropy:
         return Scores(_of_following(logits, share), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
-    return Scores(share.aligned(logp), share.aligned(spread), critic, squared)
+    return Scores(aligned(share, logp), aligned(share, spread), critic, squared)
 
 
 def _beside_teacher(
@@ -95,7 +95,7 @@ def _beside_teacher(
         policy, teacher = with_rest(policy), with_rest(teacher)
     gap = divergence(policy, teacher, direction)
     gap = torch.where(share.predicts, gap, torch.zeros_like(gap))
-    return Scores(share.aligned(found[:, 0]), share.aligned(spread), critic, squared, share.aligned(gap))
+    return Scores(aligned(share, found[:, 0]), aligned(share, spread), critic, squared, aligned(share, gap))
 
 
 def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
@@ -108,7 +108,7 @@ def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
 
 
 def _of_following(logits: Tensor, share: Share) -> Tensor:
-    return share.aligned(-vocab_parallel_cross_entropy(logits, share.following))
+    return aligned(share, -vocab_parallel_cross_entropy(logits, share.following))
 
 
 def as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
@@ -131,3 +131,17 @@ def as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
         logits.index_fill_(0, share.support_at.unique(), NEVER)
         logits[at, ids] = kept
     return logits
+
+
+def aligned(share: Share, following: Tensor) -> Tensor:
+    """Shift next-token values, `[P / c]` or `[P / c, K]`, onto the tokens that they belong to, `[T]` or `[T, K]`.
+    The first token of a sequence, which nothing predicts, gets 0.
+
+    Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the rank's
+    own share only, so that the sum over ranks counts each token once.
+    """
+    if share.cp_group.size() > 1:
+        following = gather_from_sequence_parallel_region(
+            following, tensor_parallel_output_grad=False, group=share.cp_group
+        )
+    return following[share.place].roll(1, 0).index_fill(0, share.first, 0)

@@ -33,6 +33,11 @@ from rlsys.trainer.norms import set_heads_norms
 from rlsys.trainer.weights import TE_NAMES, load_hf, mark_shards
 
 
+def uses_transformer_engine(config: Config) -> bool:
+    """Adapters stand beside megatron's own layers: Transformer Engine fuses norms and experts into its own."""
+    return have_transformer_engine() and config.trainer.lora is None
+
+
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
     if not hf.experts:
         return {}
@@ -45,7 +50,7 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
         "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": have_transformer_engine(),
+        "moe_grouped_gemm": uses_transformer_engine(config),
     }
     if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
@@ -240,7 +245,7 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill =
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
-    engine = have_transformer_engine()
+    engine = uses_transformer_engine(config)
     chunks = Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
     fill(chunks, config.model.path, hf)
     mark_shards(chunks, hf)

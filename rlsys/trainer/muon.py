@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from rlsys.convert.config import HFConfig
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.rules import Rule
-from rlsys.convert.table import Entry, entries
+from rlsys.convert.table import entries, is_matrix
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.weights import LocalWeights, shard, unshard
 
@@ -53,12 +53,6 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide is matrix else x.T
-
-
-def is_matrix(entry: Entry) -> bool:
-    """Whether Muon updates it."""
-    of_layer = entry.layer is not None and "router" not in entry.rule.megatron
-    return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
 
 
 def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:

@@ -63,10 +63,10 @@ class TrainSample:
 
     @classmethod
     def of(
-        cls, sample: Sample, row: int = -1, arrays: Arrays | None = None, read: ReadRoutes = list
+        cls, sample: Sample, row: int = -1, held: Arrays | Sample | None = None, read: ReadRoutes = list
     ) -> TrainSample:
-        """`arrays`: the sample's tokens, where they are not in hand. `read`: reads routes that are not."""
-        held = sample if arrays is None else arrays
+        """`held`: has the tokens, where the sample has not. `read`: reads routes that lie elsewhere."""
+        held = sample if held is None else held
         behaviour = np.full(sample.tokens, np.nan, np.float32)
         behaviour[: len(held.behaviour)] = held.behaviour
         lengths = [span.end - span.start for span in sample.spans]
@@ -97,8 +97,7 @@ class Unread:
 
     def read(self) -> TrainSample:
         """Raises RunError: a segment is not there, or damaged."""
-        arrays = None if self.sample.in_hand else self.segments.arrays(self.sample)
-        return TrainSample.of(self.sample, self.row, arrays, self._routes)
+        return TrainSample.of(self.sample, self.row, self.segments.arrays(self.sample), self._routes)
 
     def _routes(self, spans: Sequence[RouteSpan]) -> list[RouteSpan | LayerRoutes]:
         if self.layers is not None and not self.layers:

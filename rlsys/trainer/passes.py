@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.precision import token_multiple
+from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Packer
 from rlsys.trainer.routing import Routing
@@ -53,13 +54,14 @@ class Passes:
         models: Sequence[DistributedDataParallel],
         routing: Routing,
         scores_of: ScoresOf,
-        clear_gradients: Callable[[], None],
         crossover: float,
         device: torch.device,
+        zero_grad: Callable[[], None] = lambda: None,
     ) -> None:
-        """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops)."""
+        """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops).
+        `zero_grad`: the optimizer's, where there is one."""
         self._config, self._models, self._routing = config, list(models), routing
-        self._scores_of, self._clear_gradients = scores_of, clear_gradients
+        self._scores_of, self._zero_grad = scores_of, zero_grad
         self._device = device
         self._multiple, self._cp = token_multiple(config), config.parallel.cp
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
@@ -101,7 +103,9 @@ class Passes:
         """
         t = self._config.rollout.temperature
         if not self._computed_tokens:  # the first since the last update
-            self._clear_gradients()
+            for model in self._models:
+                model.zero_grad_buffer()
+            self._zero_grad()
 
         def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total, sums = loss_fn(self._scores_of(output, share, t), micro)
@@ -155,8 +159,9 @@ class Passes:
                 self._computed_tokens += len(share.tokens) * self._cp
             self._routing.begin(chunk, micro, share)
             output = model(
-                share.tokens[None], share.position_ids[None], None, packed_seq_params=share.packed,
+                share.tokens[None], share.position_ids[None], None,
                 padding_mask=self._routing.padding_mask(chunk, share),
+                packed_seq_params=PackedSequences.of(share.lengths, self._device, share.gathered),
             )  # fmt: skip
             self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)

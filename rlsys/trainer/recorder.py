@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.obs.metrics import MetricsWriter, read_metrics
+from rlsys.obs.metrics import MetricsWriter, mismatch_quantiles, read_metrics
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.spans import step_spans
 from rlsys.obs.symptoms import Watch
@@ -37,7 +37,7 @@ class Recorder:
         self._spans = SpanSender(config.run.dir, "trainer") if config.run.spans else None
 
     def write(self, kind: str, step: int, **values: object) -> None:
-        entry = self._metrics.write(kind, step, **values)
+        entry = self._metrics.write(kind, step, **values, **mismatch_quantiles(values))
         if self._spans is not None and kind == "step":
             trained = [s for g in self._groups for s in g.samples]
             self._spans.send(step_spans(self._spans.run_id, entry, trained))

@@ -20,7 +20,7 @@ from rlsys.convert.carried import carried
 from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stacked
 from rlsys.trainer.chunks import Chunks
-from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.logprobs import Scores, aligned
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
@@ -45,7 +45,7 @@ class RewardTrainer(Trainer):
 
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
         """Of values `[1, P / c, 1]`."""
-        values = share.aligned(output[0, :, 0].float())
+        values = aligned(share, output[0, :, 0].float())
         return Scores(torch.zeros_like(values), values=values)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,12 +22,14 @@ from rlsys.config import Config, load_config
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 from rlsys.data.traces import trace_batches
+from rlsys.errors import UserError
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.preference import preference_step
 from rlsys.trainer.reward_model import RewardTrainer
+from rlsys.trainer.setup import leave_job
 from rlsys.trainer.trainer import Trainer, learning_rate
 
 
@@ -61,12 +63,18 @@ def sft(config: Config) -> None:
             trainer.save_checkpoint(step)
     trainer.finish_checkpoint()
     trainer.export_hf(config.run.dir / "model")
+    if config.trainer.lora is not None:
+        trainer.export_adapter(config.run.dir / "adapter")
     write("run", config.trainer.steps, event="end")
     trainer.close()
 
 
 def trainer_for(config: Config, compare: Preference | None) -> Trainer:
     needs = compare.needs() if compare is not None else frozenset()
+    if "values" in needs and config.trainer.lora is not None:
+        raise UserError(
+            "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
+        )
     return RewardTrainer(config) if "values" in needs else Trainer(config, needs)
 
 
@@ -91,11 +99,16 @@ def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
     return -(scores.logp * micro.mask).sum(), {}
 
 
+def _main(config: Config) -> None:
+    sft(config)
+    leave_job()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
-    run_role(lambda: sft(load_config(args.config)))
+    run_role(lambda: _main(load_config(args.config)))
 
 
 if __name__ == "__main__":

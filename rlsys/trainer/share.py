@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.pack import MicroBatch
 
 
@@ -47,8 +45,10 @@ def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -
 class Share:
     """tokens, position_ids, following `[P / c]` int64: this rank's tokens, and the token that follows each of them.
 
-    `place` `[T]`: where each token of the micro-batch stands once the ranks' shares are gathered. `source`
-    `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether another follows it.
+    `lengths`: those of the padded sequences, each whole. `gathered` `[P]`: where their tokens stand once the ranks'
+    shares are gathered; None where one rank has them all, in order. `place` `[T]`: the same of the micro-batch's
+    tokens. `source` `[P / c]`: which token of the micro-batch stands here, -1 for padding; `predicts`: whether
+    another follows it.
     `support_at`, `support_ids` `[N]`: where `following` was drawn from a part of the vocabulary, that part's ids.
     `teacher_ids`, `teacher_logp` `[P / c, K]`: what a teacher finds most probable in the place of `following`.
     """
@@ -56,7 +56,8 @@ class Share:
     tokens: Tensor
     position_ids: Tensor
     following: Tensor
-    packed: PackedSequences
+    lengths: list[int]
+    gathered: Tensor | None
     place: Tensor
     first: Tensor
     source: Tensor
@@ -95,7 +96,8 @@ class Share:
             tokens=spread(tokens)[mine].to(device),
             position_ids=positions[mine].to(device),
             following=spread(tokens.roll(-1))[mine].to(device),
-            packed=PackedSequences.of(padded, device, place if cp > 1 else None),
+            lengths=padded,
+            gathered=place.to(device) if cp > 1 else None,
             place=place[at].to(device),
             first=starts.to(device),
             source=source.to(device),
@@ -106,19 +108,6 @@ class Share:
             teacher_ids=_at_following(micro.teacher_ids, source, device),
             teacher_logp=_at_following(micro.teacher_logp, source, device),
         )
-
-    def aligned(self, following: Tensor) -> Tensor:
-        """Shift next-token values, `[P / c]` or `[P / c, K]`, onto the tokens that they belong to, `[T]` or `[T, K]`.
-        The first token of a sequence, which nothing predicts, gets 0.
-
-        Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the
-        rank's own share only, so that the sum over ranks counts each token once.
-        """
-        if self.cp_group.size() > 1:
-            following = gather_from_sequence_parallel_region(
-                following, tensor_parallel_output_grad=False, group=self.cp_group
-            )
-        return following[self.place].roll(1, 0).index_fill(0, self.first, 0)
 
 
 def _at_following(values: Tensor | None, source: Tensor, device: torch.device) -> Tensor | None:

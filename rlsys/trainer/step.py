@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.mismatch import engine_gaps
+from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
-from rlsys.obs.metrics import MISMATCH_EDGES, mismatch_summary
+from rlsys.obs.metrics import MISMATCH_EDGES
 from rlsys.route_records import in_hand
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
@@ -75,12 +75,13 @@ def train_step(
             **learn(trainer, objective, plan, again, [plan.rows], sums),
         }
 
-    of_loss = objective.metrics(sums) if sums else {}
+    of_loss = loss_metrics(sums, objective.asks.needs) if sums else {}
     objective.after_version(trainer.named_parameters, of_loss.get("active_share", 1.0))
-    metrics |= of_loss
     for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
-        metrics |= mismatch_summary(sums[f"{name}_counts"].tolist(), float(sums[name]), name)
-    return metrics
+        if compared := int(sums[f"{name}_counts"].sum()):
+            hist = [int(n) for n in sums[f"{name}_counts"]]
+            metrics |= {f"{name}_mean": float(sums[name]) / compared, f"{name}_hist": hist}
+    return metrics | of_loss
 
 
 def learn(
@@ -114,8 +115,9 @@ def learn(
         if i and "now" in objective.asks.passes:  # the weights have moved since the scores were made
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.now = logp
-        objective.prepare(batch, trainer.passes.sum_over_dp)
-        factor = objective.lr_factor(plan, rows)
+        if objective.asks.prepares:
+            objective.prepare(batch, trainer.passes.sum_over_dp)
+        factor = objective.lr_factor(plan, rows) if objective.hooks else 1.0
         rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
         first, noted = notes is not None and i == 0, notes if i < len(one_pass) else None
         loss = partial(micro_loss, objective, compare=first, notes=noted, samples=samples)
@@ -128,7 +130,7 @@ def learn(
 
         lr = rate * factor
         done = trainer.update(batch, loss, lr, denominator=share)
-        objective.after_step(trainer.named_parameters, objective.metrics(done.sums))
+        objective.after_step(trainer.named_parameters, loss_metrics(done.sums, objective.asks.needs))
 
         skipped += done.skipped
         figures = {
@@ -143,11 +145,35 @@ def learn(
 def ready(
     trainer: Trainer, objective: Objective, plan: StepPlan, taken: Taken, updates: Sequence[list[int]]
 ) -> list[list[MicroBatch]]:
-    """This rank's micro-batches of each update, with the scores, advantages and weights that their loss needs."""
+    """pack, score, advantages: this rank's micro-batches of each update, with all that their loss needs."""
+    asks, passes, config = objective.asks, trainer.passes, trainer.config
     batches = [pack_rows(taken, rows, trainer) for rows in updates]
-    if batches:
-        score(batches, objective, trainer)
-        objective.finish(plan, [micro for batch in batches for micro in batch], trainer.passes.sum_over_dp)
+    if not batches:
+        return batches
+
+    # All passes come before the first update, or later ones would score their own past. The first update begins with
+    # the weights that score, so that its own log-probs are `old`, unless somebody wants them earlier. The experts
+    # that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with further epochs these samples
+    # come again, when the weights have moved.
+    own_experts = config.trainer.replay == "trainer"
+    reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1)
+    for i, batch in enumerate(batches if asks.scored & asks.current or own_experts else ()):
+        scores = [None] * len(batch) if reuse and i == 0 else passes.score(batch)
+        for micro, found in zip(batch, scores, strict=True):
+            before = torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
+            if found is None:
+                micro.old_is_current = True
+            else:
+                micro.old = micro.now = found.logp
+                micro.entropy, micro.values = found.entropy, found.values
+                micro.sum_pi_squared = found.sum_pi_squared
+                before = torch.where(micro.versions == micro.version, found.logp, before)
+            if "behaviour" in asks.passes:
+                micro.behaviour = before
+    if asks.passes & OTHERS:
+        score_with_others(batches, objective, trainer)
+
+    objective.finish(plan, [micro for batch in batches for micro in batch], passes.sum_over_dp)
     return batches
 
 
@@ -194,57 +220,31 @@ def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[Micro
 # -- score --------------------------------------------------------------------------------------------------
 
 
-def score(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
-    """All passes that the objective needs, over the whole step: before the first update, or later ones would
-    score their own past.
+OTHERS = frozenset({"values", "divergence", "ref", "ewma"})
+"""Signals that other models give, or this one with other weights."""
 
-    The first update begins with the weights that score, so that its own log-probs are `old`, unless somebody wants
-    them earlier. The experts that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with
-    further epochs these samples come again, when the weights have moved.
-    """
-    passes, own_experts = objective.asks.passes, trainer.config.trainer.replay == "trainer"
-    reuse = not (objective.asks.looks_ahead or own_experts or trainer.config.algo.epochs > 1)
-    for i, batch in enumerate(
-        batches if objective.asks.scored & objective.asks.current or own_experts else ()
-    ):
-        if reuse and i == 0:
-            for micro in batch:
-                micro.old_is_current = True
-                if "behaviour" in passes:
-                    micro.behaviour = stored(micro)
-            continue
-        for micro, found in zip(batch, trainer.passes.score(batch), strict=True):
-            micro.old = micro.now = found.logp
-            micro.entropy, micro.values = found.entropy, found.values
-            micro.sum_pi_squared = found.sum_pi_squared
-            if "behaviour" in passes:
-                micro.behaviour = torch.where(micro.versions == micro.version, found.logp, stored(micro))
+
+def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
+    """The passes of other models, and of other weights in this one: critic, teacher, reference, averages."""
+    passes = objective.asks.passes
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
     if "divergence" in passes:
         assert isinstance(trainer.teacher, Teacher), "add_teacher comes before the first step"
         trainer.teacher.score(batches)
+
+    def score_weights(weights: Mapping[str, Tensor], name: str) -> None:
+        with trainer.with_weights(weights):
+            for batch in batches:
+                for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+                    setattr(micro, name, logp)
+
     if "ref" in passes:
         with trainer.without_replay():
-            _score_with(objective.reference() or trainer.first_weights, "ref", batches, trainer)
+            score_weights(objective.reference() or trainer.first_weights, "ref")
     if "ewma" in passes:
-        _score_with(objective.average(), "ewma", batches, trainer)
-
-
-def stored(micro: MicroBatch) -> Tensor:
-    """What came with the samples of `behaviour`, `[T]`; NaN where nothing did."""
-    return torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
-
-
-def _score_with(
-    weights: Mapping[str, Tensor], name: str, batches: Sequence[list[MicroBatch]], trainer: Trainer
-) -> None:
-    """Log-probs under other weights as the field `name`."""
-    with trainer.with_weights(weights):
-        for batch in batches:
-            for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
-                setattr(micro, name, logp)
+        score_weights(objective.average(), "ewma")
 
 
 # -- loss ---------------------------------------------------------------------------------------------------
@@ -298,7 +298,6 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     start = time.monotonic()
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
     for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
-        objective.prepare(batch, trainer.passes.sum_over_dp)
         samples = [s for group in part.groups for s in group.samples]
         loss = partial(micro_loss, objective, compare=True, notes=early.notes, samples=samples)
         trainer.passes.accumulate(batch, loss)

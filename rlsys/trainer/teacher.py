@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_teacher
 from rlsys.convert.flops import crossover_length
-from rlsys.trainer.logprobs import Scores, as_drawn
+from rlsys.trainer.logprobs import Scores, aligned, as_drawn
 from rlsys.trainer.model import build_model
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import Passes
@@ -51,9 +51,7 @@ class Teacher:
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
         routing = Routing(chunks.modules, hf.layers, "off")  # it takes its own experts
-        self._passes = Passes(
-            config, chunks.modules, routing, self._scores, lambda: None, crossover_length(hf), device
-        )
+        self._passes = Passes(config, chunks.modules, routing, self._scores, crossover_length(hf), device)
 
     def score(self, batches: Sequence[list[MicroBatch]]) -> None:
         """Fill `teacher_ids` and `teacher_logp` `[T, K]` of every micro-batch, at the rollout's temperature."""
@@ -75,8 +73,8 @@ class Teacher:
             total = torch.stack(totals).logsumexp(0)
             best, place = torch.cat(bests, -1).topk(self._top_k)
             ids = torch.cat(all_ids, -1).gather(1, place)
-        most = share.aligned(best - total[:, None])
-        return Opinion(torch.zeros_like(most[:, 0]), ids=share.aligned(ids), most=most)
+        most = aligned(share, best - total[:, None])
+        return Opinion(torch.zeros_like(most[:, 0]), ids=aligned(share, ids), most=most)
 
 
 def _of_all(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -25,11 +25,13 @@ from torch import Tensor
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
+from rlsys.convert.adapters import factors
 from rlsys.convert.carried import carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
+from rlsys.convert.peft import write_adapter
 from rlsys.convert.stack import stacked
 from rlsys.errors import RunError
 from rlsys.owner import Owner
@@ -39,6 +41,7 @@ from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scoring
+from rlsys.trainer.lora import Lora, fingerprint
 from rlsys.trainer.model import build_model
 from rlsys.trainer.muon import add_muon
 from rlsys.trainer.pack import MicroBatch
@@ -102,6 +105,7 @@ class Trainer:
         check_asked(config, self.hf)
         self._device = self._joined()
         self.control = self._waiting()
+        self.on_main = self.control.on_main
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
         if self.is_main:
@@ -109,8 +113,8 @@ class Trainer:
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._chunks = self._built()
-        self.named_parameters = self._chunks.named_parameters
-        """This rank's parameters, by megatron's names."""
+        self.named_parameters = self._chunks.trained_parameters
+        """Those of this rank that are trained, by megatron's names."""
         self._transformer = self._chunks.config
         shared = "values" in self._signals and config.algo.critic is None
         self._head = self._chunks.add_value_head(self._device) if shared else None
@@ -131,8 +135,8 @@ class Trainer:
         )
         self._skipped_in_a_row = 0
         self.passes = Passes(
-            config, self._models, self._routing, self._scoring(), self._clear_gradients, crossover_length(self.hf),
-            self._device,
+            config, self._models, self._routing, self._scoring(), crossover_length(self.hf), self._device,
+            self._optimizer.zero_grad,
         )  # fmt: skip
 
     def _joined(self) -> torch.device:
@@ -143,11 +147,10 @@ class Trainer:
         return Control()
 
     def _built(self) -> Chunks:
-        return build_model(self.config, self.hf, self._device)
-
-    def on_main(self, call: Callable[[], T]) -> T:
-        """Run `call` on rank 0 only; every rank gets what it returned."""
-        return self.control.from_main(call() if self.is_main else None)  # type: ignore[return-value]
+        chunks = build_model(self.config, self.hf, self._device)
+        if (lora := self.config.trainer.lora) is not None:
+            chunks.lora = Lora(chunks, self.hf, lora, self.config.run.seed)
+        return chunks
 
     def from_all(self, value: T) -> list[T]:
         """`value` of every data-parallel rank, on all of them."""
@@ -156,16 +159,21 @@ class Trainer:
             dist.all_gather_object(out, value, group=parallel_state.get_data_parallel_group())
         return out
 
-    def empty_cache(self) -> None:
-        """Give back the device memory that no tensor uses. It is free on every rank when this returns on one."""
+    def make_room(self) -> None:
+        """Where engines rest on these GPUs: give back the memory that no tensor uses. It is free on every rank when
+        this returns on one."""
+        if not self.config.launch.release_memory:
+            return
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         self.control.wait_for_all()
 
-    def close(self) -> None:
-        """Leave the groups; the trainer is of no use afterwards."""
+    def close(self, job: bool = False) -> None:
+        """Leave the groups; the trainer is of no use afterwards. `job`: also the default one, which ends the job."""
         self.control.close()
         setup.leave_layout()
+        if job:
+            setup.leave_job()
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
@@ -194,6 +202,8 @@ class Trainer:
         biases = [bias.clone() for bias in self._expert_biases]
         # Not by the schedule: its own division knows token counts only, and portions are reduced together.
         finalize_model_grads(self._models, None)
+        if self._chunks.lora is not None:
+            self._chunks.lora.sum_shared_gradients()
         for model in self._models:
             model.scale_gradients(1.0 / divisor)
         # Looked at before the step: Adam would carry one NaN into every weight.
@@ -216,11 +226,6 @@ class Trainer:
         return Updated(
             mean, grad_norm, done.sums, self._routing.metrics(self._device), done.padding_share, skipped
         )
-
-    def _clear_gradients(self) -> None:
-        for model in self._models:
-            model.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     def _scoring(self) -> ScoresOf:
         teacher = self.config.algo.teacher
@@ -280,13 +285,21 @@ class Trainer:
     # -- weights --------------------------------------------------------------------------------------------
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), always in the same order, on every rank. Experts come one by one, save in
-        families whose folders and engines stack them."""
+        """(Hugging Face name, full tensor), adapters merged, always in the same order, on every rank. Experts come
+        one by one, save in families whose folders and engines stack them."""
         return stacked(gather_hf(self._chunks, self.hf), self.hf)
+
+    def named_base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without adapters: what they stand beside."""
+        return stacked(gather_hf(self._chunks, self.hf, merge=False), self.hf)
 
     def local_weights(self) -> LocalWeights:
         """This rank's part of them. Collective."""
         return LocalWeights(self._chunks, self.hf)
+
+    def export(self, folder: Path) -> None:
+        """What has been trained: the adapters if there are some, else the model."""
+        (self.export_hf if self._chunks.lora is None else self.export_adapter)(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder that serves by itself. Atomic."""
@@ -295,6 +308,22 @@ class Trainer:
             write_hf(folder, source, chain(self.named_hf_tensors(), carried(source, self.hf)))
         else:
             for _ in self.named_hf_tensors():
+                pass
+        self.control.wait_for_all()
+
+    def named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, full tensor) of the adapters, as named_hf_tensors; nothing without trainer.lora."""
+        lora = self.config.trainer.lora
+        return gather_hf(self._chunks, self.hf, factors(self.hf, lora) if lora else ())
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapters as a folder that PEFT loads. Atomic."""
+        lora = self.config.trainer.lora
+        assert lora is not None
+        if self.is_main:
+            write_adapter(folder, self.config.model.path, lora, self.hf, self.named_factors())
+        else:
+            for _ in self.named_factors():
                 pass
         self.control.wait_for_all()
 
@@ -312,8 +341,10 @@ class Trainer:
         """Begin to write model, optimizer, random state and the objective's, after `step` steps.
 
         In the background; call finish_checkpoint before the next. `score`: of the held-out evaluation, if one
-        was made of these weights.
+        was made of these weights. Raises RunError when the model under adapters is not what it was.
         """
+        if self._chunks.lora is not None and fingerprint(self._chunks, self.hf) != self._chunks.lora.base:
+            raise RunError("weights that trainer.lora keeps frozen have changed; nothing was saved")
         self._checkpoints.begin(step, self._learners, objective, score)
 
     def finish_checkpoint(self, wait: bool = True) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -46,8 +46,9 @@ def te_name(plain: str) -> str:
 class LocalWeights:
     """The weights of one rank, found by the entries of the name table, and who else holds which. Collective."""
 
-    def __init__(self, model: Chunks, hf: HFConfig) -> None:
+    def __init__(self, model: Chunks, hf: HFConfig, *, merge: bool = True) -> None:
         self._by_name = dict(model.named_weights())
+        self._lora = model.lora if merge else None
         self._tied = hf.tied
         self._experts = hf.experts // parallel_state.get_expert_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -92,6 +93,11 @@ class LocalWeights:
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
 
+    def merged(self, name: str) -> Tensor:
+        """The weight as it acts, without a gradient: with its adapter, if it has one and is to be merged."""
+        weight = self._by_name[name].detach()
+        return weight if self._lora is None else self._lora.merged(name, weight)
+
 
 def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
     """Fill this rank's weights from `folder`, tensor by tensor. Collective.
@@ -129,14 +135,17 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
                 set_tensor_model_parallel_attributes(weight, True, entry.rule.cut or 0, 1)
 
 
-def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor), experts one by one, always in the same order, on every rank. Collective.
+def gather_hf(
+    model: Chunks, hf: HFConfig, table: Iterable[Entry] | None = None, *, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor), experts one by one, always in the same order, on every rank; adapters merged. Collective.
 
-    One parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a
-    view of a parameter: use it before the next optimizer step.
+    `table`: of which entries; when none is given, of all in the name table. `merge`: with adapters in them. One
+    parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a view of
+    a parameter: use it before the next optimizer step.
     """
-    local = LocalWeights(model, hf)
-    for entry in entries(hf):
+    local = LocalWeights(model, hf, merge=merge)
+    for entry in entries(hf) if table is None else table:
         stage, name, dtype = local.place(entry)
         if stage == local.pp_group.rank():
             tensors = to_hf(entry.rule, _whole(local, entry, name), hf)
@@ -153,15 +162,16 @@ def gather_hf(model: Chunks, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
 def _whole(local: LocalWeights, entry: Entry, name: str) -> Tensor:
     """The full parameter from all ranks of this pipeline stage. Collective."""
     group = parallel_state.get_expert_model_parallel_group()
-    part, owner = local[name].detach(), local.owner(entry)
+    owner = local.owner(entry)
+    # Experts have one shape everywhere, so this rank's own is the mould for another's.
+    mine = owner in (None, group.rank())
+    part = local.merged(name) if mine else torch.empty_like(local[name])
     if owner is not None and group.size() > 1:
-        # Experts have one shape everywhere, so this rank's own is the mould for another's.
-        part = part if owner == group.rank() else torch.empty_like(part)
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
     return unshard(part, entry.rule)
 
 
-def _cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
+def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
     if rule.per_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -169,7 +179,7 @@ def _cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
     """This rank's part, of each section of the parameter (rlsys.convert.layout)."""
-    if rule.cut is None or (group := _cutting_group(rule)).size() == 1:
+    if rule.cut is None or (group := cutting_group(rule)).size() == 1:
         return full
     each = full.chunk(sections(rule), dim=rule.cut)
     return torch.cat([s.chunk(group.size(), dim=rule.cut)[group.rank()] for s in each], dim=rule.cut)
@@ -177,7 +187,7 @@ def shard(full: Tensor, rule: Rule) -> Tensor:
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
     """The full parameter, on every rank of the group. Collective."""
-    if rule.cut is None or (group := _cutting_group(rule)).size() == 1:
+    if rule.cut is None or (group := cutting_group(rule)).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)

@@ -8,6 +8,7 @@ on a GPU. Some kernels want their weights in yet another order; which those are 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -25,6 +26,11 @@ _VOCABULARY_STEP = 64
 
 Found = list[dict[str, "str | list[TilePart]"]]
 """Of each rank of an engine: the engine's name of a tensor -> its checksum, or what one trainer rank has of it."""
+
+
+def under_adapter(name: str) -> str:
+    """What an engine that serves adapters calls a tensor: it wraps the experts."""
+    return re.sub(r"\.experts\.(?=w\d+_weight)", ".experts.base_layer.", name)
 
 
 def put_together(found: Sequence[Found]) -> list[dict[str, str]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import PushTicket
-from rlsys.weights.checksums import EngineChecksums, put_together
+from rlsys.weights.adapters import AdapterPush
+from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.senders import plan_senders
@@ -42,11 +43,18 @@ class Delivery:
             senders = plan_senders(self._config, trainer.hf, experts_together=not torch.cuda.is_available())
             shards = Shards(trainer.local_weights(), trainer.hf)
             self._sharded = ShardedPush(self._config, senders, shards, trainer.rank)
+        self._adapters: AdapterPush | None = None
+        self._base: list[dict[str, str]] | None = None
+        """Checksums of the model under the adapters, on rank 0: it never changes."""
+        if self._config.weights.method == "adapter":
+            self._adapters = AdapterPush(self._config, trainer.hf, trainer.rank)
         self._sync = WeightSync(self._config, trainer.rank, plan)
+        self.sent_bytes = 0
+        """Of the last push, to each engine."""
 
     def prepare(self) -> None:
         """Import what the first push needs, while engines start, which takes as long."""
-        (self._sync if self._sharded is None else self._sharded).prepare()
+        (self._adapters or self._sharded or self._sync).prepare()
 
     def push(self, ticket: PushTicket) -> Delivered:
         """Between `begin_push` and `end_push` of the rollout process. Collective."""
@@ -56,16 +64,21 @@ class Delivery:
             def prepare(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
                 return checksums.watch(for_engines(self._config, tensors))
 
-            self._sharded.push(ticket, prepare)
+            sent = self._sharded.push(ticket, prepare)
             told = trainer.control.to_main((checksums.found(), checksums.seconds))
             digests = put_together([found for found, _ in told])
             hashing = max((seconds for _, seconds in told), default=0.0)
-            return Delivered(digests, self._all_left_out(self._sharded.left_out), hashing)
+            return Delivered(digests, self._settled(self._sharded.left_out, sent), hashing)
+        if self._adapters is not None:
+            sent = self._adapters.push(trainer.named_factors(), ticket)
+            return Delivered(
+                self._of_base(checksums), self._settled(self._adapters.left_out, sent), checksums.seconds
+            )
         tensors = trainer.named_hf_tensors()
         if self._sync.sends(ticket) or trainer.is_main:
             tensors = for_engines(self._config, tensors)
-        self._sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
-        return Delivered(checksums.digests(), self._all_left_out(self._sync.left_out), checksums.seconds)
+        sent = self._sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
+        return Delivered(checksums.digests(), self._settled(self._sync.left_out, sent), checksums.seconds)
 
     def close(self) -> None:
         """Leave the engines' process groups."""
@@ -73,5 +86,22 @@ class Delivery:
         if self._sharded is not None:
             self._sharded.close()
 
-    def _all_left_out(self, mine: dict[str, str]) -> dict[str, str]:
-        return dict(ChainMap(*self._trainer.control.gather(mine)))
+    def _of_base(self, checksums: EngineChecksums) -> list[dict[str, str]]:
+        """What engines must hold under the adapters. Gathered once. Collective."""
+        if self._base is None:
+            tensors = self._trainer.named_base_tensors()
+            for _ in checksums.watch(tensors) if self._trainer.is_main else tensors:
+                pass
+            self._base = [
+                {under_adapter(name): digest for name, digest in of_rank.items()}
+                for of_rank in checksums.digests()
+            ]
+        return self._base
+
+    def _settled(self, left_out: dict[str, str], sent: int) -> dict[str, str]:
+        """Engines that any rank had to leave out. Collective."""
+        told = self._trainer.control.gather((left_out, sent))
+        bytes_of_ranks = [each for _, each in told]
+        # Ranks that share an engine each give all of its ranks what these need; senders take turns with their own.
+        self.sent_bytes = sum(bytes_of_ranks) if self._sharded is not None else max(bytes_of_ranks)
+        return dict(ChainMap(*(mine for mine, _ in told)))

@@ -34,16 +34,18 @@ class Shards:
         """Give the sender what it lacks; returns when it has it all."""
         for part in sending.parts:
             if self._rank in part.sources:
-                dist.send(self._mine(part.entry).contiguous(), sending.sender)
+                dist.send(self._local.merged(self._name(part.entry)).contiguous(), sending.sender)
 
     def _collected(self, sending: Sending) -> Iterator[tuple[str, Tensor]]:
         for part in sending.parts:
             shards, coming = [], []
             for source in part.sources:
                 # Shards have one shape everywhere, experts' too, so this rank's own is the mould for another's.
-                shard = self._mine(part.entry)
-                if source != self._rank:
-                    shard = torch.empty_like(shard, memory_format=torch.contiguous_format)
+                name = self._name(part.entry)
+                if source == self._rank:
+                    shard = self._local.merged(name)
+                else:
+                    shard = torch.empty_like(self._local[name], memory_format=torch.contiguous_format)
                     coming.append(dist.irecv(shard, source))
                 shards.append(shard)
             for work in coming:
@@ -52,10 +54,10 @@ class Shards:
             tensors = to_hf(part.entry.rule, join_shards(shards, part.entry.rule), self._hf)
             yield from zip(part.entry.hf, tensors, strict=True)
 
-    def _mine(self, entry: Entry) -> Tensor:
-        """This rank's shard; of another's expert, its own of the same number. Raises RuntimeError where Megatron has
-        put it elsewhere than the plan says."""
+    def _name(self, entry: Entry) -> str:
+        """Of this rank's shard; of another's expert, its own of the same number. Raises RuntimeError where Megatron
+        has put it elsewhere than the plan says."""
         for name in self._local.candidates(entry):
             if name in self._local:
-                return self._local[name].detach()
+                return name
         raise RuntimeError(f"rank {self._rank} was to have a part of {next(iter(entry.hf))}")

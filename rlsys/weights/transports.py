@@ -64,7 +64,7 @@ class MemoryTransport:
         return not self._served
 
     def send(self, bucket: Bucket, receivers: Receivers) -> None:
-        serialize, flat = _serializer(), _flatten(bucket)
+        serialize, flat = serializer(), flatten(bucket)
         tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         made = {
             (engine.url, part): serialize(tensors)
@@ -135,7 +135,7 @@ class GroupTransport:
 
     def send(self, bucket: Bucket, receivers: Receivers) -> None:
         """Again, with a group of those who are left, when an engine goes in the middle: loading twice is harmless."""
-        flat = _flatten(bucket).get_flattened_tensor()
+        flat = flatten(bucket).get_flattened_tensor()
         while receivers.present:
             if self._changed(receivers):
                 self._open(receivers)
@@ -302,14 +302,14 @@ def _abort(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _flatten(bucket: Bucket) -> Any:
+def flatten(bucket: Bucket) -> Any:
     prepare_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     return FlattenedTensorBucket(named_tensors=bucket)
 
 
-def _serializer() -> Callable[[Any], bytes]:
+def serializer() -> Callable[[Any], bytes]:
     prepare_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 

@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 from launch.backends import END, END_NOW, Backend, Handle, open_backend
+from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
+from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import ROOT
 from tests.helpers.slurm_cluster import SlurmCluster
 
@@ -48,11 +50,14 @@ def settings(folder: Path, kind: str) -> Config:
     return Config.model_validate({"model": {"path": "none"}, "run": {"dir": folder}, "launch": launch})
 
 
-def enter_job(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, *, het: bool = False) -> None:
-    """As in the batch script of a job on two nodes: of one kind, or each a component of a heterogeneous job."""
-    options = (
-        "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=1\n" if het else f"#SBATCH --nodes={NODES}\n"
-    )
+HET = "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=1\n"
+"""Two nodes, each a component of a heterogeneous job."""
+
+
+def enter_job(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, options: str = f"#SBATCH --nodes={NODES}\n"
+) -> None:
+    """As in the batch script of a job with these options."""
     script = f"#!/bin/sh\n{options}env | grep ^SLURM > {slurm.folder}/job.env.part\n"
     script += f"mv {slurm.folder}/job.env.part {slurm.folder}/job.env\nsleep 600\n"
     (slurm.folder / "job.sh").write_text(script)
@@ -70,8 +75,8 @@ class Stage:
     def __init__(self, backend: Backend, folder: Path) -> None:
         self.backend, self.folder = backend, folder
 
-    def start(self, code: str, node: int = 0, **env: str) -> Handle:
-        role = Role("role", "engine", [sys.executable, "-c", code], node=node)
+    def start(self, code: str, node: int = 0, kind: Kind = "engine", **env: str) -> Handle:
+        role = Role("role", kind, [sys.executable, "-c", code], node=node)
         return self.backend.start(role, {**os.environ, **env}, self.folder / "role.log")
 
     def log(self) -> str:
@@ -152,16 +157,15 @@ def test_a_killed_role_is_noticed(stage: Stage) -> None:
 
 
 def test_free_ports_of_every_node(stage: Stage) -> None:
-    for node in range(len(stage.backend.nodes)):
-        ports = stage.backend.free_ports(node, 3)
-        assert len(set(ports)) == 3
+    ports = stage.backend.free_ports(dict.fromkeys(range(len(stage.backend.nodes)), 3))
+    assert [len(set(found)) for found in ports.values()] == [3] * len(stage.backend.nodes)
     assert not stage.backend.preempted()
 
 
 def test_components_of_a_heterogeneous_job_are_one_cluster(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter_job(slurm, monkeypatch, het=True)
+    enter_job(slurm, monkeypatch, HET)
     with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
         stage = Stage(backend, tmp_path)
         for node in backend.nodes:
@@ -180,6 +184,50 @@ def test_a_job_near_its_time_limit_requeues_itself(
         assert "Restarts=0" in slurm.run(*show)
         backend.requeue()
         slurm.wait(lambda: "Restarts=1" in slurm.run(*show))
+
+
+def test_a_job_that_may_lose_nodes_takes_a_spare_one(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_job(slurm, monkeypatch, "#SBATCH --nodes=3 --no-kill\n")
+    with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
+        stage = Stage(backend, tmp_path)
+        before = [node.name for node in backend.nodes]
+        assert backend.lost_nodes() == [] and len(before) == 2
+        handle = stage.start(PATIENT, 1, "trainer")
+        stage.wait(lambda: len(stage.pids()) == 2)
+        slurm.kill_node(before[1])
+        try:
+            stage.wait(lambda: backend.lost_nodes() == [1])
+            assert stage.end_of(handle) == 255, "srun itself says 0"
+            assert backend.replace_nodes(lambda: False)
+            assert backend.lost_nodes() == []
+            after = [node.name for node in backend.nodes]
+            assert after[0] == before[0] and after[1] not in before
+            said = "import os; print(os.environ['SLURMD_NODENAME'])"
+            assert stage.end_of(stage.start(said, 1, "trainer")) == 0
+            assert stage.log().splitlines()[-1] == after[1]
+            assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
+        finally:
+            slurm.revive(before[1])
+
+
+@pytest.mark.full
+def test_a_node_of_ray_that_comes_back_is_used_again(
+    ray_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    with closing(open_backend(settings(tmp_path, "ray"), lock_fd=2)) as backend:
+        stage = Stage(backend, tmp_path)
+        assert backend.lost_nodes() == []
+        handle = stage.start(PATIENT, 1)
+        stage.wait(lambda: len(stage.pids()) == 2)
+        ray_cluster.kill(1)
+        assert stage.end_of(handle) == 255
+        stage.wait(lambda: backend.lost_nodes() == [1])
+        ray_cluster.revive(1)
+        stage.wait(lambda: backend.lost_nodes() == [])
+        assert stage.end_of(stage.start("raise SystemExit(7)", 1)) == 7
 
 
 def test_the_schedulers_signal_to_all_steps_is_a_preemption(

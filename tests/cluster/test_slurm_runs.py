@@ -1,4 +1,4 @@
-"""Whole runs through sbatch on a real Slurm cluster: two and three nodes, a node's death, a preemption, scancel."""
+"""Whole runs through sbatch on a real Slurm cluster: two and three nodes, nodes' deaths, a preemption, scancel."""
 
 from __future__ import annotations
 
@@ -100,3 +100,41 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
     checked_ledger(run)
     steps = read_metrics(run).steps
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1)), "the curve has no gap"
+
+
+def test_a_run_outlives_the_node_of_an_engine(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Two engines on nodes of their own. One node dies: nothing is queued or started again."""
+    run = tmp_path / "run"
+    job = submit(
+        slurm, run, "trainer.steps=1000", "launch.nodes=3", "launch.placement=disaggregated", "engine.count=2",
+        "weights.method=broadcast", "launch.min_engines=1", "rollout.over_provision=2", "rollout.max_staleness=4",
+    )  # fmt: skip
+    wait_for_step(slurm, job, run, 2)
+    slurm.kill_node("node3")
+    try:
+        done = steps_done(run)
+        wait_for_step(slurm, job, run, done + 3)
+        assert slurm.job_state(job) == "RUNNING"
+        assert [r["event"] for r in read_metrics(run).runs] == ["start"], "the trainer has not been restarted"
+        assert "going on without engine-1" in (run / "logs" / "supervisor.log").read_text()
+        slurm.run("scancel", job)
+        slurm.wait(lambda: not slurm.job_processes(), "processes are left")
+        checked_ledger(run)
+    finally:
+        slurm.revive("node3")
+
+
+def test_a_spare_node_takes_the_place_of_a_trainers(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The run goes on from its checkpoint in the same session of the same job."""
+    run = tmp_path / "run"
+    job = submit(slurm, run, "trainer.steps=6", "launch.nodes=2", "launch.spare_nodes=1")
+    wait_for_step(slurm, job, run, 2)
+    done = steps_done(run)
+    slurm.kill_node("node2")
+    try:
+        wait_for_end(slurm, job, run)
+        assert "Restarts=0" in slurm.run("scontrol", "--oneliner", "show", "job", job)
+        assert resumed_at(run, 0) >= done - 1
+        checked_ledger(run)
+    finally:
+        slurm.revive("node2")

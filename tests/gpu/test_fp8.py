@@ -10,7 +10,8 @@ import torch
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.errors import UserError
 from rlsys.precision import check_device
 from rlsys.router.attest import Bounds

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.figures import loss_metrics
 from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.reduction import Reduce, alone
@@ -174,7 +175,7 @@ def run(
         step.optimise(again, [again.rows], [cut(again.rows)], rows)
         outcome.rows = outcome.rows + rows
     outcome.denominator = plan.denominator
-    outcome.metrics = objective.metrics(outcome.sums)
+    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs)
     return outcome
 
 
@@ -202,14 +203,15 @@ class _Step:
         for i, (batch, rows) in enumerate(list(zip(batches, updates, strict=True)) * epochs):
             if i:
                 self.rescore(batch, known)
-            self.objective.prepare(batch, self.reduce)
+            if self.objective.asks.prepares:
+                self.objective.prepare(batch, self.reduce)
             sums: Sums = {}
             for part in batch:
                 more = self.backward(part, plan.denominator / len(updates), known)
                 sums = {k: v + sums.get(k, 0) for k, v in more.items()}
             summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
             self.outcome.loss += float(summed.pop("loss"))
-            self.objective.after_step(list, self.objective.metrics(summed))
+            self.objective.after_step(list, loss_metrics(summed, self.objective.asks.needs))
             self.outcome.sums = {k: v + self.outcome.sums.get(k, 0) for k, v in summed.items()}
             self.outcome.lr_factor *= self.objective.lr_factor(plan, rows)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from rlsys.engine.client import make_session
+from rlsys.engine.wire import make_session
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
 from rlsys.identity import NOBODY, Identity

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rlsys.engine.client import DeadEngine, EngineClient, EngineError
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.owner import Owner
 from rlsys.rollout import store
 from rlsys.rollout.store import FILE_NAME

@@ -41,7 +41,13 @@ class RayCluster:
 
     def add(self) -> None:
         """One node more."""
-        index = len(self._nodes)
+        self._begin(len(self._nodes))
+
+    def revive(self, index: int) -> None:
+        """After `kill`: a node with the same address."""
+        self._begin(index)
+
+    def _begin(self, index: int) -> None:
         ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
         command = [ray, "start", "--block", f"--node-ip-address=127.0.0.{2 + index}", "--num-cpus=4"]
         command += ["--object-store-memory=100000000", f"--temp-dir={self._folder}"]
@@ -54,7 +60,7 @@ class RayCluster:
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, **SETTINGS},
             )  # fmt: skip
-        self._nodes.append(process)
+        self._nodes[index : index + 1] = [process]
         self._wait_for(f"node{index}.log", "Ray runtime started", process)
 
     def kill(self, index: int) -> None:

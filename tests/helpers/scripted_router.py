@@ -94,10 +94,10 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def interrupt(self, keep: object = None, members: Sequence[str] | None = None) -> None:
+    async def interrupt(self, keep: object = None, *, going_on: bool = False) -> None:
         self.calls.append("interrupt")
         self._gate.clear()
-        for sample_id in self.in_flight if members is None or URL in members else ():
+        for sample_id in () if going_on else self.in_flight:
             self._busy[sample_id].sample.status = Status.PARKED
             self._end(sample_id)
         await asyncio.sleep(0)
@@ -110,8 +110,8 @@ class ScriptedRouter:
     ) -> list[EngineAddress]:
         self.rounds.append(list(members))
         self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
-        if not only_stale:
-            await self.interrupt(members=members or None)
+        if not only_stale and not members:
+            await self.interrupt()
         self._next = version
         return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from launch.layout import lay_out, push_plan
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer

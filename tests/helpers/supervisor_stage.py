@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.backends.local import LocalBackend
-from launch.plan import LaunchPlan, Role
+from launch.plan import LaunchPlan, Node, Role
 from launch.rundir import open_run_dir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
@@ -80,12 +80,19 @@ class Stage:
         url = f"http://127.0.0.1:{port}/status" if serves else None
         return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
 
-    def run(self, *roles: Role, check: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self,
+        *roles: Role,
+        check: Callable[[], None] = lambda: None,
+        lost_nodes: Callable[[], list[int]] = list,
+    ) -> None:
+        """`lost_nodes`: what a scheduler would say of the nodes, all of which are this machine."""
+        nodes = [Node(f"n{i}") for i in range(1 + max(role.node for role in roles))]
         with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
             backend = LocalBackend(self.config, run_dir.lock_fd)
-            Supervisor(
-                self.config, LaunchPlan(list(roles)), backend, run_dir, self.display, stop, check
-            ).run()
+            backend.lost_nodes = lost_nodes  # type: ignore[method-assign]
+            plan = LaunchPlan(list(roles), nodes)
+            Supervisor(self.config, plan, backend, run_dir, self.display, stop, check).run()
 
     @property
     def notes(self) -> list[str]:

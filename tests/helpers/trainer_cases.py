@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlsys.config import Config
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
+from rlsys.trainer.weights import shard
 from rlsys.types import RouteSpan
 from tests.helpers import tiny
 
@@ -133,7 +135,8 @@ def canary_logps(trainer: Trainer) -> list[float]:
 
 
 def weight_sums(trainer: Trainer) -> dict[str, float]:
-    return {name: float(t.double().abs().sum()) for name, t in trainer.named_hf_tensors()}
+    both = chain(trainer.named_hf_tensors(), trainer.named_factors())
+    return {name: float(t.double().abs().sum()) for name, t in both}
 
 
 LR = 1e-4  # of the layouts; small, so that rounding is not amplified by Adam's first steps
@@ -157,6 +160,8 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         trainer["balance_loss"] = 0.1
     if "muon" in layout:
         trainer["optimizer"] = "muon"
+    if "lora" in layout:
+        trainer["lora"] = {"rank": 4, "alpha": 8}
     rollout = {"top_k": 8} if "support" in layout else {}
     return {"parallel": parallel, "trainer": trainer, "engine": {"return_routes": replay}, "rollout": rollout}
 
@@ -169,10 +174,13 @@ KINDS = (
     "uneven",
     "support",
     "muon",
+    "latent lora",
+    "lora",
 )  # words of a layout that change numbers
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
     "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},
+    "latent lora": {"architecture": "DeepseekV3ForCausalLM"},
     "uneven": {"num_hidden_layers": 3},  # the second stage has one layer only
 }
 """Models of their own; the other kinds train the one that `write_model` makes."""
@@ -186,7 +194,19 @@ def model_of(layout: str) -> str:
     return kind(layout) if kind(layout) in MODELS else "model"
 
 
+def stir(trainer: Trainer) -> None:
+    """Random adapters: B begins with zeros, which leave A without a gradient."""
+    lora = trainer._chunks.lora
+    for each in lora.of_chunks if lora is not None else ():
+        for name, entry in each.entries.items():
+            (key, shape), *_ = entry.hf.items()
+            value = torch.randn(shape, generator=torch.Generator().manual_seed(len(key) + sum(map(ord, key))))
+            with torch.no_grad():
+                each.get_parameter(name).copy_(shard(value * 0.1, entry.rule))
+
+
 def three_steps(trainer: Trainer) -> dict[str, Any]:
+    stir(trainer)
     seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
     return seen | {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
 

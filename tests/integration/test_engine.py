@@ -91,14 +91,14 @@ async def stock_routes(client: EngineClient, ids: list[int]) -> bytes:
     body = {
         "input_ids": ids, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
     }  # fmt: skip
-    answer = await client._post("/generate", body)
+    answer = await client.post("/generate", body)
     return (
         np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), "<i4").astype("u1").tobytes()
     )
 
 
 async def cached_tokens(client: EngineClient) -> float:
-    lines = (await client._get("/metrics")).splitlines()
+    lines = (await client.get("/metrics")).splitlines()
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("sglang:cached_tokens_total"))
 
 

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
 from tests.helpers.servers import running_engine, running_router
 

@@ -48,7 +48,7 @@ def of(paths: list[Path]) -> pytest.MarkDecorator:
 def sglang() -> None:
     """Imported while there is no CUDA to be found."""
     transports.prepare_sglang()
-    transports._flatten([("weight", torch.zeros(1))])
+    transports.flatten([("weight", torch.zeros(1))])
     from sglang.srt.utils import init_custom_process_group  # noqa: F401
 
 
@@ -107,7 +107,7 @@ def test_each_engine_rank_opens_memory_of_its_own_gpu(path: Path, monkeypatch: p
     """Colocated layouts make no group with engines at all."""
     machines = fake_nccl.machines(load_config(path), monkeypatch)
     monkeypatch.setattr(transports, "Peers", peers_of_one_process())
-    monkeypatch.setattr(transports, "_serializer", lambda: whose)
+    monkeypatch.setattr(transports, "serializer", lambda: whose)
     with as_rank(machines, 0, monkeypatch):
         setup.init_distributed(machines.config)
         everywhere = [sync_of(machines.config, rank) for rank in range(len(machines.trainer))]

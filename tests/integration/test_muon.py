@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlsys.convert.layout import to_hf
-from rlsys.convert.table import entries
+from rlsys.convert.table import entries, is_matrix
 from rlsys.errors import RunError
-from rlsys.trainer.muon import is_matrix, orthogonal
+from rlsys.trainer.muon import orthogonal
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 

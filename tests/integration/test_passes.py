@@ -21,7 +21,6 @@ from rlsys.trainer.step import (
     pack_rows,
     ready,
     sample_table,
-    score,
     score_parked,
     shuffled,
     train_step,
@@ -137,8 +136,8 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
     with torch.no_grad():
         for parameter in dict(trainer.named_parameters()).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    batch = pack_rows(taken, rows, trainer)
-    score([batch], objective, trainer)
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    (batch,) = ready(trainer, objective, plan, taken, [list(rows)])
     found = by_row(batch, [micro.signal("ref") for micro in batch])
     assert gap(found, expected) <= 1e-6
     current = by_row(batch, trainer.passes.logprobs(batch))
@@ -162,7 +161,8 @@ def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[flo
     plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
     rows = shuffled(plan.rows, objective._minibatches, (0, taken.train_step))
     first = ready(trainer, objective, plan, taken, rows)[0]
-    objective.prepare(first, trainer.passes.sum_over_dp)
+    if objective.asks.prepares:
+        objective.prepare(first, trainer.passes.sum_over_dp)
     sums: list[Tensor] = []
 
     def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -217,8 +217,8 @@ def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: C
 def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callable[..., Any]) -> None:
     trainer, objective = start(*overrides)
     taken = recorded()
-    batch = pack_rows(taken, range(4), trainer)
-    score([batch], objective, trainer)
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    (batch,) = ready(trainer, objective, plan, taken, [list(range(4))])
     assert all(micro.old is not None and not micro.old_is_current for micro in batch)
 
 

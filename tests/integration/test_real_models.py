@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.obs.metrics import read_metrics
 from rlsys.router.holdings import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify

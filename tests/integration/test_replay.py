@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.records import SegmentReader
 from rlsys.route_records import in_hand
 from rlsys.trainer.pack import MicroBatch, TrainSample

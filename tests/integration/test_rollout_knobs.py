@@ -19,7 +19,8 @@ import torch
 
 from rlsys.config import Config, identity
 from rlsys.data import Tokenizer
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.ledger import check

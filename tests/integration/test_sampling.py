@@ -12,7 +12,8 @@ import torch
 
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer
-from rlsys.engine.client import EngineClient, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
 from rlsys.rollout.assembly import build_router
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME

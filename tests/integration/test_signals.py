@@ -21,7 +21,7 @@ from rlsys.obs.trained import read_floats, read_trained
 from rlsys.trainer.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.notes import Noted, write_notes
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.step import Early, go_backward, pack_rows, score, score_parked, train_step
+from rlsys.trainer.step import Early, go_backward, ready, sample_table, score_parked, train_step
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Unscored
 from tests.helpers import notes_cases as notes
@@ -54,9 +54,9 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def scored(trainer: Trainer, objective: Objective) -> list[MicroBatch]:
     taken = cases.single_rewards(cases.recorded())
-    batch = pack_rows(taken, range(sum(len(g.samples) for g in taken.groups)), trainer)
-    score([batch], objective, trainer)
-    return batch
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    rows = list(range(sum(len(g.samples) for g in taken.groups)))
+    return ready(trainer, objective, plan, taken, [rows])[0]
 
 
 def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., Any]) -> None:

@@ -67,6 +67,23 @@ MUON_ON_FOUR = (
     "cp=2,dp=2,muon,save",
     "tp=2,pp=2,muon,resume",
 )
+LORA_ON_TWO = (
+    "tp=2,lora",
+    "pp=2,vpp=2,lora",
+    "ep=2,lora",
+    "cp=2,lora",
+    "tp=2,lora,recompute",
+    "tp=2,latent lora",
+    "pp=2,lora,save",
+    "tp=2,ep=2,etp=1,lora,resume",
+)
+LORA_ON_FOUR = (
+    "tp=2,ep=2,dp=2,lora",
+    "tp=2,dp=2,lora,overlap",
+    "pp=2,ep=2,dp=2,lora",
+    "tp=2,ep=2,etp=1,dp=2,lora,save",
+    "tp=2,pp=2,lora,resume",
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +128,8 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
         pytest.param(4, ON_FOUR, id="four ranks"),
         pytest.param(2, MUON_ON_TWO, id="muon on two ranks", marks=pytest.mark.full),
         pytest.param(4, MUON_ON_FOUR, id="muon on four ranks"),
+        pytest.param(2, LORA_ON_TWO, id="adapters on two ranks", marks=pytest.mark.full),
+        pytest.param(4, LORA_ON_FOUR, id="adapters on four ranks"),
     ],
 )
 def test_every_layout_trains_as_one_rank_does(

@@ -12,9 +12,9 @@ import torch
 from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import Correction
+from rlsys.algo.figures import loss_metrics, mismatch_metrics, mismatch_sums
 from rlsys.algo.hooks import effective_share
 from rlsys.algo.losses import View
-from rlsys.algo.mismatch import mismatch_metrics, mismatch_sums
 from rlsys.algo.objective import Objective
 from rlsys.algo.put_off import PutOff
 from rlsys.algo.reduction import alone
@@ -406,7 +406,7 @@ def test_mismatch_by_hand() -> None:
 def stepped(objective: Objective, batch: Batch, logp: torch.Tensor) -> dict[str, float]:
     """Metrics of one update on one sample of advantage 1."""
     batch.advantages, batch.weight = torch.ones_like(logp), torch.ones_like(logp)
-    return objective.metrics(objective(logp, batch)[1])
+    return loss_metrics(objective(logp, batch)[1], objective.asks.needs)
 
 
 def test_a_token_that_is_rejected_is_not_clipped_as_well() -> None:

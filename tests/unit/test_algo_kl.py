@@ -9,6 +9,7 @@ import torch
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
+from rlsys.algo.figures import loss_metrics
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.errors import UserError
@@ -130,7 +131,7 @@ def test_controllers_hear_an_update_and_go_through_a_checkpoint() -> None:
     batch = packed([2], ref=[-LOG2, -LOG2], advantages=[1.0, 1.0], weight=[1.0, 1.0])
 
     def update(one: Objective) -> dict[str, float]:
-        metrics = one.metrics(one(vector(0, 0), batch, vector(0.1, 0.1))[1])
+        metrics = loss_metrics(one(vector(0, 0), batch, vector(0.1, 0.1))[1], one.asks.needs)
         one.after_step(list, metrics)
         return metrics
 

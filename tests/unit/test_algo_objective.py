@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
+from rlsys.algo.figures import loss_metrics
 from rlsys.algo.losses import clipped_policy_loss
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import threshold
@@ -242,7 +243,7 @@ def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None
         batch.now = torch.tensor([now], dtype=DOUBLE)
         objective.prepare([batch])
         sums = objective(torch.tensor([0.5], dtype=DOUBLE), batch)[1]
-        shares.append(objective.metrics(sums)["clip_share"])
+        shares.append(loss_metrics(sums, objective.asks.needs)["clip_share"])
     assert shares == [0, 1]
 
 
@@ -296,7 +297,7 @@ def test_at_an_age_of_one_the_clip_bounds_the_whole_ratio() -> None:
     batch = packed([1], mu=[-1.0], versions=[6.0], advantages=[1.0], weight=[1.0])
     batch.version = 7
     logp = torch.tensor([-1.0 + math.log(1.25)], dtype=DOUBLE)
-    assert objective.metrics(objective(logp, batch)[1])["clip_share"] == 1
+    assert loss_metrics(objective(logp, batch)[1], objective.asks.needs)["clip_share"] == 1
 
 
 def test_behaviour_falls_back_to_old_and_counts_it() -> None:

@@ -17,6 +17,7 @@ BASE = {
     "errors",
     "owner",
     "identity",
+    "membership",
     "config",
     "precision",
     "records",
@@ -38,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE,
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
-    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine"},
+    "agents": BASE | {"plugins", "data"},
+    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine", "agents"},
     "planner": BASE | {"machines", "convert", "engine", "launch", "rollout", "router"},
     "dash": BASE | {"rollout"},
     "trackers": BASE | {"rollout"},
@@ -55,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "obs",
         "owner",
         "identity",
+        "membership",
         "records",
         "route_records",
         "convert",
@@ -64,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
 FREE = {
     "train",
     "cli",
+    "cli_engines",
     "cli_explain",
     "cli_import",
     "cli_look",
@@ -77,6 +81,7 @@ TORCH_FREE = (
     "types",
     "owner",
     "identity",
+    "membership",
     "errors",
     "config",
     "precision",
@@ -89,11 +94,13 @@ TORCH_FREE = (
     "rewards",
     "router",
     "gateway",
+    "agents",
     "rollout",
     "dash",
     "trackers",
     "launch",
     "cli",
+    "cli_engines",
     "cli_explain",
     "cli_look",
     "cli_models",
@@ -103,13 +110,14 @@ TORCH_FREE = (
 )
 TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
+    "rlsys/engine/wire.py",
     "rlsys/engine/launch_args.py",
     "rlsys/engine/route_writer.py",
     "rlsys/data/source.py",
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(
         f"rlsys/convert/{name}.py"
-        for name in ("config", "fit", "flops", "folder", "rope", "rows", "rules", "table")
+        for name in ("config", "fit", "adapters", "flops", "folder", "rope", "rows", "rules", "table")
     ),
     "rlsys/weights/plan.py",
     "rlsys/weights/senders.py",

@@ -22,7 +22,8 @@ import pytest
 from aiohttp import web
 
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, EngineError, make_session
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import EngineError, make_session
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.fleet import Fleet
 from rlsys.obs.descriptors import raise_descriptors

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from rlsys.config import Config
-from rlsys.engine.client import EngineClient, Limits
+from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import Call
+from rlsys.engine.wire import Limits
 from rlsys.errors import RunError
 from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights import sync, transports

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlsys.cli import main
-from rlsys.engine.client import make_session
+from rlsys.engine.wire import make_session
 from rlsys.errors import UserError
 from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.front import FORWARDED, FrontLimits

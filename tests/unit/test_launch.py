@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def planned(*overrides: str) -> LaunchPlan:
 
 def chosen(*overrides: str) -> Ports:
     c = config(*overrides)
-    return choose_ports(c, lay_out(c), lambda node, n: free_ports(c.engine.host, n))
+    return choose_ports(
+        c, lay_out(c), lambda need: {i: free_ports(c.engine.host, n) for i, n in need.items()}
+    )
 
 
 def quiet(_: str) -> None: ...
@@ -154,7 +157,16 @@ def test_free_ports_differ() -> None:
 
 def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
     layout = lay_out(c := config("engine.count=2", "launch.nodes=2", "launch.backend=slurm"))
-    ports = choose_ports(c, layout, lambda node, n: [*range(20000, 20000 + n), *free_ports("", n)])
+    asked: list[dict[int, int]] = []
+
+    def free(need: Mapping[int, int]) -> dict[int, list[int]]:
+        """The first time every node has the same ones."""
+        asked.append(dict(need))
+        first = len(asked) == 1
+        return {i: [*range(20000, 20000 + n)] if first else free_ports("", n) for i, n in need.items()}
+
+    ports = choose_ports(c, layout, free)
+    assert asked == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
     every = [*ports.engines, *ports.engine_meetings, ports.rollout, ports.trainer_meeting]
     assert len(set(every)) == len(every) == 6
 

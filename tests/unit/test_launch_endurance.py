@@ -201,7 +201,7 @@ def test_lost_nodes_count_since_the_last_train_step(
                 f.write(json.dumps({"kind": "step", "step": lost[0] + 1, "time": 0.0}) + "\n")
         if lost[0] < 10:
             lost[0] += 1
-            raise NodeLost(f"n{lost[0]}")
+            raise NodeLost([f"n{lost[0]}"])
 
     monkeypatch.setattr(Supervisor, "run", run)
     if steps:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algo.mismatch import carried_over, comparable
+from rlsys.algo.figures import carried_over, comparable
 from rlsys.trainer.pack import MicroBatch, TrainSample, fill, pack
 from rlsys.types import RouteSpan, Sample, Segment, TokenSpan, VersionSpan
 

@@ -19,7 +19,7 @@ from rlsys.obs.metrics import (
     MetricsWriter,
     mismatch_counts,
     mismatch_quantile,
-    mismatch_summary,
+    mismatch_quantiles,
     read_metrics,
 )
 from rlsys.obs.progress import LiveProgress, PlainProgress, clock
@@ -30,12 +30,14 @@ from rlsys.obs.summary import summarise
 
 def step(n: int, **more: Any) -> dict[str, Any]:
     gaps = [1e-7] * 999 + [3e-5]
-    values = {
+    values: dict[str, Any] = {
         "reward": n / 10, "tokens": 100, "off_policy_share": 0.25, "resumed_samples": 4, "lost": 0,
         "time_rollout": 2.0, "time_train": 0.5, "time_sync": 0.5, "time_step": 3.0, "tokens_per_s": 33.3,
         "response_len_p50": 20, "response_len_p99": 90, "staleness_max": 2,
     }  # fmt: skip
-    return values | mismatch_summary(mismatch_counts(gaps), sum(gaps)) | more
+    hist = mismatch_counts(gaps)
+    values |= {"mismatch_mean": sum(gaps) / len(gaps), "mismatch_hist": hist}
+    return values | mismatch_quantiles(values) | more
 
 
 @pytest.fixture

@@ -23,11 +23,14 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
+from rlsys.membership import forget, tell
+from rlsys.owner import claim
 from rlsys.planner.virtual_time import run_virtual
 from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.members import Members
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.scoring import Scorer
@@ -58,7 +61,11 @@ BUDGET = 24
 class World:
     """Two engines, a saboteur, a trainer that is killed now and then, rewards that cannot be relied on."""
 
-    def __init__(self, config: Config, seed: int) -> None:
+    def __init__(self, config: Config, seed: int, *, steps: int = STEPS, joins: bool = False) -> None:
+        """`joins`: further engines come and go."""
+        self.steps, self.joins, self.owner = steps, joins, claim(config.run.dir)
+        self.joined: list[ScriptedEngine] = []
+        self.gone: list[ScriptedEngine] = []
         self.rng = random.Random(seed)
         self.config = config
         writes = config.run.dir / FOLDER, None  # the second one gives its routes in its answers
@@ -74,7 +81,7 @@ class World:
 
     async def run(self) -> None:
         saboteur = asyncio.create_task(self.sabotage())
-        while self.saved < STEPS:
+        while self.saved < self.steps:
             session = asyncio.create_task(self.session())
             patience = self.rng.expovariate(1 / 6) if self.happened["killed"] < KILLS else None
             await asyncio.wait({session}, timeout=patience)
@@ -99,25 +106,32 @@ class World:
         """From the last checkpoint to the end, or until killed."""
         planning = Planning(self.config, Numbers(), None)
         self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
-        network: Any = Network(*self.engines)
+        own = [self.client(e.url, 1) for e in self.engines if e not in self.joined]
         router = Router(
-            [EngineClient(e.url, network) for e in self.engines], vocab_size=128, context_length=200,
-            stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100, routes=True,
+            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+            routes=True,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
         )
         self.manager = RolloutManager(self.config, self.buffer, router, Numbers(), scorer, planning)
         self.watch = asyncio.create_task(router.watch())
+        members = Members(self.config, self.owner, router, self.client, own)
+        coming = asyncio.create_task(members.watch())
         await self.manager.restore(self.saved)
         await self.push()
-        for step in range(self.saved + 1, STEPS + 1):
+        for step in range(self.saved + 1, self.steps + 1):
             taken = await self.take(step)
             self.check(taken)
             await self.push()
             if step % CHECKPOINT_EVERY == 0:
                 await self.manager.commit(step)
                 self.saved = step
+        assert not coming.done()
+
+    def client(self, url: str, _tp: int) -> EngineClient:
+        network: Any = Network(*self.engines, *self.gone)
+        return EngineClient(url, network)
 
     async def take(self, step: int) -> Taken:
         """Some answers get lost on their way: then the trainer asks again."""
@@ -139,7 +153,7 @@ class World:
         while left:
             ticket = await self.manager.begin_push()
             for address in ticket.engines:
-                engine = next(e for e in self.engines if e.url == address.url)
+                engine = next(e for e in [*self.engines, *self.gone] if e.url == address.url)
                 if engine.update_open and not engine.dead:  # else it died since
                     engine.load(ticket.weight_version)
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
@@ -148,13 +162,18 @@ class World:
 
     async def sabotage(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / 0.6))
+            await asyncio.sleep(self.rng.expovariate(1 / (0.2 if self.joins else 0.6)))
             engine = self.rng.choice(self.engines)
-            deed = self.rng.choice(["die", "preempt", "abort", "hang", "restart"])
+            deeds = ["die", "preempt", "abort", "hang", "restart"]
+            deed = self.rng.choice(deeds + ["join", "send away"] * self.joins)
             if engine.dead or engine.hung:
                 continue
             self.happened[deed] += 1
-            if deed == "die":
+            if deed == "join":
+                self.join()
+            elif deed == "send away":
+                self.send_away()
+            elif deed == "die":
                 engine.die()
                 await asyncio.sleep(self.rng.random() * 4)
                 engine.restart()
@@ -168,6 +187,26 @@ class World:
                 engine.hung = True
                 await asyncio.sleep(self.rng.random() * 20)
                 engine.wake()  # what it answers now comes late
+
+    def join(self) -> None:
+        """Up to three beside the launch's own two."""
+        if len(self.joined) < 3:
+            number = self.happened["join"]
+            self.joined.append(ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40))
+            self.engines.append(self.joined[-1])
+            tell(self.owner, self.joined[-1].url, 1, wanted=True)
+
+    def send_away(self) -> None:
+        """The one that came first; one that died earlier than that has gone without a word."""
+        if self.joined:
+            engine = self.joined.pop(0)
+            self.engines.remove(engine)
+            self.gone.append(engine)
+            if engine.dead:
+                forget(self.owner, engine.url)
+            else:
+                tell(self.owner, engine.url, 1, wanted=False)
+                self.happened["left in order"] += 1
 
     async def reward(self, prompt: Prompt, text: str) -> float:
         fate = self.rng.random()
@@ -279,3 +318,29 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
             for row in db.execute("SELECT DISTINCT name FROM route_files JOIN route_places USING (file)")
         }
     assert wanted <= left and len(left) < 40, "files go when nobody can want them"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("sections", [{}, ROLLING], ids=["all at once", "rolling"])
+def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sections: dict[str, Any]) -> None:
+    config = make_config(
+        folder,
+        rollout={
+            "over_provision": 2,
+            "max_staleness": 3,
+            "max_response_tokens": BUDGET,
+            "stall_timeout": 600,
+        },
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        **sections,
+    )
+    world = World(config, 0, steps=200, joins=True)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 200 * config.rollout.groups_per_step
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    served = [engine for engine in [*world.joined, *world.gone] if engine.started]
+    assert len(served) >= 5 and world.happened["left in order"] >= 3, world.happened
+    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from rlsys import support
+from rlsys.trainer.logprobs import aligned
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.share import Share
 
@@ -45,11 +46,11 @@ def expected(share: Share, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tens
     logp = (logits / TEMPERATURE).masked_fill(~allowed, -torch.inf).log_softmax(-1)
     probs = logp.exp()
     entropy = -(probs * logp.masked_fill(~allowed, 0.0)).sum(-1)
-    chosen = share.aligned(logp[torch.arange(len(logits)), share.following])
-    spread = share.aligned(entropy)
+    chosen = aligned(share, logp[torch.arange(len(logits)), share.following])
+    spread = aligned(share, entropy)
     loss(chosen, spread).backward()
     assert logits.grad is not None
-    return chosen.detach(), spread.detach(), share.aligned((probs**2).sum(-1)).detach(), logits.grad
+    return chosen.detach(), spread.detach(), aligned(share, (probs**2).sum(-1)).detach(), logits.grad
 
 
 def loss(logp: Tensor, entropy: Tensor) -> Tensor:

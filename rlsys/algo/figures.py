@@ -1,9 +1,11 @@
-"""How far the trainer's log-probs are from the engine's, and what becomes of it, by the age of the token.
+"""What a train step tells of its losses: sums of each micro-batch, to be added over ranks, and metrics of the sums.
 
-Sums, to be added over ranks.
+Most say how far the trainer's log-probs are from the engine's, and what becomes of it, by the age of the token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -16,6 +18,11 @@ AGES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
 """Classes of token age in weight versions, both ends included."""
 SHARES = {"clipped": "clip_share", "rejected": "rejected_share"}
 """Sum -> metric: a share of the trained tokens. A rejected token is not clipped as well."""
+MEANS = (
+    "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
+    "divergence",
+)  # fmt: skip
+"""Figures of loss terms whose mean over the trained tokens is a metric."""
 
 
 def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor) -> Sums:
@@ -62,6 +69,23 @@ def carried_over(batch: Batch) -> Tensor:
     older = (batch.versions >= 0) & (batch.versions < batch.version)
     begun_before = sum_by(older.long(), batch.ids, batch.sequences) > 0
     return begun_before[batch.ids]
+
+
+def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
+    """Sums over micro-batches, ranks and updates -> a step's metrics. needs: the objective's (rlsys.algo.asks).
+
+    policy_kl: KL(version before || weights at the update), k3 over the tokens which that version sampled; where
+    there are none, the movement within the step, over those of the current version (0 at its first update).
+    """
+    tokens = max(float(sums["tokens"]), 1.0)
+    out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
+    out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
+    out["weight_mean"] = float(sums["weight"]) / tokens
+    out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
+    if "entropy" in needs:
+        out["entropy"] = float(sums["entropy"]) / tokens
+    moved = out.get("drift_k3_age1", out.get("drift_k3_age0"))
+    return out if moved is None else out | {"policy_kl": moved}
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, float]:

@@ -1,0 +1,139 @@
+"""Anthropic's messages: a request to what is asked, an answer to JSON or to the events of a stream. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlsys.agents.messages import (
+    Answer,
+    Asked,
+    BadRequest,
+    Message,
+    check_fields,
+    function_tool,
+    read_most,
+    read_sampling,
+    read_text,
+)
+
+PATH = "/v1/messages"
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "tool_choice": (None, {"type": "auto"}), "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []),
+    "container": (None,), "context_management": (None,), "output_config": (None,), "output_format": (None,),
+}  # fmt: skip
+_NO_MATTER = {
+    "model", "messages", "system", "tools", "stream", "stop_sequences", "max_tokens", "metadata", "service_tier",
+    "betas",
+}  # fmt: skip
+_ENDED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """Raises BadRequest."""
+    check_fields(body, _NEUTRAL, _NO_MATTER)
+    rows = body.get("messages")
+    if not isinstance(rows, list) or not rows:
+        raise BadRequest("messages: expected a list with at least one message", "messages")
+    system = read_text(body.get("system"), "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for i, row in enumerate(rows):
+        messages += _messages(row, f"messages[{i}]")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and "input_schema" in t for t in tools):
+        raise BadRequest("tools: expected a list of tools with an input_schema", "tools")
+    return Asked(
+        messages,
+        [function_tool(tool, "input_schema") for tool in tools],
+        read_most(body, "max_tokens"),
+        tuple(map(str, body.get("stop_sequences") or ())),
+        bool(body.get("stream")),
+        read_sampling(body),
+    )
+
+
+def _messages(row: Any, param: str) -> list[Message]:
+    """One of theirs may be several of chat's: each result of a tool is a message there."""
+    role = row.get("role") if isinstance(row, dict) else None
+    if role not in ("user", "assistant"):
+        raise BadRequest(f"{param}.role = {role!r}: expected user or assistant", param)
+    content = row.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": read_text(content, f"{param}.content")}]
+    calls: list[Mapping[str, Any]] = []
+    results: list[Message] = []
+    texts: list[Any] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            said = read_text(block.get("content"), f"{param}.content")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(block)
+    text = read_text(texts, f"{param}.content")
+    if role == "assistant":
+        return [{"role": role, "content": text} | ({"tool_calls": calls} if calls else {})]
+    return [*results, {"role": role, "content": text}] if text or not results else results
+
+
+def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """As one JSON object."""
+    return {
+        **_head(answer, body),
+        "content": _blocks(answer),
+        "stop_reason": _ENDED[answer.finish],
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
+    }
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": answer.content}] if answer.content else []
+    return [
+        *text,
+        *(
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)}
+            for c in answer.calls
+        ),
+    ]
+
+
+def _input(arguments: str) -> Any:
+    """Theirs is an object; what the model wrote otherwise cannot be said."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """As the events of a stream, of a turn that is whole."""
+    begun = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    yield _event("message_start", message={**_head(answer, body), "content": [], "usage": begun})
+    for i, block in enumerate(_blocks(answer)):
+        if block["type"] == "text":
+            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield _event("content_block_start", index=i, content_block=empty)
+        yield _event("content_block_delta", index=i, delta=delta)
+        yield _event("content_block_stop", index=i)
+    ended = {"stop_reason": _ENDED[answer.finish], "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage={"output_tokens": answer.tokens})
+    yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": str(body.get("model") or "policy"),
+        "stop_reason": None, "stop_sequence": None,
+    }  # fmt: skip

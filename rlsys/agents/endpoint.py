@@ -1,0 +1,199 @@
+"""The HTTP server that agents ask: for each sample an address and a key of its own, on loopback.
+
+    http://127.0.0.1:PORT/SESSION/v1/chat/completions, /v1/responses, /v1/messages
+
+A request may have to wait for a train step, a push or a new engine. So that no client gives up meanwhile, one that
+waits gets white space before its JSON, or comments in its stream (as DeepSeek's API does it). A request whose client
+has gone is answered all the same: the client that asks once more gets that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from rlsys.agents import anthropic, chat, responses
+from rlsys.agents.messages import Answer, Asked, BadRequest
+
+HOST = "127.0.0.1"
+ALIVE_SECONDS = 15.0
+"""Between two signs of life to a client that waits; usual clients give up after minutes."""
+LARGEST_REQUEST = 64 * 2**20
+RETRY_HEADER = "x-stainless-retry-count"
+"""Of the clients of OpenAI and Anthropic: how often they have sent the request before."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """One form of requests and answers."""
+
+    read: Callable[[Mapping[str, Any]], Asked]
+    whole: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
+    events: Callable[[Answer, Mapping[str, Any]], Iterable[bytes]]
+
+
+APIS: Mapping[str, Api] = {
+    chat.PATH: Api(chat.read, chat.whole, chat.events),
+    responses.PATH: Api(responses.read, responses.whole, responses.events),
+    anthropic.PATH: Api(anthropic.read, anthropic.whole, anthropic.events),
+}
+
+
+@dataclass(eq=False)
+class Question:
+    """A request on its way to the session. `again`: its client says that it has sent it before. `gone`: whether the
+    client has closed the connection."""
+
+    asked: Asked
+    again: bool
+    gone: Callable[[], bool]
+    answer: asyncio.Future[Answer]
+    delivered: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Its client went away before it had the answer."""
+        return self.gone() and not self.delivered
+
+
+class Session:
+    """One agent's address. Whoever opened it takes the `questions` and sets each one's answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.key = url, secrets.token_urlsafe(24)
+        self.questions: asyncio.Queue[Question] = asyncio.Queue()
+        self.waiting: set[asyncio.Future[Answer]] = set()
+        """Answers that somebody waits for."""
+
+    def environment(self) -> dict[str, str]:
+        """With which stock clients find it."""
+        openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
+        anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
+        return openai | anthropic | {"NO_PROXY": HOST, "no_proxy": HOST}
+
+
+class Endpoint:
+    """Owns the open sessions."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._base = ""
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[Endpoint]:
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.add_routes([web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()])
+        app.add_routes([web.get("/{session}/v1/models", self._models)])
+        runner = web.AppRunner(app, shutdown_timeout=0, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, 0).start()
+            self._base = f"http://{HOST}:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def open(self) -> Session:
+        name = secrets.token_urlsafe(12)
+        session = self._sessions[name] = Session(f"{self._base}/{name}")
+        return session
+
+    def close(self, session: Session) -> None:
+        """Questions that are not answered never will be."""
+        self._sessions = {name: s for name, s in self._sessions.items() if s is not session}
+        for answer in list(session.waiting):
+            answer.cancel()
+
+    def _session(self, request: web.Request) -> Session | None:
+        session = self._sessions.get(request.match_info["session"])
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (request.headers.get("x-api-key") or bearer).strip()
+        known = session.key if session is not None else ""
+        right = hmac.compare_digest(given.encode(errors="replace"), known.encode())
+        return session if right else None
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return _refusal(401, "not the address and key of an agent that runs")
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _answering(self, api: Api) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            if session is None:
+                return _refusal(401, "not the address and key of an agent that runs")
+            try:
+                body = await request.json()
+            except ValueError:
+                return _refusal(400, "the body is no JSON")
+            if not isinstance(body, dict):
+                return _refusal(400, "the body is no JSON object")
+            try:
+                asked = api.read(body)
+                again = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
+                answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+                question = Question(asked, again, lambda: request.transport is None, answer)
+                session.waiting.add(answer)
+                answer.add_done_callback(session.waiting.discard)
+                session.questions.put_nowait(question)
+                return await _wait(request, question, api, body)
+            except BadRequest as e:
+                return _refusal(400, str(e), e.param)
+
+        return handle
+
+
+async def _wait(
+    request: web.Request, question: Question, api: Api, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    """Until it is answered. Raises BadRequest where the session finds that it cannot be."""
+    stream = question.asked.stream
+    response: web.StreamResponse | None = None
+    while not question.answer.done():
+        await asyncio.wait({question.answer}, timeout=ALIVE_SECONDS)
+        if not question.answer.done():
+            response = response or await _begun(request, stream)
+            await response.write(b": waiting\n\n" if stream else b"\n")
+    if question.answer.cancelled():  # its agent is to end
+        if response is not None and request.transport is not None:
+            request.transport.abort()
+        return response or _refusal(410, "this agent's response has ended")
+    if response is not None and isinstance(error := question.answer.exception(), BadRequest):
+        await response.write(json.dumps(_error(str(error), error.param)).encode())
+        return response
+    answer = question.answer.result()
+    response = response or await _begun(request, stream)
+    if stream:
+        for event in api.events(answer, body):
+            await response.write(event)
+    else:
+        await response.write(json.dumps(api.whole(answer, body)).encode())
+    await response.write_eof()
+    question.delivered = True
+    return response
+
+
+async def _begun(request: web.Request, stream: bool) -> web.StreamResponse:
+    kind = "text/event-stream" if stream else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": kind})
+    await response.prepare(request)
+    return response
+
+
+def _refusal(status: int, message: str, param: str | None = None) -> web.Response:
+    return web.json_response(_error(message, param), status=status)
+
+
+def _error(message: str, param: str | None) -> dict[str, Any]:
+    """OpenAI's form, which Anthropic's clients read as well."""
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    return {"type": "error", "error": error}

@@ -1,0 +1,235 @@
+"""The process that agents are forked from: `python -m rlsys.agents.host`, started and spoken to by hosting.py only.
+
+It imports the user's file once, and never runs it: each agent is a fork, which costs milliseconds where a start with
+its imports costs seconds, and shares their memory. An agent is the leader of a process group of its own, so all that
+it starts can be killed with it. Everything ends with the host's standard input.
+
+    <- {"run": "file.py:function"} | {"command": [...]}        -> {"ready": true} | {"error": text}
+    <- {"start": id, "task": {...}, "seed": n, "env": {...}}   -> {"ended": id, "error": text | null, "signal": n}
+    <- {"kill": id}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import psutil
+
+from rlsys.errors import UserError
+from rlsys.plugins import place, resolve
+from rlsys.workers import LENGTH
+
+FIELD = "rollout.generator_params.run"
+LONGEST_ERROR = 4000
+"""Characters of what an agent raised: less than a pipe holds, so that nobody has to read it while it is written."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Child:
+    id: int
+    errors: int
+    """The pipe that its error comes through."""
+
+
+class Host:
+    """Owns the children; one loop over the socket and the signal of a child's end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children: dict[int, _Child] = {}  # by process id
+        self._awake, wakeup = os.pipe()
+        os.set_blocking(self._awake, False)
+        os.set_blocking(wakeup, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup)
+
+    def run(self) -> None:
+        """Until the channel ends."""
+        first = self._read()
+        if first is None:
+            return
+        try:
+            launch = _launcher(first)
+        except UserError as e:
+            self._write({"error": str(e)})
+            return
+        self._write({"ready": True})
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._channel, selectors.EVENT_READ)
+            ready.register(self._awake, selectors.EVENT_READ)
+            while True:
+                for key, _ in ready.select():
+                    if key.fileobj == self._awake:
+                        os.read(self._awake, 4096)
+                        self._reap()
+                    elif (order := self._read()) is None:
+                        return
+                    elif "kill" in order:
+                        self._kill(order["kill"])
+                    else:
+                        self._start(order, launch)
+
+    def close(self) -> None:
+        """Kill the agents, and what earlier ones have left behind."""
+        for child in list(self._children.values()):
+            self._kill(child.id)
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _start(self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None]) -> None:
+        errors, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            self._become(order, launch, theirs)
+        os.close(theirs)
+        os.set_blocking(errors, False)
+        self._children[pid] = _Child(order["start"], errors)
+
+    def _become(
+        self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None], errors: int
+    ) -> NoReturn:
+        """The agent's process, from its beginning to its end."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            _die_with_parent()
+            self._channel.close()
+            for child in self._children.values():
+                os.close(child.errors)
+            os.environ.update(order["env"])
+            random.seed(order["seed"])  # else all agents would draw the same
+            launch(order["task"])
+            code = 0
+        except BaseException as e:  # noqa: BLE001  (user code: whatever it raises ends this process, and is told)
+            traceback.print_exc()
+            told = f"{type(e).__name__}: {' '.join(str(e).split())}"[: LONGEST_ERROR // 4] + place(e)
+            os.write(errors, told.encode(errors="replace")[:LONGEST_ERROR])
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        """Tell of every child that has ended; others are orphans that agents left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            child = self._children.pop(pid, None)
+            if child is None:
+                continue
+            told = ""
+            with contextlib.suppress(BlockingIOError):  # its own children hold the pipe open
+                told = os.read(child.errors, LONGEST_ERROR).decode(errors="replace")
+            os.close(child.errors)
+            _kill_group(pid)  # what it has left running
+            code = os.waitstatus_to_exitcode(status)
+            error = told or (f"ended with code {code}" if code > 0 else None)
+            self._write({"ended": child.id, "error": error, "signal": max(0, -code)})
+
+    def _kill(self, agent: int) -> None:
+        for pid, child in self._children.items():
+            if child.id == agent:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for process in psutil.Process(pid).children(recursive=True):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            process.kill()
+                _kill_group(pid)
+
+    def _read(self) -> dict[str, Any] | None:
+        head = _exactly(self._channel, LENGTH.size)
+        body = None if head is None else _exactly(self._channel, LENGTH.unpack(head)[0])
+        return None if body is None else json.loads(body)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        self._channel.sendall(LENGTH.pack(len(data)) + data)
+
+
+def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """What an agent's process does with its task. Raises UserError for a function that does not exist."""
+    if command := first.get("command"):
+
+        def execute(task: dict[str, Any]) -> None:
+            os.environ.pop(
+                "PYTHONPATH", None
+            )  # ours, so that the host finds rlsys: a program has its own venv
+            with tempfile.TemporaryFile() as said:
+                said.write(json.dumps(task, default=str).encode())
+                said.seek(0)
+                os.dup2(said.fileno(), 0)
+            os.execvpe(command[0], command, os.environ)
+
+        return execute
+    function = resolve(FIELD, first["run"], {})
+
+    def call(task: dict[str, Any]) -> None:
+        if inspect.iscoroutinefunction(function):
+            asyncio.run(function(task))
+        else:
+            function(task)
+
+    return call
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes | None:
+    """None at the end."""
+    found = bytearray()
+    while len(found) < size:
+        part = channel.recv(size - len(found))
+        if not part:
+            return None
+        found += part
+    return bytes(found)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # an agent that reads gets nothing
+    os.dup2(2, 1)  # what it prints goes to the log
+    _die_with_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    host = Host(channel)
+    try:
+        host.run()
+    finally:
+        host.close()
+
+
+if __name__ == "__main__":
+    main()

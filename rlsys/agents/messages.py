@@ -1,0 +1,158 @@
+"""What an agent asks and is answered, in one form for all APIs: OpenAI's chat messages. Pure.
+
+Asked    messages, tools, limits of the turn        read from a request by chat.py and its neighbours
+Answer   the model's turn: content, tool calls       told in the API's own form by the same file
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]
+"""{"role", "content": text}; of an assistant also "tool_calls", of a tool "tool_call_id"."""
+
+
+class BadRequest(Exception):
+    """Of an agent: what it asks cannot be answered. `param`: the field of the request."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`most`: tokens of the turn. `stop`: texts that end it, and are not part of the answer. `sampling`: the
+    parameters of the request that change what tokens are drawn from, by SGLang's names."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    most: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal questions, whatever else was in the request."""
+        said = [_plain(m) for m in self.messages]
+        return json.dumps([said, list(self.tools), self.most, self.stop], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`finish`: stop, length or tool_calls."""
+
+    id: str
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    finish: str
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def message(self) -> Message:
+        """As the agent will send it back, in the one form."""
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in self.calls
+        ]
+        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+
+
+def behind(history: Sequence[Message], asked: Sequence[Message]) -> list[Message] | None:
+    """The messages of `asked` that come after `history`; None where it begins otherwise, or adds nothing.
+
+    Surrounding white space and the order of keys in arguments do not matter: frameworks change these, and the tokens
+    that were sampled stay what they are.
+    """
+    if len(asked) <= len(history):
+        return None
+    if any(_plain(a) != _plain(b) for a, b in zip(history, asked, strict=False)):
+        return None
+    return list(asked[len(history) :])
+
+
+def _plain(message: Message) -> tuple[Any, ...]:
+    """What of a message counts when two are compared."""
+    calls = [
+        (c.get("id"), c["function"]["name"], _arguments(c["function"]["arguments"]))
+        for c in message.get("tool_calls") or ()
+    ]
+    content = (message.get("content") or "").strip()
+    return message["role"], content, calls, message.get("tool_call_id"), message.get("name")
+
+
+def _arguments(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except ValueError:
+        return text
+
+
+def read_text(content: Any, param: str) -> str:
+    """The text of a message's content: a text, or parts of type text. Raises BadRequest for others."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{param} is a {type(content).__name__}, expected text", param)
+    found = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
+            raise BadRequest(f"{param} has a part of type {kind!r}; the model reads text only", param)
+        found.append(text)
+    return "".join(found)
+
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "n", "min_tokens",
+)  # fmt: skip
+"""What changes the distribution that tokens are drawn from, by SGLang's names."""
+
+
+def check_fields(
+    body: Mapping[str, Any], neutral: Mapping[str, Sequence[object]], no_matter: Collection[str]
+) -> None:
+    """Raises BadRequest for what is not served. `neutral`: fields with the values that ask for nothing. `no_matter`:
+    fields that are read, or have no say in which tokens are drawn."""
+    for name, value in body.items():
+        if name in neutral:
+            if value not in neutral[name]:
+                raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not served", name)
+        elif name not in no_matter and name not in SAMPLING:
+            raise BadRequest(f"{name}: not known", name)
+
+
+def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in SAMPLING if body.get(name) is not None}
+
+
+def read_most(body: Mapping[str, Any], name: str) -> int | None:
+    """The most tokens of the turn."""
+    most = body.get(name)
+    if most is not None and (type(most) is not int or most < 1):
+        raise BadRequest(f"{name} = {most!r}: expected 1 or more", name)
+    return most
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """A tool in chat's form, of one that has its function's fields itself; `parameters`: where their schema is."""
+    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters) or {}}}

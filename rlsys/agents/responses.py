@@ -1,0 +1,154 @@
+"""OpenAI's responses: a request to what is asked, an answer to JSON or to the events of a stream. Pure.
+
+Without a memory of its own: `previous_response_id` is refused, the whole input is to be sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlsys.agents.messages import (
+    Answer,
+    Asked,
+    BadRequest,
+    check_fields,
+    function_tool,
+    read_most,
+    read_sampling,
+    read_text,
+)
+
+PATH = "/v1/responses"
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
+    "tool_choice": (None, "auto"), "parallel_tool_calls": (None, True), "max_tool_calls": (None,),
+    "text": (None, {}, {"format": {"type": "text"}}), "reasoning": (None, {}), "truncation": (None, "disabled"),
+    "top_logprobs": (None, 0),
+}  # fmt: skip
+_NO_MATTER = {
+    "model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "metadata", "store",
+    "user", "include", "service_tier", "prompt_cache_key", "safety_identifier",
+}  # fmt: skip
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """Raises BadRequest."""
+    check_fields(body, _NEUTRAL, _NO_MATTER)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise BadRequest("input: expected text, or a list with at least one item", "input")
+    instructions = read_text(body.get("instructions"), "instructions")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i}]")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and t.get("type") == "function" for t in tools
+    ):
+        raise BadRequest("tools: expected a list of functions", "tools")
+    return Asked(
+        messages,
+        [function_tool(tool, "parameters") for tool in tools],
+        read_most(body, "max_output_tokens"),
+        (),
+        bool(body.get("stream")),
+        read_sampling(body),
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
+    """What an assistant says and its calls are items of their own, and one message of chat's."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "reasoning":
+        return
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": str(item.get("arguments"))}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        said = read_text(item.get("output"), f"{param}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+    elif kind == "message" and item.get("role") in ("system", "developer", "user", "assistant"):
+        role = "system" if item["role"] == "developer" else item["role"]
+        messages.append({"role": role, "content": read_text(item.get("content"), f"{param}.content")})
+    else:
+        raise BadRequest(f"{param}: not a message, a function_call or a function_call_output", param)
+
+
+def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """As one JSON object."""
+    cut = answer.finish == "length"
+    usage = {
+        "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": answer.tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.tokens,
+    }  # fmt: skip
+    return {
+        **_head(answer, body),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _items(answer),
+        "usage": usage,
+    }
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    calls = [
+        {
+            "type": "function_call", "id": f"fc_{c.id}", "call_id": c.id, "name": c.name, "arguments": c.arguments,
+            "status": "completed",
+        }
+        for c in answer.calls
+    ]  # fmt: skip
+    if calls and not answer.content:
+        return calls
+    message = {
+        "type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": "completed",
+        "content": [{"type": "output_text", "text": answer.content, "annotations": []}],
+    }  # fmt: skip
+    return [message, *calls]
+
+
+def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """As the events of a stream, of a turn that is whole."""
+    made = list(_fields(answer, body))
+    for number, fields in enumerate(made):
+        data = json.dumps({**fields, "sequence_number": number})
+        yield f"event: {fields['type']}\ndata: {data}\n\n".encode()
+
+
+def _fields(answer: Answer, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {"type": "response.created", "response": _head(answer, body)}
+    for i, item in enumerate(_items(answer)):
+        at = {"output_index": i, "item_id": item["id"]}
+        if item["type"] == "message":
+            (part,) = item["content"]
+            empty, inside = {**item, "content": []}, {**at, "content_index": 0}
+            yield {"type": "response.output_item.added", "output_index": i, "item": empty}
+            yield {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}}
+            yield {"type": "response.output_text.delta", **inside, "delta": part["text"], "logprobs": []}
+            yield {"type": "response.output_text.done", **inside, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **inside, "part": part}
+        else:
+            said, kind = item["arguments"], "response.function_call_arguments"
+            yield {"type": "response.output_item.added", "output_index": i, "item": {**item, "arguments": ""}}
+            yield {"type": f"{kind}.delta", **at, "delta": said}
+            yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": said}
+        yield {"type": "response.output_item.done", "output_index": i, "item": item}
+    ended = "response.incomplete" if answer.finish == "length" else "response.completed"
+    yield {"type": ended, "response": whole(answer, body)}
+
+
+def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}", "object": "response", "created_at": 0, "status": "in_progress", "error": None,
+        "incomplete_details": None, "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
+        "model": str(body.get("model") or "policy"), "output": [], "parallel_tool_calls": True,
+        "temperature": body.get("temperature"), "tool_choice": "auto", "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"), "usage": None,
+    }  # fmt: skip

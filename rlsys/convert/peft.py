@@ -1,0 +1,52 @@
+"""Adapters as a folder of PEFT's, which vLLM and SGLang load, too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlsys.config.trainer import LoraConfig
+from rlsys.convert.adapters import matrices
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hf import publish
+from rlsys.convert.output import partial_of
+
+
+def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]:
+    """adapter_config.json, in PEFT's words. `base`: the folder of the model under the adapters."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.targets or matrices(hf)),
+        "inference_mode": True,
+    }
+
+
+def write_adapter(
+    folder: Path, base: Path, lora: LoraConfig, hf: HFConfig, factors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """`factors`: by PEFT's names, all of them held at once. Atomic."""
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    # A copy: the next optimizer step must not reach it.
+    held = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in factors
+    }
+    save_file(held, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    told = json.dumps(adapter_config(base, lora, hf), indent=2)
+    (partial / "adapter_config.json").write_text(told + "\n", encoding="utf-8")
+    publish(partial, folder)

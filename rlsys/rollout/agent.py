@@ -1,0 +1,181 @@
+"""The generator `agent`: a response is what the model says to an agent, a program of the user's with a stock client.
+
+    agent  --messages-->  endpoint  -->  Conversation  --speak-->  router, engines
+           <--answer----            <--                <--tokens--
+
+This file starts agents and judges how they end; what is said between an agent and the model is conversation.py's. An
+interruption, a push or an engine's death holds up an answer, and the agent sees none of them. An agent that is
+killed, or whose rollout process was, is run again from its beginning and told what was said before; where it then
+asks something else, the sample is censored. So is one whose agent raises, stands still or asks for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from rlsys.agents.endpoint import Endpoint, Session
+from rlsys.agents.hosting import AgentHost, Ended, open_host
+from rlsys.agents.messages import Answer
+from rlsys.agents.rendering import Rendering
+from rlsys.config import Config
+from rlsys.config.section import Positive, Section
+from rlsys.data import Tokenizer
+from rlsys.errors import UserError
+from rlsys.plugins import parse_params
+from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.conversation import Conversation
+from rlsys.rollout.turn_reader import ToolFailed, TurnReader
+from rlsys.rollout.turns import Speak
+from rlsys.types import Prompt, Sample
+
+STARTS = 3
+"""Of one agent: after so many that were killed it is not run again."""
+_KEEPERS: set[asyncio.Task[None]] = set()
+"""An event loop itself holds its tasks by weak references only."""
+
+log = logging.getLogger("rlsys.rollout")
+
+
+class AgentParams(Section):
+    """rollout.generator_params of the generator `agent`."""
+
+    run: str | None = None
+    """The agent: an async or plain function of its task, `path/to/file.py:function` or `package.module:function`."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """The agent as a program, with its arguments; its task comes as JSON through its standard input."""
+    env: list[str] = Field(default_factory=list)
+    """Environment variables that it may read, beside the few that programs need."""
+    max_calls: Positive = 256
+    """Requests after which it counts as running away, and the sample is censored."""
+    patience: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that it may take between an answer and its next request, or its end; then the sample is censored."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.run is None) == (self.command is None):
+            raise ValueError("run, command: expected one of them")
+        return self
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.run or " ".join(self.command or ())
+
+
+class AgentGenerator:
+    """Owns the endpoint and the process of the agents, from the first sample to the end of the event loop."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: AgentParams) -> None:
+        self._config, self._speak, self._params = config, speak, params
+        self._rendering = Rendering(tokenizer)
+        parsed = config.engine.tool_call_parser or config.engine.reasoning_parser
+        self._reader = TurnReader(config) if parsed else None
+        self._ends = turn_ends(config, tokenizer)
+        self._keeper: asyncio.Task[None] | None = None
+        self._parts: asyncio.Future[tuple[Endpoint, AgentHost]] | None = None
+        self.counts = {"agent_calls": 0, "agent_side_calls": 0, "agent_restarts": 0}
+        """Since this process began: requests of agents, those that were answered on the side, and agents that were
+        killed and run again."""
+
+    async def __call__(self, sample: Sample, prompt: Prompt) -> None:
+        """Raises ToolFailed when the agent fails, UserError when there is no such agent."""
+        if sample.trained_prompt is not None:
+            raise UserError(
+                "rollout.generator = 'agent': an agent makes its prompt itself, so no planner may change it; remove "
+                "lens from algo.planners"
+            )
+        task = {**prompt.entry, "question": prompt.question}
+        sides: dict[str, list[Answer]] = {}
+        signal = 0
+        for _ in range(STARTS):
+            talk = Conversation(
+                self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt, sides,
+                self.counts,
+            )  # fmt: skip
+            async with self._running(sample, task) as (session, ended):
+                try:
+                    end = await talk.lead(
+                        session.questions, ended, self._params.max_calls, self._params.patience
+                    )
+                except ToolFailed as e:
+                    raise ToolFailed(f"the agent {self._params.name}: {e}") from None
+            if end is None or not end.signal:
+                self._conclude(talk, end)
+                return
+            self.counts["agent_restarts"] += 1
+            signal = end.signal
+        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last by signal {signal}")
+
+    def _conclude(self, talk: Conversation, end: Ended | None) -> None:
+        if end is not None and end.error is not None:
+            raise ToolFailed(f"the agent {self._params.name}: {end.error}")
+        try:
+            talk.conclude(full=end is None)
+        except ToolFailed as e:
+            raise ToolFailed(f"the agent {self._params.name}: {e}") from None
+
+    @asynccontextmanager
+    async def _running(
+        self, sample: Sample, task: dict[str, Any]
+    ) -> AsyncIterator[tuple[Session, asyncio.Future[Ended]]]:
+        """An agent, for as long as this lasts."""
+        endpoint, host = await self._serving()
+        session = endpoint.open()
+        agent, ended = host.start(task, sample.seed, session.environment())
+        try:
+            yield session, ended
+        finally:
+            host.kill(agent)
+            endpoint.close(session)
+
+    async def _serving(self) -> tuple[Endpoint, AgentHost]:
+        """Started by the first sample; started anew where the process of the agents has died."""
+        if self._keeper is not None and self._lost():
+            await asyncio.wait([self._keeper])
+        if self._parts is None or self._keeper is None or self._keeper.done():
+            self._parts = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._keep(self._parts), name="agents")
+            _KEEPERS.add(self._keeper)
+            self._keeper.add_done_callback(_KEEPERS.discard)
+        return await asyncio.shield(self._parts)
+
+    def _lost(self) -> bool:
+        """Whether there was a process of the agents, and is none."""
+        if self._parts is None or not self._parts.done():
+            return False
+        return self._parts.exception() is not None or self._parts.result()[1].lost.is_set()
+
+    async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost]]) -> None:
+        """Ends with the event loop, which cancels it."""
+        p = self._params
+        try:
+            async with Endpoint().listening() as endpoint, open_host(p.run, p.command, p.env) as host:
+                parts.set_result((endpoint, host))
+                await host.lost.wait()
+                log.warning("the process of the agents has died; it is started anew")
+        except (UserError, OSError, TimeoutError) as e:
+            if parts.done():
+                raise
+            parts.set_exception(e)
+
+    async def close(self) -> None:
+        """End all agents."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        if self._reader is not None:
+            await self._reader.close()
+
+
+def agent(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> AgentGenerator:
+    """The generator of `rollout.generator: agent`."""
+    if tokenizer is None:
+        raise UserError("rollout.generator = 'agent': it needs a tokenizer")
+    parsed = parse_params("rollout.generator_params", AgentParams, params)
+    return AgentGenerator(config, tokenizer, speak, parsed)

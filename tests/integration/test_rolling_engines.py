@@ -1,0 +1,182 @@
+"""Twenty rolling pushes to two real engines: one takes weights, the other generates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config import Config, identity
+from rlsys.convert.config import HFConfig
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.ledger import check
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.types import Canary, Prompt, Sample
+from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.sync import WeightSync
+from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
+from tests.helpers.loaded import loaded
+from tests.helpers.servers import running_engine
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+PUSHES, MODELS = 20, 2
+SLOW = 0.02  # seconds for a forward pass: a response outlasts a round
+
+
+class Numbers:
+    """Prompt i says i."""
+
+    def train(self, index: int) -> Prompt:
+        return Prompt(index, "", [1, 10 + index // 100 % 100, 10 + index % 100, 5, 6], {})
+
+    def heldout(self, n: int) -> list[Prompt]:
+        return []
+
+
+class TracedRouter(Router):
+    """The product's router; responses have many lengths, so that they do not all end together."""
+
+    async def generate(self, sample: Sample, **how: Any) -> Sample:
+        how["max_response_tokens"] = 24 + 12 * (sample.sample_id * 5 % 8)
+        return await super().generate(sample, **how)
+
+
+class Run:
+    """The product's manager, router and buffer; the trainer's weights are the version's turn of two models."""
+
+    def __init__(self, config: Config, clients: list[EngineClient]) -> None:
+        self.config, self.hf = config, HFConfig.read(config.model.path)
+        self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), config.rollout.group_size)
+        self.router = TracedRouter(
+            list(clients), vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(config)
+        )
+
+        async def one(_prompt: Prompt, _text: str) -> float:
+            return 1.0
+
+        scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
+        source = Numbers()
+        self.manager = RolloutManager(
+            config, self.buffer, self.router, source, scorer, Planning(config, source, None)
+        )
+        self.sync = WeightSync(config)
+        self.made = Counter[str]()
+        self.came: list[float] = []
+        self.rounds: list[tuple[list[str], Counter[str]]] = []
+        heard = self.router.on_tokens
+
+        def hear(sample: Sample, tokens: int) -> None:
+            self.made[str(sample.engine)] += tokens
+            self.came.append(time.monotonic())
+            heard(sample, tokens)
+
+        self.router.on_tokens = hear
+
+    async def push(self, *, rolls: bool = True) -> None:
+        left = True
+        while left:
+            ticket = await self.manager.begin_push()
+            urls, before = [e.url for e in ticket.engines], self.made.copy()
+            seed, checksums = ticket.weight_version % MODELS, EngineChecksums(self.hf, 1)
+            if rolls:  # the engine has an update open, and the other goes on
+                async with asyncio.timeout(120):
+                    while not self._made_elsewhere(urls, before):
+                        await asyncio.sleep(0.001)
+            await asyncio.to_thread(self.sync.push, checksums.watch(tensors(seed)), ticket)
+            canaries = [Canary(ids, logprobs(seed, ids)) for ids in ticket.canaries]
+            found = await self.manager.end_push(ticket, canaries, checksums.digests())
+            assert found["push_tensors_equal"] == ENGINE_TENSORS and found["push_tensors_unknown"] == 0
+            left = bool(found["push_left"])
+            if rolls:
+                self.rounds.append((urls, self.made - before))
+
+    def _made_elsewhere(self, urls: list[str], before: Counter[str]) -> bool:
+        return any(self.made[url] > before[url] for url in self.made if url not in urls)
+
+
+@pytest.mark.parametrize("method", ["tensor", "broadcast"])
+async def test_one_engine_generates_while_the_other_takes_weights(
+    engine_config: Config, tmp_path: Path, method: str
+) -> None:
+    data = engine_config.model_dump()
+    data["run"]["dir"] = tmp_path / "run"
+    data["launch"]["placement"], data["engine"]["count"], data["engine"]["return_routes"] = (
+        "disaggregated",
+        2,
+        False,
+    )
+    data["weights"] |= {"rolling": 1, "method": method}
+    data["rollout"] |= {  # a staleness that lets engines go on for as long as this takes
+        "groups_per_step": 4, "group_size": 2, "max_response_tokens": 120, "over_provision": 3, "max_staleness": 99,
+    }  # fmt: skip
+    config = Config.model_validate(data)
+    config.run.dir.mkdir()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with running_engine(config, tmp_path / "one") as a, running_engine(config, tmp_path / "two") as b:
+        async with make_session() as session:
+            clients = [EngineClient(url, session) for url in (a, b)]
+            for client in clients:
+                await client.slow_down(SLOW)
+            run, idle, pushing = Run(config, clients), 0, False
+
+            async def look() -> None:
+                nonlocal idle
+                while True:
+                    await asyncio.sleep(0.001)
+                    figures = run.router.engine_figures().values()
+                    idle += pushing and not any(f["serving"] and f["requests"] for f in figures)
+
+            watch = asyncio.create_task(look())
+            await run.manager.restore(0)
+            await run.push(rolls=False)
+            taken, began = [], len(run.came)
+            for step in range(1, PUSHES + 1):
+                found = await run.manager.take(step)
+                assert found is not None
+                taken.append(replace(found, groups=loaded(config.run.dir, found.groups)))
+                pushing = True
+                await run.push()
+                pushing = False
+            watch.cancel()
+            await run.manager.close()
+            await asyncio.to_thread(run.sync.close)
+            check(run.buffer.ledger())
+            assert run.buffer.lost == 0
+            run.buffer.close()
+    assert [urls for urls, _ in run.rounds] == [[a], [b]] * PUSHES
+    assert idle == 0
+    for urls, made in run.rounds:
+        assert sum(made[url] for url in (a, b) if url not in urls) > 0
+    samples = [s for t in taken for g in t.groups for s in g.samples]
+    assert all(t.metrics["lost"] == 0 for t in taken)
+    worst = max(gap_of(s) for s in samples)
+    mixed = sum(len(s.spans) > 1 for s in samples)
+    gaps = [y - x for x, y in zip(run.came[began:], run.came[began + 1 :], strict=False)]
+    print(
+        f"{method}: {len(samples)} samples, {mixed} of several versions, {sum(s.resumes for s in samples)} resumes; "
+        f"worst gap {worst:.1e}; longest silence {max(gaps):.2f} s"
+    )
+    assert mixed > 0 and worst < 5e-5
+
+
+def gap_of(s: Sample) -> float:
+    """Between the engine's log-probs and those of transformers with the weights that each token says it has."""
+    ids, first = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)
+    expected = {span.version: logprobs(span.version % MODELS, ids)[first - 1 :] for span in s.spans}
+    said = [expected[version][i] for i, version in enumerate(s.versions())]
+    return worst_gap(list(s.mu), said)

@@ -1,0 +1,304 @@
+"""Agents hear what the engines made, the sample has exactly that, and no agent ends anybody but its sample."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlsys.config import Config, identity, load_config
+from rlsys.data import Tokenizer
+from rlsys.errors import UserError
+from rlsys.rollout.agent import AgentGenerator
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.generator import build_generator
+from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.tools import ToolFailed
+from rlsys.rollout.trial import try_rollout
+from rlsys.router.router import EVALUATION
+from rlsys.router.turn_ends import TurnEnds
+from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from tests.helpers.rollout_rig import make_config
+
+pytestmark = pytest.mark.gate  # each starts a process that agents are forked from
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs/models/quickstart-moe"
+AGENTS = ROOT / "tests/data/agents/plain.py"
+TOKENIZER = Tokenizer(MODEL)
+SAID = [
+    "so</think><python>3+4</python><eos>",
+    "and</think><python>2+2</python><eos>",
+    "<answer>11</answer><eos>",
+]
+WHOLE = f"{SAID[0]}<user>7<assistant><think>{SAID[1]}<user>4<assistant><think>{SAID[2]}"
+
+
+def config(agent: str, params: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    given = {"run": f"{AGENTS}:{agent}", **(params or {})}
+    return Config.model_validate(
+        {"model": {"path": MODEL}, "rollout": {"generator": "agent", "generator_params": given, **rollout}}
+    )
+
+
+def prompt(**entry: Any) -> Prompt:
+    text = TOKENIZER.apply_chat([{"role": "user", "content": "3+4+(2+2)"}])
+    return Prompt(0, text, TOKENIZER.encode(text), {"answer": "11", **entry}, "3+4+(2+2)")
+
+
+def fresh() -> Sample:
+    return Sample(5, 1, 0, prompt().ids, seed=1)
+
+
+class Model:
+    """It says SAID, turn by turn; of the tokens of this call, at most `at_once` before it is cancelled. On the side
+    it says how often it was asked there."""
+
+    def __init__(self, said: Sequence[str] = SAID, budget: int = 256, at_once: int | None = None) -> None:
+        self.said, self.budget, self.at_once = [TOKENIZER.encode(t) for t in said], budget, at_once
+        self.sides: list[str] = []
+        self.asked: list[str] = []
+
+    async def __call__(
+        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+    ) -> None:
+        await asyncio.sleep(0)
+        ends = TurnEnds({TOKENIZER.eos_id}, stop_texts, TOKENIZER.decode)
+        start = sample.observed[-1].end if sample.observed else 0
+        if sample.sample_id == EVALUATION:
+            self.sides.append(TOKENIZER.decode(sample.prompt_ids))
+            turn = TOKENIZER.encode(f"{len(self.sides)}<eos>")
+        else:
+            turn = self.said[len(sample.observed)]
+            self.asked.append(TOKENIZER.decode(sample.response_ids))
+        limit = min(self.budget, self.budget if most is None else most)
+        for token in turn[sample.tokens - start :]:
+            if sample.tokens >= limit:
+                break
+            if self.at_once == 0:
+                raise asyncio.CancelledError
+            self.at_once = None if self.at_once is None else self.at_once - 1
+            sample.append(Segment([token], [-sample.tokens / 7], [VersionSpan(1, 0, 1)]))
+            if ends.ended(sample.response_ids[start:]):
+                sample.status = Status.FINISHED
+                return
+        sample.status = Status.TRUNCATED
+
+
+async def made(
+    made_for: Config, sample: Sample | None = None, model: Model | None = None, **entry: Any
+) -> Sample:
+    sample = sample or fresh()
+    generate = build_generator(made_for, TOKENIZER, model or Model())
+    await generate(sample, prompt(**entry))
+    return sample
+
+
+def told(s: Sample) -> tuple[object, ...]:
+    return s.prompt_ids, s.response_ids, s.mu, s.observed, s.status
+
+
+@pytest.mark.parametrize("agent", ["sums", "sums_async", "command"])
+async def test_turns_of_an_agent_are_in_the_sample_as_the_engines_made_them(agent: str) -> None:
+    as_program = {"run": None, "command": [sys.executable, str(AGENTS)]}
+    s = await made(config(agent, as_program if agent == "command" else None))
+    assert TOKENIZER.decode(s.response_ids) == WHOLE
+    observed = [TOKENIZER.decode(s.response_ids[o.start : o.end]) for o in s.observed]
+    assert observed == ["<user>7<assistant><think>", "<user>4<assistant><think>"]
+    assert (s.status, s.own_prompt, s.prompt_ids) == (Status.FINISHED, False, prompt().ids)
+    assert [m for m, own in zip(s.mu, s.trained(), strict=True) if own] == [
+        -i / 7 for i, own in enumerate(s.trained()) if own
+    ]
+
+
+async def test_agents_of_many_samples_run_at_the_same_time() -> None:
+    generate = build_generator(config("sums"), TOKENIZER, Model())
+    samples = [Sample(i, 1, i, prompt().ids, seed=i) for i in range(12)]
+    await asyncio.gather(*(generate(s, prompt()) for s in samples))
+    assert {TOKENIZER.decode(s.response_ids) for s in samples} == {WHOLE}
+
+
+async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() -> None:
+    """The agent runs anew and hears again what was saved; no engine is asked for that a second time."""
+    model = Model()
+    generate = build_generator(config("sums"), TOKENIZER, model)
+    await generate(whole := fresh(), prompt())
+    for tokens in range(0, sum(whole.trained()), 5):
+        s, model.at_once = fresh(), tokens
+        with pytest.raises(asyncio.CancelledError):
+            await generate(s, prompt())
+        assert sum(s.trained()) == tokens
+        s.status, model.at_once, model.asked = Status.PARKED, None, []
+        await generate(s, prompt())
+        assert told(s) == told(whole)
+        assert all(len(TOKENIZER.encode(text)) >= s.observed[0].start for text in model.asked[1:])
+
+
+@pytest.mark.parametrize("budget", range(1, len(TOKENIZER.encode(WHOLE)) + 2, 14))
+async def test_no_response_exceeds_its_budget(budget: int) -> None:
+    """Not even where the agent cannot read a turn that was cut off."""
+    s = await made(config("sums", max_response_tokens=budget), model=Model(budget=budget))
+    assert 0 < s.tokens <= budget
+    assert TOKENIZER.encode(WHOLE)[: s.tokens] == list(s.response_ids)
+    assert s.status is (Status.FINISHED if s.tokens == len(TOKENIZER.encode(WHOLE)) else Status.TRUNCATED)
+
+
+async def test_a_model_that_goes_on_for_ever_is_truncated_and_no_fault_of_the_agent() -> None:
+    s = await made(config("asks_for_ever", max_response_tokens=60), model=Model(["no<eos>"] * 9, budget=60))
+    assert s.status is Status.TRUNCATED and 0 < s.tokens <= 60
+
+
+@pytest.mark.parametrize(
+    ("agent", "params", "why"),
+    [
+        ("raises", {}, r"plain.py:raises: KeyError: '3\+4\+\(2\+2\)' \(.*plain.py:\d+\)"),
+        ("silent", {}, "plain.py:silent: ended without an answer of the model"),
+        ("runs_away", {"max_calls": 3}, r"runs_away: made more than 3 requests \(.*max_calls\)"),
+        ("stands_still", {"patience": 0.2}, r"stands_still: did nothing for 0.2 s after request 1"),
+        ("is_always_killed", {}, "is_always_killed: killed 3 times, at last by signal 9"),
+        ("hot", {}, r"RuntimeError: 400 temperature = 0.3, but rollout.temperature = 1.0: .*plain.py:\d+"),
+    ],
+)
+async def test_an_agent_that_fails_censors_its_sample_and_is_named(
+    agent: str, params: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ToolFailed, match=why):
+        await made(config(agent, params))
+
+
+async def test_a_program_that_fails_censors_too() -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    with pytest.raises(ToolFailed, match="ended with code 3"):
+        await made(config("", {"run": None, "command": command}))
+    command[2] = "import os; raise SystemExit(4 if 'PYTHONPATH' in os.environ else 5)"
+    with pytest.raises(ToolFailed, match="ended with code 5"):  # so that it may run in a venv of its own
+        await made(config("", {"run": None, "command": command}))
+    with pytest.raises(ToolFailed, match="FileNotFoundError"):
+        await made(config("", {"run": None, "command": ["/no/such/program"]}))
+
+
+async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: Path) -> None:
+    said, model = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"], Model()
+    model = Model(said)
+    s = await made(config("is_killed_once"), model=model, mark=str(tmp_path / "mark"))
+    assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>7<assistant><think>{said[1]}"
+    assert len(model.asked) == 2, "the first turn was told from the sample"
+
+
+async def test_one_that_then_says_something_else_is_censored(tmp_path: Path) -> None:
+    s = fresh()
+    with pytest.raises(asyncio.CancelledError):
+        await made(config("sums"), s, Model(at_once=len(TOKENIZER.encode(SAID[0])) + 1))
+    s.status = Status.PARKED
+    with pytest.raises(ToolFailed, match="said something else after a restart"):
+        await made(config("asks_for_ever"), s)
+    s.prompt_ids = TOKENIZER.encode("<bos><user>1+1<assistant><think>")
+    with pytest.raises(ToolFailed, match="asked something else after a restart"):
+        await made(config("sums"), s)
+    s.prompt_ids = prompt().ids
+    with pytest.raises(ToolFailed, match="asked for less after a restart"):
+        await made(config("once"), s)
+
+
+async def test_the_process_of_the_agents_may_die() -> None:
+    """All agents go with it, and are run again in a new one."""
+    made_for = config("sums")
+    generate = build_generator(made_for, TOKENIZER, Model())
+    assert isinstance(generate, AgentGenerator)
+    await generate(fresh(), prompt())
+    (host,) = [p for p in psutil.Process().children() if "rlsys.agents.host" in " ".join(p.cmdline())]
+    host.kill()
+    s = fresh()
+    await generate(s, prompt())
+    assert TOKENIZER.decode(s.response_ids) == WHOLE
+
+
+async def test_other_conversations_are_answered_beside_the_sample() -> None:
+    said = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
+    model = Model(said)
+    generate = build_generator(config("rewrites"), TOKENIZER, model)
+    assert isinstance(generate, AgentGenerator)
+    s = fresh()
+    await generate(s, prompt())
+    assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>1<assistant><think>{said[1]}"
+    assert model.sides == ["<bos><user>in short?<assistant><think>"]
+    assert generate.counts == {"agent_calls": 3, "agent_side_calls": 1, "agent_restarts": 0}
+
+
+async def test_a_client_that_asks_again_gets_the_same_answer() -> None:
+    model = Model(["<answer>1</answer><eos>", "<answer>2</answer><eos>"])
+    s = await made(config("asks_again"), model=model)
+    assert (len(model.asked), model.sides, s.status) == (2, [], Status.FINISHED)
+
+
+def test_what_an_agent_leaves_behind_ends_with_the_event_loop(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    asyncio.run(made(config("leaves_a_child"), mark=str(mark), model=Model(["1<eos>"])))
+    assert not runs(int(mark.read_text()))
+    assert not [p for p in psutil.Process().children() if "rlsys.agents.host" in " ".join(p.cmdline())]
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may wait for somebody to notice."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_there_has_to_be_such_an_agent() -> None:
+    with pytest.raises(UserError, match="has no function 'nobody'"):
+        await made(config("nobody"))
+    for params, why in [
+        ({"run": None}, "expected one of them"),
+        ({"command": ["x"]}, "expected one of them"),
+        ({"patients": 3}, "patients"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            build_generator(config("sums", params), TOKENIZER, Model())
+    with pytest.raises(UserError, match="needs a tokenizer"):
+        build_generator(config("sums"), None, Model())
+
+
+def test_the_agent_of_the_page_passes_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    for name, text in re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert try_rollout(load_config(Path("solver.yaml"))).rewards == ()
+    (tmp_path / "solver.py").write_text("def solve(task):\n    task['nothing']\n")
+    with pytest.raises(UserError, match=r"'agent': the agent .*solve: KeyError: 'nothing' \(solver.py:2\)"):
+        try_rollout(load_config(Path("solver.yaml")))
+
+
+def test_a_prompt_of_its_own_is_in_the_ledger(tmp_path: Path) -> None:
+    with rig_buffer(tmp_path) as buffer:
+        group = buffer.issue(Prompt(0, "", [5, 6], {}), [1, 2])
+        mine, other = group.samples
+        mine.prompt_ids, mine.own_prompt = [7, 8, 9], True
+        for sample in group.samples:
+            sample.append(Segment([3], [-1.0], [VersionSpan(1, 0, 1)]))
+        buffer.save(group.samples)
+        buffer.flush()
+    with rig_buffer(tmp_path) as buffer:
+        (group,) = buffer.active()
+        mine, other = group.samples
+    assert (mine.prompt_ids, mine.own_prompt, mine.trained_prompt) == ([7, 8, 9], True, None)
+    assert (other.prompt_ids, other.own_prompt, other.trained_prompt) == ([5, 6], False, None)
+
+
+@contextmanager
+def rig_buffer(folder: Path) -> Iterator[RolloutBuffer]:
+    made_for = make_config(folder)
+    buffer = RolloutBuffer(folder / FILE_NAME, identity(made_for), 2)
+    try:
+        yield buffer
+    finally:
+        buffer.close()
