@@ -34,6 +34,7 @@ from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.generator import Generator, build_generator
 from rlsys.rollout.scoring import Scorer, Verdict
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak, greedy_turns
 from rlsys.router.router import EVALUATION, Poisonous, Router
 from rlsys.types import EvalResult, Prompt, Sample, Status
@@ -51,19 +52,22 @@ def probes(source: PromptSource, count: int) -> list[Probe]:
 
 
 async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
-    """Those that have their answers. A prompt that engines die of is left out. Raises RunError when all are."""
+    """Those that have their answers. A prompt that engines die of, or a tool or an agent fails with, is left out.
+    Raises RunError when all are."""
+    reasons: list[str] = []
 
     async def answered(sample: Sample, prompt: Prompt) -> bool:
         try:
             await answer(sample, prompt)
-        except Poisonous as e:
+        except (Poisonous, ToolFailed) as e:
             log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, e)
+            reasons.append(str(e))
             return False
         return True
 
     done = await asyncio.gather(*(answered(s, p) for s, p in asked))
     if not any(done):
-        raise RunError("evaluation: engines died of every prompt, or answered it with errors")
+        raise RunError(f"evaluation: no prompt could be answered; the last one: {reasons[-1]}")
     return [probe for probe, ok in zip(asked, done, strict=True) if ok]
 
 

@@ -25,7 +25,8 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class ToolFailed(RunError):
-    """The tool could not answer, through no fault of the model: the sample is censored; an evaluation fails."""
+    """The tool could not answer, through no fault of the model: the sample is censored; an evaluation leaves its
+    prompt out."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.evaluation import answer_all
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.ladder import DEATHS_CENSORED, FAULTS_CENSORED, Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt, Sample
@@ -139,11 +140,14 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
     async def answer(of: Sample, prompt: Prompt) -> None:
         if prompt.index == 1:
             raise Poisonous("4 engines died while they worked on it")
+        if prompt.index == 3:
+            raise ToolFailed("its agent raised KeyError")
 
-    asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(3)]
+    asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
     assert [p.index for _, p in await answer_all(asked, answer)] == [0, 2]
     assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
-    with pytest.raises(RunError, match="engines died of every prompt"):
+    assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
+    with pytest.raises(RunError, match="no prompt could be answered; the last one: 4 engines died"):
         await answer_all(asked[1:2], answer)
 
 
