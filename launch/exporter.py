@@ -30,7 +30,8 @@ from launch.plan import LaunchPlan
 from launch.process import RoleTold
 from launch.rundir import RunDir
 from launch.stops import StopSignals
-from launch.supervisor import Display, Supervisor
+from launch.supervisor import Supervisor
+from launch.voice import Display
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.obs.coordinator import replace

@@ -22,17 +22,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
-from launch import diagnosis
 from launch.backends import Backend
+from launch.given_up import GivenUp
 from launch.plan import LaunchPlan, Role
 from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
 from launch.process import RoleFailed, RoleProcess, RoleTold
 from launch.readiness import PortTaken, engine_answers, listens
-from launch.rundir import RunDir, write_whole
-from launch.status import last_lines
+from launch.rundir import RunDir
+from launch.silence import Silence
 from launch.stops import NodeLost, Stopped, StopSignals
+from launch.voice import Display, Voice
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.identity import config_path, engine_identity, write_config
@@ -43,25 +44,12 @@ POLL_SECONDS = 0.2
 STATUS_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
-_STACKS_SECONDS = 1.0
-_OPENING_SECONDS = 5.0
-"""Between two lines about a ledger that is being opened."""
-_AGAIN_SECONDS, _LONGEST_AWAY = 60.0, 900.0
-"""Until an engine that was given up is tried again; twice as long each time."""
 _PROBES = 64
 """At once, of roles that start: one that does not answer holds up no other."""
 _ENDING_SHARE = 1 / 3
 """Of the time that a preemption leaves, kept for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
 """Each depends on those before it."""
-
-
-class Display(Protocol):
-    """What shows a run to a person."""
-
-    def phase(self, text: str) -> None: ...
-    def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
-    def status(self, status: dict[str, Any]) -> None: ...
 
 
 class Supervisor:
@@ -89,24 +77,19 @@ class Supervisor:
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
         """Of each unit, since the last train step."""
-        self._given_up: dict[str, float] = {}
-        """Units of engines that the run goes on without, and when each is tried again."""
-        self._away: dict[str, float] = {}
-        """Of units that were given up since they were last there: how long the next time lasts."""
+        self._given_up = GivenUp()
         self._probes = ThreadPoolExecutor(_PROBES, "probe")
         self._asked: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
         """Roles that start, and what they answer."""
         self._starts = run_dir.starts
         self._hurried = False
-        self._unsaid = 0
-        """Lines in a row that could neither be shown nor logged."""
         self._next_status = 0.0
         self._roles: dict[str, RoleTold] = {}
         self._tail = MetricsTail(run_dir.path)
         self._status: dict[str, Any] | None = None
-        self._opening, self._last_told = "", 0.0
-        self._last_news = time.monotonic()
-        """When a figure of the run changed last."""
+        self._voice = Voice(display, lambda: run_dir.log("supervisor.log"))
+        self._say = self._voice.say
+        self._silence = Silence(run_dir.path, config.launch.silence_seconds, self._say)
 
     def run(self) -> None:
         """Until the trainer is done; all roles end with it. Raises Stopped, or a failed role's error."""
@@ -232,30 +215,20 @@ class Supervisor:
         fewest = self._config.launch.min_engines
         if fewest is None or role.unit not in engines or left < fewest:
             raise error
-        wait = self._put_off(role.unit)
+        wait = self._given_up.add(role.unit)
         self._say(
             f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}), for {wait:.0f} s: "
             f"{error}"
         )
         self._end([p for p in self._processes.values() if p.role.unit == role.unit], now=True)
 
-    def _put_off(self, unit: str) -> float:
-        """Seconds until an engine that is given up is tried again; twice as long each time."""
-        wait = self._away.get(unit, _AGAIN_SECONDS)
-        self._away[unit] = min(2 * wait, _LONGEST_AWAY)
-        self._given_up[unit] = time.monotonic() + wait
-        return wait
-
     def _try_again(self) -> None:
         """Engines whose time has come, where their nodes are. The rollout process takes one in when it answers."""
-        now = time.monotonic()
-        due = [unit for unit, again in self._given_up.items() if now >= again]
-        for unit in due:
-            del self._given_up[unit]
+        due = self._given_up.due()
         lost = self._lost_nodes() if due else []
         for unit in due:
             if any(role.node in lost for role in self._plan.unit(unit)):
-                self._put_off(unit)
+                self._given_up.add(unit)
                 continue
             self._say(f"trying {unit} again")
             self._restart({unit}, 0)
@@ -318,10 +291,11 @@ class Supervisor:
             code, body = self._asked.pop(process).result()
         if code == OK:
             process.ready = True
-            self._away.pop(role.unit, None)
+            self._given_up.works(role.unit)
             self._say(f"{role.name} ready after {process.seconds:.0f} s")
         elif code == NOT_YET and role.kind == "rollout":
-            self._tell_opening(body.decode(errors="replace"))
+            if self._voice.opening(body.decode(errors="replace")):
+                self._silence.end()
         elif process.exit_code is not None:
             return
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
@@ -335,13 +309,6 @@ class Supervisor:
                 )
                 process.late = True
                 process.end(now=True)  # counts as a death: launch.max_restarts decides
-
-    def _tell_opening(self, words: str) -> None:
-        """A large ledger takes minutes; they are neither a hang nor to be passed over in silence."""
-        if words != self._opening and time.monotonic() - self._last_told > _OPENING_SECONDS:
-            self._last_told, self._last_news = time.monotonic(), time.monotonic()
-            self._opening = words
-            self._display.phase(words)
 
     def _probe(self, role: Role) -> tuple[int, bytes]:
         """Raises PortTaken when another server answers in the place of an engine."""
@@ -373,21 +340,16 @@ class Supervisor:
         if self._status is not None:
             self._display.status(self._status)
         if self._status != before:
-            self._last_news = time.monotonic()
-        self._look_after_hangs()
-        self._answer_readers()
-
-    def _answer_readers(self) -> None:
-        """On other machines, which the rollout process's loopback port does not reach."""
+            self._silence.end()
+        names = [node.name for node in self._plan.nodes]
+        self._silence.look(self._processes.values(), names, self._status)
         rollout = self._processes.get("rollout")
-        for name, path in coordinator.asked(self._run_dir.path):
-            if rollout and rollout.role.ready_url:
-                url = rollout.role.ready_url.replace("/status", path)
-                if (body := self._get(url, timeout=coordinator.ANSWER_SECONDS / 2)) is not None:
-                    try:
-                        coordinator.tell(self._run_dir.path, name, body)
-                    except OSError as e:  # the reader gives up by itself
-                        self._say(f"the answer to rlsys {name} cannot be written: {e.strerror}")
+        url, patience = (rollout.role.ready_url if rollout else None), coordinator.ANSWER_SECONDS / 2
+        coordinator.answer(
+            self._run_dir.path,
+            lambda path: self._get(url.replace("/status", path), timeout=patience) if url else None,
+            self._say,
+        )
 
     def _ask_status(self) -> dict[str, Any] | None:
         """The rollout process's counts; None when it does not answer."""
@@ -398,58 +360,12 @@ class Supervisor:
         status: dict[str, Any] | None = json.loads(body) if body else None
         return status
 
-    def _look_after_hangs(self) -> None:
-        """Diagnose on request (`rlsys doctor RUN`), and once in a silence."""
-        silence = time.monotonic() - self._last_news
-        request = self._run_dir.path / diagnosis.REQUEST
-        try:
-            if request.exists():
-                request.unlink()
-                self._diagnose(f"asked for; the last change was {silence:.0f} s ago")
-            elif silence > self._config.launch.silence_seconds:
-                self._last_news = time.monotonic()
-                self._diagnose(f"nothing has changed for launch.silence_seconds = {silence:.0f} s")
-                self._say(
-                    f"nothing has changed for {silence:.0f} s; see {self._run_dir.path / diagnosis.ANSWER}"
-                )
-        except OSError as e:  # a full disk: the run may still go on
-            self._say(f"no diagnosis: {e.strerror}")
-
-    def _diagnose(self, reason: str) -> None:
-        asked = diagnosis.clock_of(self._run_dir.path)
-        for process in self._processes.values():
-            process.ask_for_stacks()
-        time.sleep(_STACKS_SECONDS)
-        roles = [
-            diagnosis.RoleState(
-                p.role.name, self._plan.nodes[p.role.node].name, p.exit_code, p.ready, p.seconds,
-                "".join(last_lines(p.log, 1))[:120], p.role.unit,
-            )
-            for p in self._processes.values()
-        ]  # fmt: skip
-        path = self._run_dir.path
-        text = diagnosis.describe(reason, roles, self._status, diagnosis.read_stacks(path, asked))
-        write_whole(path / diagnosis.ANSWER, text)
-
     def _on_entry(self, entry: dict[str, Any]) -> None:
-        self._last_news = time.monotonic()
+        self._silence.end()
         for process in self._processes.values():
             process.ready |= process.role.kind == "trainer"
         if entry["kind"] == "step":
             self._restarts.clear()
-
-    def _say(self, text: str) -> None:
-        """To the display and the log. A full disk or a closed terminal ends no run: such lines are counted."""
-        try:
-            self._display.phase(text)
-            with self._run_dir.log("supervisor.log").open("a", encoding="utf-8") as log:
-                missing = f"({self._unsaid} lines before this one could not be written)\n" * bool(
-                    self._unsaid
-                )
-                log.write(f"{missing}{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self._unsaid = 0
-        except OSError:
-            self._unsaid += 1
 
     def _end_all(self, why: BaseException | None) -> None:
         """The rollout process needs its engines to park what is in flight, the trainer needs both. `why`: what stops

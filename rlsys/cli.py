@@ -29,7 +29,7 @@ from launch.readiness import PortTaken
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
-from launch.supervisor import Display
+from launch.voice import Display
 from rlsys.cli_engines import add_engines
 from rlsys.cli_explain import add_explain
 from rlsys.cli_import import add_import

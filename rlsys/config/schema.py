@@ -94,8 +94,9 @@ class Config(Section):
         return round(self.over_provision * self.samples_per_step)
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
-        r, t, p = self.rollout, self.trainer, self.parallel
+    def _check_placement(self) -> Self:
+        """When engines rest and go on, and how old their samples may get."""
+        r = self.rollout
         if self.router.interruption != "abort" and self.launch.placement == "colocated":
             raise ValueError(
                 f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
@@ -134,6 +135,12 @@ class Config(Section):
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
                 f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollout(self) -> Self:
+        """What engines can draw and hold."""
+        r, t = self.rollout, self.trainer
         if r.min_p and self.engine.deterministic:
             raise ValueError(
                 f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang cannot draw by min_p from a "
@@ -159,6 +166,12 @@ class Config(Section):
             )
         if t.replay == "engine" and not self.engine.return_routes:
             raise ValueError("trainer.replay = engine needs engine.return_routes = true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_trainer(self) -> Self:
+        """What a train step can do, and how samples divide over its ranks."""
+        r, t, p = self.rollout, self.trainer, self.parallel
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "

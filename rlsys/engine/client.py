@@ -82,14 +82,8 @@ class EngineClient(Wire):
         sampling |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
         if seed is not None:
             sampling["sampling_seed"] = seed
-        body = {
-            "input_ids": ids,
-            "rid": rid,
-            "stream": True,
-            "return_logprob": True,
-            "sampling_params": sampling,
-            **self._adapter,
-        }
+        body = {"input_ids": ids, "rid": rid, "stream": True, "return_logprob": True, **self._adapter}
+        body["sampling_params"] = sampling
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
             sampling["custom_params"] = {ASK: True}

@@ -270,8 +270,13 @@ def _algorithm(d: Draft) -> None:
         "kl_loss_type", "entropy_coeff",
     )  # fmt: skip
     d.put("algo.loss", terms, *(f"{ACTOR}.{n}" for n in names))
+    _around_the_loss(d, loss["name"])
+
+
+def _around_the_loss(d: Draft, loss: str) -> None:
+    """How it is summed, what is done to rewards before it, and what corrects for the engine's log-probs."""
     reducer = REDUCERS.get(str(d.get(f"{ACTOR}.loss_agg_mode", "token-mean")), "token_mean")
-    if loss["name"] in ("gspo", "gmpo"):  # one ratio a sequence
+    if loss in ("gspo", "gmpo"):  # one ratio a sequence
         reducer = "sequence_mean"
     length = int(d.get("data.max_response_length", 512))
     made = {"name": "constant", "length": length} if reducer == "constant" else reducer

@@ -19,6 +19,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -138,6 +139,16 @@ def asked(run_dir: Path) -> list[tuple[str, str]]:
 
 def tell(run_dir: Path, name: str, answer: bytes) -> None:
     replace(run_dir / MAILBOX / f"{name}.told", answer)
+
+
+def answer(run_dir: Path, get: Callable[[str], bytes | None], say: Callable[[str], None]) -> None:
+    """What is asked in the mailbox. For the supervisor: `get` gives the coordinator's answer, None for none."""
+    for name, path in asked(run_dir):
+        if (body := get(path)) is not None:
+            try:
+                tell(run_dir, name, body)
+            except OSError as e:  # the reader gives up by itself
+                say(f"the answer to rlsys {name} cannot be written: {e.strerror}")
 
 
 def replace(path: Path, content: bytes) -> None:

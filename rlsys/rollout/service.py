@@ -70,11 +70,7 @@ R = TypeVar("R")
 log = logging.getLogger("rlsys.rollout")
 
 
-def make_app(
-    manager: RolloutManager,
-    ready: Callable[[], bool],
-    owner: Owner,
-) -> web.Application:
+def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -> web.Application:
     """The HTTP side of a manager. `ready`: have enough engines answered? Commands carry the key of `owner`."""
     access, once = Access(owner), Once()
 
@@ -109,11 +105,8 @@ def make_app(
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         return _command(access, once, kind, run)
 
-    async def end_work(_: web.Application) -> None:
-        await once.close()
-
     app = web.Application(client_max_size=LARGEST_REQUEST)
-    app.on_shutdown.append(end_work)
+    app.on_shutdown.append(lambda _: once.close())
     app.add_routes(
         [
             web.get("/status", status),

@@ -87,7 +87,7 @@ class Stage:
         lost_nodes: Callable[[], list[int]] = list,
     ) -> None:
         """`lost_nodes`: what a scheduler would say of the nodes, all of which are this machine."""
-        nodes = [Node(f"n{i}") for i in range(1 + max(role.node for role in roles))]
+        nodes = [Node(f"n{i}") for i in range(1 + max((role.node for role in roles), default=0))]
         with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
             backend = LocalBackend(self.config, run_dir.lock_fd)
             backend.lost_nodes = lost_nodes  # type: ignore[method-assign]

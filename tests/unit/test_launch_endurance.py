@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from launch import supervisor
 from launch.backends.local import LocalBackend
 from launch.backends.slurm import SlurmBackend
 from launch.plan import LaunchPlan, Role
@@ -60,7 +59,7 @@ def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back
     tmp_path: Path, failing: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails twice: each time it is away for longer. Before: it was never tried again."""
-    monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("launch.given_up._AGAIN_SECONDS", 0.1)
     stage = stage_with(tmp_path, min_engines=1)
     second = f"name = 'engine-1'\nnote('second')\nif count('second') < 3:\n  {failing}\n{SERVE_FOREVER}"
     stage.run(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from launch import supervisor
 from launch.backends.slurm import SlurmBackend
 from launch.plan import LaunchPlan, Role
 from launch.stops import NodeLost
@@ -58,7 +57,7 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: they are not restarted where nothing is. They are when the node is back."""
-    monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("launch.given_up._AGAIN_SECONDS", 0.1)
     stage = stage_with(tmp_path)
     asked = [0]
 

@@ -138,7 +138,7 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
 def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_OPENING_SECONDS", 0.0)
+    monkeypatch.setattr("launch.voice._OPENING_SECONDS", 0.0)
     answers = [(0, b""), (503, b"opening: 1 MiB"), (503, b"opening: 1 MiB"), (503, b"opening: 2 MiB")]
 
     def probe(url: str, key: str, *_: object) -> tuple[int, bytes]:
@@ -244,8 +244,8 @@ def test_a_preemption_lets_the_trainer_leave_by_itself(stage: Stage) -> None:
 
 
 def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STATUS_SECONDS", "_STACKS_SECONDS"):
-        monkeypatch.setattr(supervisor, name, 0.02)
+    monkeypatch.setattr(supervisor, "STATUS_SECONDS", 0.02)
+    monkeypatch.setattr("launch.silence._STACKS_SECONDS", 0.02)
     launch = stage.config.launch.model_copy(update={"silence_seconds": 0.2})
     stage.config = stage.config.model_copy(update={"launch": launch})
     hangs = "answer, request = here / 'run/diagnosis.txt', here / 'run/.diagnose'\n"
@@ -271,8 +271,8 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(coordinator, "replace", full)
-    monkeypatch.setattr(supervisor, "write_whole", full)
-    monkeypatch.setattr(supervisor, "_STACKS_SECONDS", 0.02)
+    monkeypatch.setattr("launch.silence.write_whole", full)
+    monkeypatch.setattr("launch.silence._STACKS_SECONDS", 0.02)
     asks = "wait_for('rollout probed')\nrun = here / 'run'\n(run / '.ask').mkdir()\n"
     asks += "(run / '.ask/ledger').touch(); (run / '.diagnose').touch()\n"
     asks += "refused = [here / 'refused ledger.told', here / 'refused diagnosis.txt']\n"
