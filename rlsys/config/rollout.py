@@ -48,9 +48,9 @@ class RolloutConfig(Section):
     """Draw from so many most probable tokens only. The trainer restricts its softmax to the tokens that the engine
     kept (Keep Sampling Mask, DeepSeek-V3.2). Unset: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of these, draw from the most probable ones that together have this mass. Needs top_k."""
+    """Of these, draw from the most probable ones that together have this probability. Needs top_k."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of these, draw from those that have this share of the largest probability. Needs top_k, and
+    """Of these, draw only from those whose probability is at least this share of the largest one. Needs top_k, and
     engine.deterministic = false."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""

@@ -323,17 +323,16 @@ def _trainer(d: Draft) -> None:
         ("--eval-interval", "eval.every", 20),
     ):
         d.put(place, int(d.get(name, otherwise)), name)
+    if d.get("--lora-rank") is not None:
+        d.refuse("--lora-rank", "not translated: give trainer.lora yourself")
     for name in (
-        "--lora-rank",
         "--train-backend",
         "--enable-mtp-training",
         "--mtp-num-layers",
         "--loss-mask-type",
     ):
         if d.get(name) not in (None, "megatron"):
-            d.refuse(
-                name, "not here: all weights of a text model are trained, by Megatron, without MTP layers"
-            )
+            d.refuse(name, "not here: a text model is trained, by Megatron, without MTP layers")
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:

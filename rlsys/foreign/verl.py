@@ -335,7 +335,7 @@ def _trainer(d: Draft) -> None:
     d.move("trainer.max_actor_ckpt_to_keep", int)
     for part in ("lora_rank", "lora_alpha", "target_modules", "lora.rank"):
         if d.get(f"{MODEL}.{part}"):
-            d.refuse(f"{MODEL}.{part}", "LoRA is not here: all weights are trained")
+            d.refuse(f"{MODEL}.{part}", "not translated: give trainer.lora yourself")
 
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
