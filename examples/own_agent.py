@@ -7,6 +7,7 @@ What the model answers is trained; what the agent says in between is not. Here a
 wrong answer the model may try once more.
 """
 
+import openai.resources  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
 from openai import OpenAI
 
 

@@ -79,7 +79,8 @@ def _call(call: Any, param: str) -> Mapping[str, Any]:
 
 def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     """As one JSON object."""
-    message = {**answer.message, "content": answer.content or None, "refusal": None}
+    said = answer.content or (None if answer.calls else "")
+    message = {**answer.message, "content": said, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}

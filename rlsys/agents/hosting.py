@@ -21,10 +21,14 @@ START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Ended:
-    """`error`: what it raised, in words; None when it came to its end. `signal`: what killed it, 0 for nothing."""
+    """`error`: what it raised, in words; None when it came to its end. `lost`: what killed it, in words; empty for
+    nothing."""
 
     error: str | None
-    signal: int
+    lost: str = ""
+
+
+_HOST_DIED = Ended(None, "with the process of all agents")
 
 
 class AgentHost:
@@ -42,7 +46,7 @@ class AgentHost:
         """Start an agent: its number, and how it will have ended."""
         agent, ended = next(self._ids), asyncio.get_running_loop().create_future()
         if self.lost.is_set():
-            ended.set_result(Ended(None, 9))
+            ended.set_result(_HOST_DIED)
         else:
             self._running[agent] = ended
             _write(self._writer, {"start": agent, "task": task, "seed": seed, "env": env})
@@ -59,12 +63,13 @@ class AgentHost:
             while (said := await _read(self._reader)) is not None:
                 ended = self._running.pop(said["ended"])
                 if not ended.done():
-                    ended.set_result(Ended(said["error"], said["signal"]))
+                    signal = said["signal"]
+                    ended.set_result(Ended(said["error"], f"by signal {signal}" if signal else ""))
         finally:
             self.lost.set()
             for ended in self._running.values():
                 if not ended.done():
-                    ended.set_result(Ended(None, 9))
+                    ended.set_result(_HOST_DIED)
 
 
 @asynccontextmanager

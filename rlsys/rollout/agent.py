@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.agents.hosting import AgentHost, Ended, open_host
 from rlsys.agents.messages import Answer
+from rlsys.agents.remote import AgentService, open_service
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Positive, Section
@@ -49,6 +50,8 @@ class AgentParams(Section):
     """The agent: an async or plain function of its task, `path/to/file.py:function` or `package.module:function`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """The agent as a program, with its arguments; its task comes as JSON through its standard input."""
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    """The agent as a service of this machine, which gets its task by POST (rlsys/agents/remote.py)."""
     env: list[str] = Field(default_factory=list)
     """Environment variables that it may read, beside the few that programs need."""
     max_calls: Positive = 256
@@ -58,14 +61,16 @@ class AgentParams(Section):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.run is None) == (self.command is None):
-            raise ValueError("run, command: expected one of them")
+        if sum(way is not None for way in (self.run, self.command, self.url)) != 1:
+            raise ValueError("run, command, url: expected one of them")
+        if self.url is not None and self.env:
+            raise ValueError(f"env = {self.env}: a service of its own has an environment of its own")
         return self
 
     @property
     def name(self) -> str:
         """For messages."""
-        return self.run or " ".join(self.command or ())
+        return self.run or self.url or " ".join(self.command or ())
 
 
 class AgentGenerator:
@@ -77,8 +82,10 @@ class AgentGenerator:
         parsed = config.engine.tool_call_parser or config.engine.reasoning_parser
         self._reader = TurnReader(config) if parsed else None
         self._ends = turn_ends(config, tokenizer)
+        self.remote = params.url is not None
+        """Agents are somebody else's processes."""
         self._keeper: asyncio.Task[None] | None = None
-        self._parts: asyncio.Future[tuple[Endpoint, AgentHost]] | None = None
+        self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
         self.counts = {"agent_calls": 0, "agent_side_calls": 0, "agent_restarts": 0}
         """Since this process began: requests of agents, those that were answered on the side, and agents that were
         killed and run again."""
@@ -92,7 +99,7 @@ class AgentGenerator:
             )
         task = {**prompt.entry, "question": prompt.question}
         sides: dict[str, list[Answer]] = {}
-        signal = 0
+        lost = ""
         for _ in range(STARTS):
             talk = Conversation(
                 self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt, sides,
@@ -105,12 +112,12 @@ class AgentGenerator:
                     )
                 except ToolFailed as e:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
-            if end is None or not end.signal:
+            if end is None or not end.lost:
                 self._conclude(talk, end)
                 return
             self.counts["agent_restarts"] += 1
-            signal = end.signal
-        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last by signal {signal}")
+            lost = end.lost
+        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last {lost}")
 
     def _conclude(self, talk: Conversation, end: Ended | None) -> None:
         if end is not None and end.error is not None:
@@ -134,7 +141,7 @@ class AgentGenerator:
             host.kill(agent)
             endpoint.close(session)
 
-    async def _serving(self) -> tuple[Endpoint, AgentHost]:
+    async def _serving(self) -> tuple[Endpoint, AgentHost | AgentService]:
         """Started by the first sample; started anew where the process of the agents has died."""
         if self._keeper is not None and self._lost():
             await asyncio.wait([self._keeper])
@@ -151,11 +158,12 @@ class AgentGenerator:
             return False
         return self._parts.exception() is not None or self._parts.result()[1].lost.is_set()
 
-    async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost]]) -> None:
+    async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]]) -> None:
         """Ends with the event loop, which cancels it."""
         p = self._params
         try:
-            async with Endpoint().listening() as endpoint, open_host(p.run, p.command, p.env) as host:
+            opened = open_host(p.run, p.command, p.env) if p.url is None else open_service(p.url)
+            async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
                 await host.lost.wait()
                 log.warning("the process of the agents has died; it is started anew")

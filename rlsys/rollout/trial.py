@@ -194,7 +194,10 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
         generate = build_generator(config, tokenizer, speak)
         try:
             async with asyncio.timeout(GENERATOR_SECONDS):
-                await generate(sample, prompt)
+                if isinstance(generate, AgentGenerator) and generate.remote:
+                    await speak(sample)  # no server is asked
+                else:
+                    await generate(sample, prompt)
         except TimeoutError:
             raise UserError(
                 f"{field}: it has not ended a response within {GENERATOR_SECONDS:g} s, though each turn of the "

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
+from rlsys.agents import remote
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
@@ -253,6 +257,58 @@ def runs(pid: int) -> bool:
         return False
 
 
+class Service:
+    """Runs an agent of the tests' file for each request; the first `losing` connections break."""
+
+    def __init__(self, losing: int = 0) -> None:
+        self.losing, self.asked = losing, 0
+
+    async def _run(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        body = await request.json()
+        if self.asked <= self.losing:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        command = [sys.executable, str(AGENTS)]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, env={**os.environ, **body["env"]}
+        )
+        await process.communicate(json.dumps(body["task"]).encode())
+        return web.Response(status=200 if process.returncode == 0 else 500, text="no luck")
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.add_routes([web.post("/run", self._run)])
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/run"
+        finally:
+            await runner.cleanup()
+
+
+@pytest.mark.parametrize("losing", [0, 1])
+async def test_an_agent_may_be_a_service(losing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    service = Service(losing)
+    async with service.listening() as url:
+        s = await made(config("", {"run": None, "url": url}))
+    assert (TOKENIZER.decode(s.response_ids), service.asked) == (WHOLE, losing + 1)
+
+
+async def test_a_service_that_fails_or_is_not_there_censors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    async with Service().listening() as url:
+        with pytest.raises(ToolFailed, match="its service answered 500 no luck"):
+            await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
+    with pytest.raises(ToolFailed, match=r"killed 3 times, at last its service at .* is gone: Client"):
+        await made(config("", {"run": None, "url": url}))
+
+
 async def test_there_has_to_be_such_an_agent() -> None:
     with pytest.raises(UserError, match="has no function 'nobody'"):
         await made(config("nobody"))
@@ -260,6 +316,11 @@ async def test_there_has_to_be_such_an_agent() -> None:
         ({"run": None}, "expected one of them"),
         ({"command": ["x"]}, "expected one of them"),
         ({"patients": 3}, "patients"),
+        ({"run": None, "url": "ftp://x"}, "url"),
+        (
+            {"run": None, "url": "http://x", "env": ["A"]},
+            "a service of its own has an environment of its own",
+        ),
     ]:
         with pytest.raises(UserError, match=why):
             build_generator(config("sums", params), TOKENIZER, Model())

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.agents.messages import BadRequest, behind
+from rlsys.agents import chat, responses
+from rlsys.agents.messages import Answer, BadRequest, ToolCall, behind
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.data import Tokenizer
@@ -126,3 +127,12 @@ def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> Non
     for changed in changes:
         assert behind(history, [history[0], {**stripped, **changed}, new]) is None
     assert behind(history, history) is None
+
+
+def test_a_turn_without_a_word_is_an_empty_text_and_one_of_calls_has_none() -> None:
+    """As OpenAI answers: programs look into the content of an answer without calls."""
+    call = ToolCall("c", "f", "{}")
+    empty, called = (Answer("a", "", "", calls, "stop", 1, 1) for calls in ((), (call,)))
+    assert chat.whole(empty, {})["choices"][0]["message"]["content"] == ""
+    assert chat.whole(called, {})["choices"][0]["message"]["content"] is None
+    assert responses.whole(empty, {})["output"][0]["content"][0]["text"] == ""

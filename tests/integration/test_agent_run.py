@@ -1,0 +1,75 @@
+"""Agents in a real run: they, their process, an engine and the rollout process are killed, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlsys.obs.metrics import read_metrics
+from rlsys.rollout.reader import RunReader
+from tests.helpers.sessions import GROUPS, Session, as_json, check_ledger, command_line
+
+pytestmark = pytest.mark.integration
+
+STEPS = 8
+AGENT = (
+    "rollout.generator=agent",
+    "rollout.generator_params={run: 'examples/own_agent.py:second_chance'}",
+    "data.reward=exact_answer",
+    f"trainer.steps={STEPS}",
+)
+HOST = "rlsys.agents.host"
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    made = Session(tmp_path / "run", *AGENT)
+    yield made
+    made.kill()
+
+
+def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path) -> None:
+    session.wait_for_steps(1)
+    kill_one(lambda p: HOST in command_line(p) and HOST in parents_line(p), session)  # an agent
+    session.wait_for_steps(2)
+    kill_one(lambda p: HOST in command_line(p) and "rlsys.rollout.service" in parents_line(p), session)
+    session.wait_for_steps(3)
+    session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
+    session.wait_for_steps(5)
+    restarts = max(s["agent_restarts"] for s in read_metrics(tmp_path / "run").steps)
+    session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+    code, output = session.end()
+    assert code == 0, output
+    assert restarts >= 2
+    assert check_ledger(tmp_path / "run")["trained"] == STEPS * GROUPS
+    assert [s["step"] for s in read_metrics(tmp_path / "run").steps] == list(range(1, STEPS + 1))
+    _, summary = as_json("report", str(tmp_path / "run"))
+    assert summary["tokens_lost"] == 0
+    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
+    samples = [s for g in RunReader(tmp_path / "run").groups("state = 'trained'") for s in g.samples]
+    assert any(s.observed for s in samples), "a second chance"
+    assert all(not any(s.trained()[o.start : o.end]) for s in samples for o in s.observed)
+
+
+def parents_line(process: psutil.Process) -> list[str]:
+    try:
+        parent = process.parent()
+    except psutil.NoSuchProcess:
+        return []
+    return [] if parent is None else command_line(parent)
+
+
+def kill_one(chosen: Callable[[psutil.Process], bool], session: Session) -> None:
+    """As soon as there is one."""
+    found: list[psutil.Process] = []
+
+    def there() -> bool:
+        found[:] = [p for p in session.processes() if chosen(p)]
+        return bool(found)
+
+    session.wait_for(there)
+    found[0].kill()
