@@ -63,6 +63,8 @@ SLIME = {
     "--recompute-granularity": "trainer.recompute",
     "--rollout-num-gpus": "engine.count, the number of engines",
     "--rollout-num-gpus-per-engine": "engine.tp",
+    "--sglang-tool-call-parser": "engine.tool_call_parser",
+    "--sglang-reasoning-parser": "engine.reasoning_parser",
     "--actor-num-nodes": "launch.nodes",
     "--actor-num-gpus-per-node": "launch.gpus_per_node",
     "--colocate": "launch.placement=colocated, the default",
@@ -207,6 +209,8 @@ def _held_out(d: Draft) -> None:
 
 def _rollout(d: Draft) -> None:
     d.move("--rollout-temperature", float)
+    d.move("--sglang-tool-call-parser")
+    d.move("--sglang-reasoning-parser")
     d.cut("--rollout-top-p", "--rollout-top-k")
     if stops := d.get("--rollout-stop"):
         d.put("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")

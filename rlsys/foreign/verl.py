@@ -51,6 +51,7 @@ VERL = {
     "actor_rollout_ref.rollout.top_k": "rollout.top_k",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tp",
     "actor_rollout_ref.rollout.max_num_seqs": "engine.max_running_requests",
+    "actor_rollout_ref.rollout.multi_turn.format": "engine.tool_call_parser",
     "algorithm.adv_estimator": "algo.advantage",
     "algorithm.norm_adv_by_std_in_grpo": "algo.advantage=dr_grpo, which does not divide by the deviation",
     "algorithm.use_kl_in_reward": "algo.shaping=[kl_reward]",
@@ -225,8 +226,10 @@ def _rollout(d: Draft) -> None:
     d.used |= {f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"}
     d.move(f"{ROLLOUT}.max_num_seqs", int)
     if d.get(f"{ROLLOUT}.multi_turn.enable"):
+        d.move(f"{ROLLOUT}.multi_turn.format")
         d.refuse(
-            f"{ROLLOUT}.multi_turn.enable", "turns with tools are a generator of yours: rollout.generator"
+            f"{ROLLOUT}.multi_turn.enable",
+            "tools are Python functions for rollout.generator = functions, or a generator of yours",
         )
 
 

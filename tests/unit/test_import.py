@@ -160,6 +160,22 @@ def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names
         assert field is not None and told[name].startswith(field[0]), name
 
 
+def test_their_parsers_are_ours() -> None:
+    """All three use SGLang's names."""
+    text = (SCRIPTS / "slime_math.sh").read_text()
+    more = "--sglang-mem-fraction-static 0.7 --sglang-tool-call-parser qwen25 --sglang-reasoning-parser qwen3"
+    text = text.replace("--sglang-mem-fraction-static 0.7", more)
+    engine = slime.translate(slime.settings_of(text, None, {}), ()).config["engine"]
+    assert (engine["tool_call_parser"], engine["reasoning_parser"], engine["count"]) == ("qwen25", "qwen3", 4)
+    settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    at = "actor_rollout_ref.rollout.multi_turn"
+    draft = verl.translate(settings | {f"{at}.enable": "True", f"{at}.format": "hermes"}, ())
+    assert draft.config["engine"]["tool_call_parser"] == "hermes"
+    assert "rollout.generator = functions" in next(
+        r.ours for r in draft.refused if r.theirs == f"{at}.enable"
+    )
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("adam", None), ("dist_muon", "muon"), ("sgd", None)])
 def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
     text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
