@@ -190,7 +190,8 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
     beside = 0.0
     if config.algo.teacher is not None:
-        beside = sum(_held(config, model_size(HFConfig.read(config.algo.teacher.path)), stage))
+        folders = set(config.algo.teacher.folders.values())
+        beside = sum(sum(_held(config, model_size(HFConfig.read(folder)), stage)) for folder in folders)
     return Budget(
         weights=width * (dense + experts + beside),
         gradients=4.0 * (trained + of_experts),
@@ -312,7 +313,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
             f"{b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
             f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
         ),
-        *describe_push(config, hf, value_bytes(config) * size.total),
+        *describe_push(config, hf, value_bytes(config) * _pushed(config, size)),
         (
             "a checkpoint",
             f"about {short(checkpoint_host(config, size) / GB)} GB of a node's host memory while "
@@ -320,6 +321,13 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         ),
         ("expected staleness", expected_staleness(config)),
     ]
+
+
+def _pushed(config: Config, size: ModelSize) -> int:
+    """Parameters that each engine gets in a push."""
+    if config.weights.method != "adapter":
+        return size.total
+    return sum(f.dense + f.experts for f in _factors(config))
 
 
 def _describe_adapters(config: Config) -> list[Fact]:

@@ -24,10 +24,11 @@ def check_model(config: Config) -> None:
     if any(path.glob("*.safetensors")):
         find_tensors(path, hf)
     if (teacher := config.algo.teacher) is not None:
-        check_folder(teacher.path, "algo.teacher.path")
-        other = HFConfig.read(teacher.path)
-        check_teacher(config, hf, other)
-        find_tensors(teacher.path, other)
+        for field, folder in teacher.folders.items():
+            check_folder(folder, f"algo.teacher.{field}")
+            other = HFConfig.read(folder)
+            check_teacher(config, hf, other, folder)
+            find_tensors(folder, other)
 
 
 def read_model(config: Config) -> HFConfig:

@@ -124,8 +124,8 @@ class Segment:
 
     `ids` and `mu` have one entry per new token; `spans` count from the segment's first token.
     `finish` is None while streaming, else "stop", "length" or "abort". `routes` come with the finish, and cover all
-    segments of the call. `call_spans` too, when the weights changed under the call: while it streamed, every segment
-    had the version that its last token had.
+    segments of the call. `checks` and `checked` too, where engines draft tokens. `call_spans` too, when the weights
+    changed under the call: while it streamed, every segment had the version that its last token had.
     """
 
     ids: Sequence[int]
@@ -137,6 +137,8 @@ class Segment:
     routes: RouteSpan | None = None
     call_spans: list[VersionSpan] | None = None
     support: bytes | None = None  # rows of the ids that sampling kept, one a token (rlsys/support.py)
+    checks: int = 0  # passes in which the engine checked drafts, and tokens of the call that they gave
+    checked: int = 0
 
 
 @dataclass(slots=True)
@@ -369,6 +371,8 @@ class Taken:
     weight_version: int
     groups: list[SampleGroup]
     metrics: dict[str, int | float]
+    sources: list[str] = field(default_factory=list)
+    """Of each group the `data_source` of its prompt; empty unless algo.teacher asks for it."""
 
 
 @dataclass(slots=True)

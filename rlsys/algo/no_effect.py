@@ -102,5 +102,8 @@ def describe_passes(config: Config) -> list[str]:
         if name in objective.asks.passes
     ]
     if "divergence" in objective.asks.passes:
-        found.append("the whole step with the teacher")
+        teachers = len(set(config.algo.teacher.folders.values())) if config.algo.teacher is not None else 1
+        found.append(
+            f"the whole step with {f'each of {teachers} teachers' if teachers > 1 else 'the teacher'}"
+        )
     return found or ["none"]

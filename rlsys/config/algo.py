@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -41,12 +42,20 @@ class TeacherSection(Section):
     path: FilePath
     """Folder of the teacher: any model that can be trained here, with the policy's vocabulary. Every rank holds its
     part of it, in `model.dtype`, beside the policy's."""
+    by_source: dict[str, FilePath] = Field(default_factory=dict)
+    """Folders of further teachers, by the `data_source` of a prompt's entry, as a mixture's parts have it; prompts of
+    other sources keep the teacher of `path`. Each takes its memory, and a pass over the whole step."""
     top_k: Annotated[int, Field(ge=1, le=65536)] | None = 64
     """How many of the teacher's most probable tokens are compared at each place; the others are compared together.
     null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step."""
     direction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """1: KL(policy || teacher), which seeks a mode. 0: KL(teacher || policy), which covers all. Between them: the
     generalised Jensen-Shannon divergence (GKD, eq. 1), with this weight of the teacher."""
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """By the field that names it."""
+        return {"path": self.path, **{f"by_source.{name}": path for name, path in self.by_source.items()}}
 
 
 class AlgoSection(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlsys.config import Config
 from rlsys.convert.adapters import check_lora
 from rlsys.convert.config import HFConfig
@@ -98,6 +100,11 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             f"model.path = {path}: its weights are quantised ({hf.quantised}), and engines that serve it could not "
             f"take new ones; train what `rlsys convert hf-to-megatron --hf {path} --out FOLDER` makes of it"
         )
+    if config.engine.ngram_drafts and (hf.latent is not None or hf.window):
+        raise UserError(
+            f"engine.ngram_drafts = {config.engine.ngram_drafts}: expected 0, drafts were never compared with latent "
+            f"attention or windows, which {path} has"
+        )
     balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
     for field, value in balance:
         if value and not hf.experts:
@@ -119,12 +126,13 @@ def check_asked(config: Config, hf: HFConfig) -> None:
         )
 
 
-def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig) -> None:
-    """Raises UserError when the model of algo.teacher does not fit the layout, or has another vocabulary than the
-    policy `hf`."""
+def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig, folder: Path) -> None:
+    """Raises UserError when the model `teacher` in `folder`, of algo.teacher, does not fit the layout, or has another
+    vocabulary than the policy `hf`."""
     check_layout(config, teacher)
     if config.algo.teacher is not None and teacher.vocab_size != hf.vocab_size:
+        field = next(f for f, path in config.algo.teacher.folders.items() if path == folder)
         raise UserError(
-            f"algo.teacher.path = {str(config.algo.teacher.path)!r} has {teacher.vocab_size} tokens, the policy "
+            f"algo.teacher.{field} = {str(folder)!r} has {teacher.vocab_size} tokens, the policy "
             f"{hf.vocab_size}; expected the same vocabulary"
         )

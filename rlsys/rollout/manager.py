@@ -154,7 +154,7 @@ class RolloutManager:
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
             self._parts.append(part)
-            return Taken(train_step, version, groups, {})
+            return Taken(train_step, version, groups, {}, self._sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
         """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
@@ -205,7 +205,14 @@ class RolloutManager:
                 version,
                 groups,
                 {**metrics, **beside, **counts, **self._figures.totals(), **self._spans.figures()},
+                self._sources(groups),
             )
+
+    def _sources(self, groups: Sequence[SampleGroup]) -> list[str]:
+        """Where their prompts come from, if teachers are chosen by it."""
+        if self._config.algo.teacher is None or not self._config.algo.teacher.by_source:
+            return []
+        return [str(self._source.train(g.prompt_index).entry.get("data_source", "")) for g in groups]
 
     async def unscored(self, train_step: int) -> list[Unscored]:
         """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""

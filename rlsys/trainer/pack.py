@@ -124,6 +124,7 @@ class MicroBatch(Batch):
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
+    teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
     teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
     teacher_logp: Tensor | None = None  # [T, K]
 

@@ -33,7 +33,7 @@ from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.notes import Noted
 from rlsys.trainer.pack import MicroBatch, Unread
-from rlsys.trainer.teacher import Teacher
+from rlsys.trainer.teacher import Teachers
 from rlsys.trainer.trainer import Trainer, learning_rate
 from rlsys.types import Sample, SampleGroup, Scored, Taken, Unscored
 
@@ -212,8 +212,13 @@ def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[Micro
     """This rank's micro-batches of these rows of the sample table."""
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
     batch = trainer.passes.pack([Unread(samples[r], r, trainer.segments, layers) for r in rows])
+    teachers = None
+    if taken.sources and isinstance(trainer.teacher, Teachers):
+        places = [trainer.teacher.place(source) for source in taken.sources]
+        each = [place for place, g in zip(places, taken.groups, strict=True) for _ in g.samples]
+        teachers = torch.tensor(each, dtype=torch.float32)
     for micro in batch:
-        micro.version = taken.weight_version
+        micro.version, micro.teachers = taken.weight_version, teachers
     return batch
 
 
@@ -231,7 +236,7 @@ def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective,
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
     if "divergence" in passes:
-        assert isinstance(trainer.teacher, Teacher), "add_teacher comes before the first step"
+        assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"
         trainer.teacher.score(batches)
 
     def score_weights(weights: Mapping[str, Tensor], name: str) -> None:

@@ -1,19 +1,21 @@
-"""A frozen model of its own weights and its own architecture, which the policy is compared with.
+"""Frozen models of their own weights and their own architectures, which the policy is compared with.
 
-It is laid out over the ranks as the policy is, and sees the same micro-batches. Shapes: T tokens of a micro-batch,
+Each is laid out over the ranks as the policy is, and sees the same micro-batches. Shapes: T tokens of a micro-batch,
 P of it padded, c context-parallel ranks, V vocabulary, K of its entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from rlsys.config.algo import TeacherSection
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_teacher
 from rlsys.convert.flops import crossover_length
@@ -36,15 +38,13 @@ class Opinion(Scores):
 
 
 class Teacher:
-    """Without gradients and optimizer. Raises UserError for a folder or a layout that does not fit."""
+    """One of them, without gradients and optimizer. Raises UserError for a folder or a layout that does not fit."""
 
-    def __init__(self, policy: Trainer) -> None:
-        section = policy.config.algo.teacher
-        assert section is not None
-        model = policy.config.model.model_copy(update={"path": section.path})
+    def __init__(self, policy: Trainer, section: TeacherSection, folder: Path) -> None:
+        model = policy.config.model.model_copy(update={"path": folder})
         config = policy.config.model_copy(update={"model": model})
-        hf = HFConfig.read(section.path)
-        check_teacher(config, policy.hf, hf)
+        hf = HFConfig.read(folder)
+        check_teacher(config, policy.hf, hf, folder)
         self._top_k = min(section.top_k or hf.vocab_size, hf.vocab_size)
         device = local_device()
         self.chunks = chunks = build_model(config, hf, device)
@@ -53,12 +53,11 @@ class Teacher:
         routing = Routing(chunks.modules, hf.layers, "off")  # it takes its own experts
         self._passes = Passes(config, chunks.modules, routing, self._scores, crossover_length(hf), device)
 
-    def score(self, batches: Sequence[list[MicroBatch]]) -> None:
-        """Fill `teacher_ids` and `teacher_logp` `[T, K]` of every micro-batch, at the rollout's temperature."""
-        for batch in batches:
-            for micro, found in zip(batch, self._passes.score(batch), strict=True):
-                assert isinstance(found, Opinion)
-                micro.teacher_ids, micro.teacher_logp = found.ids, found.most
+    def opinions(self, batch: list[MicroBatch]) -> Iterator[Opinion]:
+        """Of every micro-batch, at the rollout's temperature."""
+        for found in self._passes.score(batch):
+            assert isinstance(found, Opinion)
+            yield found
 
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Opinion:
         """Of logits `[1, P / c, V / tp]`."""
@@ -83,6 +82,44 @@ def _of_all(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
+class Teachers:
+    """All of `algo.teacher`: that of `path` first, then those of `by_source`. A folder that is named twice is held
+    once."""
+
+    def __init__(self, policy: Trainer) -> None:
+        section = policy.config.algo.teacher
+        assert section is not None
+        folders = list(dict.fromkeys(section.folders.values()))
+        self.models = [Teacher(policy, section, folder) for folder in folders]
+        self._places = {source: folders.index(folder) for source, folder in section.by_source.items()}
+
+    def place(self, source: str) -> int:
+        """Which of them teaches prompts of this source."""
+        return self._places.get(source, 0)
+
+    def score(self, batches: Sequence[list[MicroBatch]]) -> None:
+        """Fill `teacher_ids` and `teacher_logp` `[T, K]` of every micro-batch: each sample's teacher's."""
+        for batch in batches:
+            for number, model in enumerate(self.models):
+                for micro, found in zip(batch, model.opinions(batch), strict=True):
+                    ids, most = found.ids, found.most
+                    if number:
+                        assert micro.teachers is not None, (
+                            "a step with several teachers tells its groups' sources"
+                        )
+                        own = (micro.expand(micro.teachers) == number)[:, None]
+                        ids, most = (
+                            _chosen(own, ids, micro.teacher_ids),
+                            _chosen(own, most, micro.teacher_logp),
+                        )
+                    micro.teacher_ids, micro.teacher_logp = ids, most
+
+
+def _chosen(own: Tensor, new: Tensor | None, before: Tensor | None) -> Tensor:
+    assert new is not None and before is not None
+    return torch.where(own, new, before)
+
+
 def add_teacher(policy: Trainer) -> None:
-    """Give the policy's trainer the teacher of `algo.teacher`. Collective."""
-    policy.teacher = Teacher(policy)
+    """Give the policy's trainer the teachers of `algo.teacher`. Collective."""
+    policy.teacher = Teachers(policy)

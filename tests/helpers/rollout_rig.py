@@ -28,7 +28,8 @@ class Numbers:
     """Prompt i is three ids; held-out prompts have 1, 2, ... ids."""
 
     def train(self, index: int) -> Prompt:
-        return Prompt(index, str(index), [5, 6, index % 50], {"answer": str(index)})
+        entry = {"answer": str(index), "data_source": ("even", "odd")[index % 2]}
+        return Prompt(index, str(index), [5, 6, index % 50], entry)
 
     def heldout(self, n: int) -> list[Prompt]:
         return [Prompt(i, str(i), [1] * (i + 1), {"heldout": True}) for i in range(n)]

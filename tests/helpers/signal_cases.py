@@ -21,7 +21,7 @@ from rlsys.config.algo import CriticSection
 from rlsys.rollout.protocol import decode
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
-from rlsys.trainer.teacher import Teacher, add_teacher
+from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
 from rlsys.types import Sample, SampleGroup, Status, Taken, log_probs
 
@@ -116,8 +116,8 @@ def trainer_of(run: Path, *overrides: str) -> Trainer:
     trainer = Trainer(config_of(None, run, TEACHER, *overrides), SIGNALS)
     add_critic(trainer, CriticSection())
     add_teacher(trainer)
-    assert isinstance(trainer.teacher, Teacher)
-    for _, parameter in trainer.teacher.chunks.named_parameters():
+    assert isinstance(trainer.teacher, Teachers)
+    for _, parameter in trainer.teacher.models[0].chunks.named_parameters():
         parameter.data.mul_(OTHER)
     for weight in trainer.first_weights.values():
         weight *= OTHER

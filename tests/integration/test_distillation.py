@@ -17,7 +17,7 @@ from rlsys.convert.table import entries
 from rlsys.errors import UserError
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.teacher import Teacher, add_teacher
+from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 
@@ -61,7 +61,7 @@ def distance(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tenso
 def update(trainer: Trainer, lr: float = 1e-30) -> float:
     """The mean divergence over the response tokens."""
     batch = trainer.passes.pack(cases.samples())
-    assert isinstance(trainer.teacher, Teacher)
+    assert isinstance(trainer.teacher, Teachers)
     trainer.teacher.score([batch])
     return trainer.update(batch, distance, lr).loss
 
@@ -147,3 +147,43 @@ def test_a_teacher_that_is_not_there_is_told_before_anything_starts(
     check_model(config_of(folders[1]))
     with pytest.raises(UserError, match=r"^algo.teacher.path = .*: no such folder$"):
         check_model(config_of(tmp_path / "none"))
+
+
+def test_each_sample_has_the_teacher_of_its_prompts_source(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    """Two models under three names; every token's opinion is that of one of them alone."""
+    second = cases.write_model(tmp_path / "second", "Qwen3MoeForCausalLM")
+    trainer = start(
+        folders, tmp_path / "run", trainers, by_source={"code": second, "sums": folders[1], "chess": second}
+    )
+    teachers = trainer.teacher
+    assert isinstance(teachers, Teachers) and len(teachers.models) == 2
+    sources = ["maths", "code", "sums", "chess", "", "code", "maths", "maths", "chess", "sums"]
+    places = [teachers.place(source) for source in sources]
+    assert places == [0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
+    batch = trainer.passes.pack(cases.samples())
+    for micro in batch:
+        micro.teachers = torch.tensor(places, dtype=torch.float32)
+    alone = [list(model.opinions(batch)) for model in teachers.models]
+    teachers.score([batch])
+    seen = set()
+    for i, micro in enumerate(batch):
+        of_token = micro.expand(micro.teachers).long().tolist()
+        seen.update(of_token)
+        for t, place in enumerate(of_token):
+            own = alone[place][i]
+            assert micro.teacher_logp is not None and micro.teacher_ids is not None
+            assert own.most is not None and own.ids is not None
+            assert torch.equal(micro.teacher_logp[t], own.most[t]) and torch.equal(
+                micro.teacher_ids[t], own.ids[t]
+            )
+    assert seen == {0, 1}
+
+
+def test_a_further_teacher_with_another_vocabulary_is_named(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    other = cases.write_model(tmp_path / "other", "Qwen3ForCausalLM", vocab_size=64)
+    with pytest.raises(UserError, match=r"algo.teacher.by_source.code = .* has 64 tokens, the policy 96"):
+        start(folders, tmp_path / "run", trainers, by_source={"code": other})

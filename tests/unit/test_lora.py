@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from launch.memory import budget, checkpoint_host, describe_memory, model_size
+from launch.push import short
 from rlsys.algo.preflight import check
 from rlsys.cli import main
 from rlsys.config import Config, load_config
@@ -134,6 +135,10 @@ def test_optimizer_and_checkpoints_are_of_the_adapters_alone() -> None:
     assert budget(lean, size).weights == budget(whole, size).weights
     share = trained / size.total
     assert checkpoint_host(lean, size) == pytest.approx(share * checkpoint_host(whole, size))
+    pushed = config("weights.method=adapter")
+    assert ("a weight push", f"{short(4 * trained / 1e9)} GB to each engine") in [
+        (name, text.split(",")[0]) for name, text in describe_memory(pushed, hf)
+    ]
     assert ("trained", "adapters of rank 16") in [
         (name, text.split(", ")[-1].split(";")[0]) for name, text in describe_memory(lean, hf)
     ]

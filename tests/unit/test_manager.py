@@ -112,6 +112,18 @@ async def test_step_metrics_hand_computed(tmp_path: Path) -> None:
         assert metrics["cache_share"] == 0.75
 
 
+async def test_a_take_tells_where_prompts_come_from_if_teachers_are_chosen_by_it(tmp_path: Path) -> None:
+    teacher = {"path": tmp_path, "by_source": {"odd": tmp_path}}
+    for algo, told in (({}, []), ({"loss": ["distill"], "teacher": teacher}, ["even", "odd"])):
+        (folder := tmp_path / str(len(told))).mkdir()
+        async with rig(make_config(folder, algo=algo)) as r:
+            await r.start()
+            taken = await r.take(1)
+            assert [taken.sources[i] for i, _ in enumerate(told)] == told
+            assert len(taken.sources) == len(told)
+            assert [g.prompt_index for g in taken.groups] == [0, 1]
+
+
 # APRIL
 
 
