@@ -120,6 +120,10 @@ class EngineConfig(Section):
     deterministic: bool = True
     """Make a sample's tokens depend on its seed alone, whatever else is in the batch (SGLang's deterministic
     inference). It makes decoding slower on GPUs."""
+    ngram_drafts: Annotated[int, Field(ge=0, le=64)] = 0
+    """Nodes of the tree of guesses that an engine checks in one pass, the last real token among them: what has
+    followed the same tokens before (SGLang's NGRAM). It pays where responses repeat themselves or each other and the
+    batch is small. Needs deterministic = false, since a guess depends on other samples. 0: none."""
     return_routes: bool = False
     """Return the experts that each token was routed to, for trainer.replay = engine. Answers become larger."""
     start_timeout: Annotated[float, Field(gt=0)] | None = None

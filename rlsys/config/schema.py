@@ -184,6 +184,8 @@ class Config(Section):
             )
         if t.lora is not None and (told := self._not_with_lora()):
             raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
+        if self.engine.ngram_drafts and (told := self._not_with_drafts()):
+            raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {told}")
         if self.weights.method == "adapter" and (told := self._not_with_adapter_pushes()):
             raise ValueError(f"weights.method = adapter: {told}")
         if p.dispatcher == "allgather" and not t.equal_lengths:
@@ -244,4 +246,20 @@ class Config(Section):
             return (
                 f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"
             )
+        return ""
+
+    def _not_with_drafts(self) -> str:
+        """Where tokens would not be the model's, drawn from the sample's seed, or `mu` not the model's log-prob."""
+        if self.engine.ngram_drafts == 1:
+            return "a tree of one node has no guess in it; expected 0, or 2 and more"
+        if self.engine.deterministic:
+            return "what is guessed depends on other samples, engine.deterministic = true; use false"
+        if self.rollout.top_k is not None:
+            return f"the ids that sampling kept are not told with it, rollout.top_k = {self.rollout.top_k}; use null"
+        if self.engine.return_routes:
+            return "experts of tokens that drafts gave were never compared, engine.return_routes = true; use false"
+        if self.weights.method == "adapter":
+            return "engines do not draft with adapters, weights.method = adapter; use tensor"
+        if self.router.interruption != "abort":
+            return f"only aborts were tried, router.interruption = {self.router.interruption}; use abort"
         return ""

@@ -50,6 +50,7 @@ class Meta(msgspec.Struct):
     output_token_sampling_mask: list[list[int]] | None = None
     weight_versions: list[Made] | None = None
     routed_experts: str | None = None
+    spec_verify_ct: int = 0
 
 
 class Chunk(msgspec.Struct):
@@ -113,6 +114,8 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         prompt_tokens=meta.prompt_tokens,
         call_spans=_call_spans(meta, received + len(ids), version_of) if reason else None,
         support=support.encode(kept, ids) if truncated else None,
+        checks=meta.spec_verify_ct if reason else 0,
+        checked=meta.completion_tokens if reason and meta.spec_verify_ct else 0,
     )
 
 

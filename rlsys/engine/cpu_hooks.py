@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engine import cpu_lora, cpu_ops, route_hooks
+from rlsys.engine import cpu_lora, cpu_ngram, cpu_ops, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -94,6 +94,11 @@ def register() -> None:
         HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, replacement in cpu_ops.REPLACED.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
+    if "--speculative-algorithm" in sys.argv:
+        for target, replacement in cpu_ngram.REPLACED.items():
+            HookRegistry.register(target, replacement, HookType.REPLACE)
+        for target, around in cpu_ngram.AROUND.items():
+            HookRegistry.register(target, around, HookType.AROUND)
     if "--enable-lora" in sys.argv:
         cpu_lora.without_pinned_memory()
         for target, replacement in cpu_lora.REPLACED.items():

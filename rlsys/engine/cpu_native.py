@@ -6,6 +6,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from rlsys.engine import cpu_ngram
+
 
 class CpuNativePlatform(SRTPlatform, CpuDeviceMixin):
     """A CPU on which every op runs as plain torch."""
@@ -19,6 +21,15 @@ class CpuNativePlatform(SRTPlatform, CpuDeviceMixin):
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "NGRAM"
+
+    def get_speculative_worker_cls(self, algorithm: str) -> object:
+        return cpu_ngram.worker(algorithm)
+
+    def get_speculative_cache_locs_fn(self) -> object:
+        return cpu_ngram.extended_places
 
     def empty_cache(self) -> None:
         """Nothing, where SGLang's own collects garbage: a walk through all that it imports, a third of a second in

@@ -49,6 +49,10 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv += ["--lora-target-modules", *(lora.targets or ["all"])]
         if not have_cuda():
             argv += ["--lora-backend", "torch_native"]
+    if e.ngram_drafts:
+        argv += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(e.ngram_drafts)]
+        if not have_cuda():
+            env["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
     if e.tool_call_parser is not None:

@@ -59,6 +59,11 @@ class Figures:
         )  # fmt: skip
         return {
             "lost": self._buffer.lost,
+            **(
+                {"tokens_per_check": stats["checked_tokens"] / checks}
+                if (checks := stats["draft_checks"])
+                else {}
+            ),
             "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
             "resumes_total": stats["resumes"],
             "reward_hung": self._scorer.hung,

@@ -34,6 +34,8 @@ class Arrivals:
             "discarded_tokens": 0,
             "cached_tokens": 0,
             "prefilled_tokens": 0,
+            "draft_checks": 0,
+            "checked_tokens": 0,
         }
         self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
 
@@ -74,6 +76,8 @@ class Arrivals:
         self._dispatcher.works(engine)
         self._dispatcher.grow(engine, flight, tokens)
         self._counts["received_tokens"] += tokens
+        self._counts["draft_checks"] += segment.checks
+        self._counts["checked_tokens"] += segment.checked
         if sample.sample_id == EVALUATION:
             self._counts["evaluation_tokens"] += tokens
         else:

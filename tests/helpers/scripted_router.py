@@ -162,7 +162,8 @@ class ScriptedRouter:
     def stats(self) -> dict[str, float]:
         return {
             "in_flight": len(self._busy), "received_tokens": self.received, "resumes": self.resumes,
-            "cached_tokens": 30, "prefilled_tokens": 40, "engine_tokens": self.received + self.lost,
+            "cached_tokens": 30, "prefilled_tokens": 40, "draft_checks": 0, "checked_tokens": 0,
+            "engine_tokens": self.received + self.lost,
             "lost": self.lost, "evaluation_tokens": 0, "engines_serving": 1, "engine_deaths": 0,
         }  # fmt: skip
 
