@@ -22,7 +22,7 @@ from rlsys.config.trainer import SFTConfig
 from rlsys.errors import UserError
 
 RECIPES = folder() / "algorithms"
-PREFERENCES = folder() / "preferences"
+SFT = folder() / "preferences", folder() / "imitation"
 
 STAGES = {
     "prompt": "control",
@@ -35,6 +35,7 @@ STAGES = {
     "loss": "policy loss",
     "reducer": "policy loss",
     "hook": "optimizer",
+    "imitation": "rlsys sft",
     "preference": "rlsys sft",
 }
 """Kind -> where its plug-ins act: a stage before the trainer (generate, filter, control, replay), or within it."""
@@ -177,7 +178,9 @@ def recipes() -> dict[tuple[str, str], str]:
                 key = SECTION_KINDS[field], spec.name
                 if spec.name == path.stem or key not in out:
                     out[key] = f"algorithms/{path.stem}"
-    for path in sorted(PREFERENCES.glob("*.yaml")):
-        if (loss := SFTConfig.model_validate(read_layers(path)["sft"]).loss) is not None:
-            out["preference", loss.name] = f"preferences/{path.stem}"
+    for path in (path for of in SFT for path in sorted(of.glob("*.yaml"))):
+        name = SFTConfig.model_validate(read_layers(path)["sft"]).loss.name
+        out["imitation" if name in TABLE["imitation"] else "preference", name] = (
+            f"{path.parent.name}/{path.stem}"
+        )
     return out

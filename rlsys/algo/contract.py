@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rlsys.algo.imitation import Imitation, Tokens
 from rlsys.algo.objective import Objective
 from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.algo.preferences import Answers, Preference
@@ -63,8 +64,8 @@ def promises(config: Config, kind: str, name: str) -> Iterator[str]:
     `config`: of a run that would use the plug-in. If its section `algo` does not name it, it gets its kind's place,
     with its own defaults.
     """
-    if kind == "preference":
-        yield from _of_preference(name)
+    if kind in ("imitation", "preference"):
+        yield from _of_imitation(name) if kind == "imitation" else _of_preference(name)
         return
     config, spec = naming(config, kind, name)
     made: Plugin = build(kind, name, **spec.params)
@@ -88,6 +89,37 @@ def promises(config: Config, kind: str, name: str) -> Iterator[str]:
 def _made(kind: str, name: str, made: Plugin) -> str:
     told = (made.__doc__ or "").strip().splitlines()
     return f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
+
+
+def _of_imitation(name: str) -> Iterator[str]:
+    made: Imitation = build("imitation", name)
+    yield _made("imitation", name, made)
+    g = torch.Generator().manual_seed(0)
+    logp, chance, expected = -torch.rand(3, 8, generator=g, dtype=torch.float64) * 5
+
+    def tried(order: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and gradient, `[8]`, of eight made-up tokens in this order."""
+        leaf = logp[order].requires_grad_()
+        losses = made(Tokens(leaf, chance[order].exp(), expected[order]))
+        if losses.shape != leaf.shape:
+            raise UserError(
+                f"{name}: of 8 tokens it gives {list(losses.shape)} losses; expected one for each"
+            )
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+        return losses.detach(), gradient
+
+    order = torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])
+    (loss, gradient), again = tried(torch.arange(8)), tried(order)
+    if not (loss.isfinite().all() and gradient.isfinite().all() and gradient.any()):
+        raise UserError(
+            f"{name}: of made-up tokens the losses are {loss.tolist()}, the gradient {gradient.tolist()}"
+        )
+    yield "runs on made-up tokens: losses and gradient are finite, and the gradient is not 0"
+    if not _close(loss[order], again[0]) or not _close(gradient[order], again[1]):
+        raise UserError(
+            f"{name} gives a token another loss when others are before it; a batch is cut anywhere"
+        )
+    yield "a token's loss does not depend on which others are there"
 
 
 def _of_preference(name: str) -> Iterator[str]:

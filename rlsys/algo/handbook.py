@@ -10,7 +10,8 @@ INTRO = """# Algorithms
 
 This file is made by `python -m rlsys.algo.handbook > docs/algorithms.md` from the plug-ins themselves.
 `rlsys algo show NAME` prints one of them. Each method has a recipe in `configs/algorithms/`; losses on compared
-answers have theirs in `configs/preferences/`, and [sft.md](sft.md) says how they are trained.
+answers have theirs in `configs/preferences/`, and those of fine-tuning in `configs/imitation/`; [sft.md](sft.md) says
+how they are trained.
 
 An algorithm is put together from small plug-ins, one kind for each decision. In the config:
 

@@ -26,6 +26,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "loss": ("rlsys.algo.losses:Loss", "a term of the objective, token by token"),
     "reducer": ("rlsys.algo.reducers:Reducer", "what each token counts, and the denominator"),
     "hook": ("rlsys.algo.hooks:Hook", "learning-rate factors and weight averages around the optimizer step"),
+    "imitation": (
+        "rlsys.algo.imitation:Imitation",
+        "losses on the tokens of answers, of `rlsys sft` (sft.loss)",
+    ),
     "preference": (
         "rlsys.algo.preferences:Preference",
         "losses on compared answers, of `rlsys sft` (sft.loss)",
@@ -137,6 +141,11 @@ TABLE: dict[str, dict[str, str]] = {
         "ewma": "rlsys.algo.hooks:EwmaAnchor",
         "sync_ref": "rlsys.algo.sync_reference:SyncReference",
     },
+    "imitation": {
+        "cross_entropy": "rlsys.algo.imitation:CrossEntropy",
+        "dft": "rlsys.algo.imitation:Dft",
+        "otr": "rlsys.algo.imitation:Otr",
+    },
     "preference": {
         "dpo": "rlsys.algo.preferences:Dpo",
         "robust_dpo": "rlsys.algo.preferences:RobustDpo",
@@ -185,7 +194,7 @@ def build(kind: str, name: str, /, **params: Any) -> Any:
 def make(field: str, kind: str, spec: Spec) -> Any:
     """`build` with the config field that messages name."""
     if kind not in TABLE:
-        raise UserError(f"unknown kind of plug-in {kind!r}; {_hint(str(kind), TABLE)}")
+        raise UserError(f"unknown kind of plug-in {kind!r}; {hint(str(kind), TABLE)}")
     path = TABLE[kind].get(spec.name, spec.name)
     if ":" not in path:
         raise UserError(f"{field} = {spec.name!r}: unknown {kind}; {_elsewhere(kind, spec.name)}")
@@ -256,9 +265,10 @@ def _elsewhere(kind: str, name: str) -> str:
     others = [k for k, names in TABLE.items() if name in names]
     if others:
         return f"{name} is of kind {' and '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
-    return _hint(name, TABLE[kind]) + " (or package.module:name, or path/to/file.py:name)"
+    return hint(name, TABLE[kind]) + " (or package.module:name, or path/to/file.py:name)"
 
 
-def _hint(name: str, known: Mapping[str, object]) -> str:
+def hint(name: str, known: Mapping[str, object]) -> str:
+    """The name that was probably meant, or all of them."""
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -169,9 +169,9 @@ class SFTConfig(Section):
     or `path/to/file.py:function`. chats, pairs and labels read files of rows (docs/sft.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of it."""
-    loss: Spec | None = None
-    """Plug-in that compares answers (docs/algorithms.md, kind preference): dpo, simpo, orpo, kto, reward_model and
-    others. All but reference-free ones keep a copy of the first weights in host memory, and cost two forward passes.
-    Unset: cross entropy of the trained tokens."""
+    loss: Spec = Spec(name="cross_entropy")
+    """What is learned of the answers (docs/algorithms.md). Kind imitation, token by token: cross_entropy, dft, otr.
+    Kind preference, on compared answers: dpo, simpo, orpo, kto, reward_model and others, which cost one forward pass
+    more; all but reference-free ones keep a copy of the first weights in host memory, and cost two."""
     lr_end: Fraction = 0.02
     """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""

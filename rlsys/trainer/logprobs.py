@@ -11,7 +11,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from rlsys.algo.distill import divergence, with_rest
-from rlsys.trainer.entropy import logprob_and_entropy, logprobs_and_entropy, sum_pi_squared
+from rlsys.trainer.entropy import (
+    logprob_and_candidates,
+    logprob_and_entropy,
+    logprobs_and_entropy,
+    sum_pi_squared,
+)
 from rlsys.trainer.share import Share
 from rlsys.trainer.value_head import ValueHead
 
@@ -31,6 +36,8 @@ class Scores:
     )
 
     divergence: Tensor | None = None  # from a teacher's distribution
+    chance: Tensor | None = None  # that a candidate is the token, without gradient (rlsys.algo.imitation)
+    expected: Tensor | None = None  # the mean log-prob of candidates
 
     def to(self, device: torch.device) -> Self:
         there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
@@ -40,15 +47,18 @@ class Scores:
 @dataclass(frozen=True)
 class Scoring:
     """What a pass over the policy computes of each token, beside its log-prob. `head`: gives values. `direction`:
-    of the divergence from a teacher."""
+    of the divergence from a teacher. `candidates`: the temperature of tokens that are drawn in the token's place."""
 
     entropy: bool
     squares: bool
     head: ValueHead | None
     direction: float | None = None
+    candidates: float | None = None
 
     def __call__(self, output: Tensor, share: Share, temperature: float) -> Scores:
         """Of logits `[1, P / c, V / tp]`."""
+        if self.candidates is not None:
+            return _beside_candidates(output[0], share, temperature, self.candidates)
         values = None if self.head is None else self.head.values()
         squares = self.squares and not torch.is_grad_enabled()
         return token_scores(
@@ -81,6 +91,12 @@ def token_scores(
         return Scores(_of_following(logits, share), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
     return Scores(aligned(share, logp), aligned(share, spread), critic, squared)
+
+
+def _beside_candidates(logits: Tensor, share: Share, temperature: float, candidates: float) -> Scores:
+    found = logprob_and_candidates(as_drawn(logits, share, temperature), share.following, candidates)
+    logp, chance, expected = (aligned(share, values) for values in found)
+    return Scores(logp, chance=chance, expected=expected)
 
 
 def _beside_teacher(

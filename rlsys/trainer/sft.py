@@ -1,10 +1,10 @@
 """Learning from answers that are there: `torchrun ... -m rlsys.trainer.sft --config RUN/config.yaml`, or
 `rlsys sft CONFIG`.
 
-The mean cross entropy of the answers' trained tokens, or a loss that compares answers (rlsys/trainer/preference.py),
-with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps and falls linearly to sft.lr_end of
-its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its checkpoints, with the same numbers as a run
-that was never interrupted.
+The mean loss of the answers' trained tokens (rlsys/algo/imitation.py), or one that compares answers
+(rlsys/trainer/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps and
+falls linearly to sft.lr_end of its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its checkpoints,
+with the same numbers as a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rlsys.algo.imitation import Imitation, Tokens
 from rlsys.algo.preferences import Preference
-from rlsys.algo.registry import make
+from rlsys.algo.registry import TABLE, hint, load, make
 from rlsys.config import Config, load_config
+from rlsys.config.algo import Spec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 from rlsys.data.traces import trace_batches
@@ -35,10 +37,8 @@ from rlsys.trainer.trainer import Trainer, learning_rate
 
 def sft(config: Config) -> None:
     config = at_temperature_one(config)
-    compare: Preference | None = None
-    if config.sft.loss is not None:
-        compare = make("sft.loss", "preference", config.sft.loss)
-    trainer = trainer_for(config, compare)
+    loss = made_loss(config.sft.loss)
+    trainer = trainer_for(config, loss)
     done = trainer.load_checkpoint()
     metrics = MetricsWriter(config.run.dir, resume_step=done) if trainer.is_main else None
 
@@ -51,10 +51,10 @@ def sft(config: Config) -> None:
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
         lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
-        if compare is None:
-            figures = imitate(trainer, traces, lr)
+        if isinstance(loss, Imitation):
+            figures = imitate(trainer, loss, traces, lr)
         else:
-            figures = preference_step(trainer, compare, traces, lr)
+            figures = preference_step(trainer, loss, traces, lr)
         seconds, tokens = time.monotonic() - start, sum(len(t.response_ids) for t in traces)
         times = {"tokens_per_s": tokens / seconds, "time_train": seconds, "time_step": seconds}
         write("step", step, **figures, lr=lr, tokens=tokens, **times)
@@ -69,18 +69,39 @@ def sft(config: Config) -> None:
     trainer.close()
 
 
-def trainer_for(config: Config, compare: Preference | None) -> Trainer:
-    needs = compare.needs() if compare is not None else frozenset()
-    if "values" in needs and config.trainer.lora is not None:
+def made_loss(spec: Spec) -> Imitation | Preference:
+    """What sft.loss names: a short name of either kind, a subclass of either, or a function on compared answers."""
+    known = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
+    kind = known.get(spec.name)
+    if kind is None and ":" not in spec.name:
+        raise UserError(f"sft.loss = {spec.name!r}: unknown; {hint(spec.name, known)}")
+    if kind is None:
+        found = load("sft.loss", spec.name)
+        kind = "imitation" if isinstance(found, type) and issubclass(found, Imitation) else "preference"
+    made: Imitation | Preference = make("sft.loss", kind, spec)
+    return made
+
+
+def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
+    if "values" not in loss.needs():
+        return Trainer(
+            config, loss.needs(), candidates=loss.candidates if isinstance(loss, Imitation) else None
+        )
+    if config.trainer.lora is not None:
         raise UserError(
             "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
         )
-    return RewardTrainer(config) if "values" in needs else Trainer(config, needs)
+    return RewardTrainer(config)
 
 
-def imitate(trainer: Trainer, traces: Sequence[Trace], lr: float) -> dict[str, object]:
-    """An update with the cross entropy; its figures."""
-    done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), cross_entropy, lr)
+def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: float) -> dict[str, object]:
+    """An update with the mean loss of all trained tokens; its figures."""
+
+    def of_tokens(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = loss(Tokens(scores.logp, scores.chance, scores.expected))
+        return micro.masked(losses).sum(), {}
+
+    done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
     return {"loss": done.loss, "grad_norm": done.grad_norm, "padding_share": done.padding_share}
 
 
@@ -92,11 +113,6 @@ def at_temperature_one(config: Config) -> Config:
 def as_sample(trace: Trace) -> TrainSample:
     n = len(trace.response_ids)
     return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n, trained=trace.trained)
-
-
-def cross_entropy(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sum of logp over response tokens; `[T]` -> scalar."""
-    return -(scores.logp * micro.mask).sum(), {}
 
 
 def _main(config: Config) -> None:

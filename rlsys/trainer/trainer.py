@@ -89,7 +89,7 @@ class Trainer:
 
     `signals` (of rlsys.algo.plugin.NEEDS) is what scores have beyond log-probs: `entropy`, `values` (builds a value
     head, unless `algo.critic` is given). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see
-    Checkpoints.
+    Checkpoints. `candidates`: see rlsys.algo.imitation.
     """
 
     critic: Trainer | None = None
@@ -97,8 +97,15 @@ class Trainer:
     teacher: object | None = None
     """A frozen model that it is compared with, see rlsys.trainer.teacher."""
 
-    def __init__(self, config: Config, signals: Collection[str] = (), owner: Owner | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        signals: Collection[str] = (),
+        owner: Owner | None = None,
+        candidates: float | None = None,
+    ) -> None:
         self.config = config
+        self._candidates = candidates
         self._signals = frozenset(signals)
         self.hf = HFConfig.read(config.model.path)
         check_layout(config, self.hf)
@@ -234,6 +241,7 @@ class Trainer:
             "sum_pi_squared" in self._signals,
             self._head,
             None if teacher is None else teacher.direction,
+            self._candidates,
         )
 
     @property

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlsys.algo.imitation import CrossEntropy
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.data.quickstart_model import write_model
@@ -97,8 +98,8 @@ def test_turns_that_are_not_trained_count_in_no_loss(tmp_path: Path) -> None:
         if len(s.response_ids) > 1
     ]
     config = cases.config_of(folder, tmp_path / "run", trainer={"grad_clip": 1e9})
-    trainer = sft_module.trainer_for(sft_module.at_temperature_one(config), None)
-    told = sft_module.imitate(trainer, traces, 1e-30)
+    trainer = sft_module.trainer_for(sft_module.at_temperature_one(config), CrossEntropy())
+    told = sft_module.imitate(trainer, CrossEntropy(), traces, 1e-30)
     trainer.close()
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

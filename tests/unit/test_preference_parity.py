@@ -1,4 +1,4 @@
-"""The losses on compared answers, and their gradients, equal those of TRL's own trainers on the same logits.
+"""The losses on compared answers, DFT, and their gradients equal those of TRL's own trainers on the same logits.
 
 Logits are rows of a table, one for each token: a bigram model, in float64.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from launch.bootstrap import PARITY_STAMP
 from rlsys.algo import build
+from rlsys.algo.imitation import Tokens
 from rlsys.algo.preferences import Answers
 from tests.helpers import parity
 
@@ -41,9 +42,15 @@ def trl() -> Iterator[SimpleNamespace]:
         from trl.trainer.dpo_trainer import DPOTrainer
         from trl.trainer.kto_trainer import KTOTrainer
         from trl.trainer.reward_trainer import RewardTrainer
+        from trl.trainer.sft_trainer import SFTTrainer
 
         yield SimpleNamespace(
-            dpo=DPOTrainer, cpo=CPOTrainer, orpo=ORPOTrainer, kto=KTOTrainer, reward=RewardTrainer
+            dpo=DPOTrainer,
+            cpo=CPOTrainer,
+            orpo=ORPOTrainer,
+            kto=KTOTrainer,
+            reward=RewardTrainer,
+            sft=SFTTrainer,
         )
 
 
@@ -64,7 +71,7 @@ class Bigram:
         nothing = torch.zeros_like(picked)
         return SimpleNamespace(
             log_probs=torch.where(shifted >= 0, picked, nothing), entropy=nothing, mean_logits=nothing,
-            is_top1=nothing.bool(),
+            is_top1=nothing.bool(), label_mask=shifted >= 0,
         )  # fmt: skip
 
     def gradient(self, loss: Tensor) -> Tensor:
@@ -242,3 +249,16 @@ def test_reward_models(trl: SimpleNamespace, centre: float) -> None:
     answers = ours(model, Bigram(1))
     mine = build("preference", "reward_model", centre=centre)(Answers(**{**vars(answers), "value": values}))
     same(mine, theirs, model)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cross_entropy", "nll"), ("dft", "dft")])
+def test_imitation(trl: SimpleNamespace, name: str, kind: str) -> None:
+    model = Bigram(1)
+    ids, mask = padded()
+    labels = ids.masked_fill(mask == 0, -100)
+    asked = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    made = stub(compute_loss_func=None, label_smoother=None)
+    made.args.loss_type, made.args.average_tokens_across_devices = kind, False
+    theirs = trl.sft.compute_loss(made, model, asked, num_items_in_batch=None)
+    logp = model(ids, labels).log_probs[labels[:, 1:] >= 0]
+    same(build("imitation", name)(Tokens(logp)).mean(), theirs, model)
