@@ -13,6 +13,8 @@ from launch.layout import Layout, NodeShare, push_plan
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.identity import config_path
+from rlsys.membership import FOLDER as MEMBERS
+from rlsys.membership import WEIGHTS_VARIABLE
 from rlsys.obs.role import STACKS_VARIABLE
 from rlsys.records import FOLDER as SEGMENTS
 from rlsys.route_records import ROUTES_VARIABLE
@@ -89,6 +91,7 @@ class LaunchPlan:
         """`base` with what all roles of its kind get, where this one may write its stacks and routes, and its own."""
         own = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
         if role.kind == "engine":
+            own[WEIGHTS_VARIABLE] = str((self.run_dir / MEMBERS / "weights").absolute())
             own[ROUTES_VARIABLE] = str((self.run_dir / SEGMENTS / role.unit).absolute())
         return {**base, **self.shared.get(role.kind, {}), **own, **role.env}
 

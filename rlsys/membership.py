@@ -18,6 +18,8 @@ from rlsys.errors import disk_errors
 from rlsys.owner import Owner
 
 FOLDER = "engines"
+WEIGHTS_VARIABLE = "RLSYS_PEER_WEIGHTS"
+"""Names the folder by which an engine passes its weights on to another one."""
 _URL = re.compile(r"http://[A-Za-z0-9.\[\]:-]+:[0-9]{1,5}")
 
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import aiohttp
 
 from rlsys.engine.chunks import decode_chunk, read_chunk, read_routes
+from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
-from rlsys.engine.weight_calls import load_from_disk
+from rlsys.engine.weight_calls import load_by, load_from_disk
 from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
 from rlsys.identity import NOBODY, Identity
 from rlsys.route_records import ASK
@@ -174,6 +175,18 @@ class EngineClient(Wire):
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
         """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
         call = load_from_disk(folder, self.identity.label(version))
+        await self.post(call.path, call.body, self.limits.work)
+
+    async def give_weights(self) -> None:
+        """Between begin and end of an update: write them for another engine (rlsys.engine.peer_weights)."""
+        await self._pass_weights(GIVE)
+
+    async def take_weights(self) -> None:
+        """The other side."""
+        await self._pass_weights(TAKE)
+
+    async def _pass_weights(self, loader: str) -> None:
+        call = load_by(loader, self.tp)
         await self.post(call.path, call.body, self.limits.work)
 
     async def info(self) -> dict[str, Any]:

@@ -7,8 +7,16 @@ import shutil
 import sys
 
 from rlsys.config import Config
+from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.errors import UserError
 from rlsys.precision import engine_args
+
+
+def passes_on(config: Config) -> bool:
+    """Whether engines may take their weights from one another: they serve while the trainer works, and hold numbers
+    as the trainer sends them."""
+    whole = config.model.fp8 == "none" and config.weights.method != "adapter"
+    return whole and config.launch.placement == "disaggregated"
 
 
 def have_cuda() -> bool:
@@ -38,6 +46,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
+    if passes_on(config):
+        argv += ["--custom-weight-loader", GIVE, TAKE]
     argv += engine_args(config)
     if config.model.fp8 != "none" or (config.model.path / ".metadata").is_file():
         argv += [

@@ -6,6 +6,7 @@ The engine answers when it has taken them; everything else that SGLang is asked 
 from __future__ import annotations
 
 import base64
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,13 @@ def load_adapter(told: Mapping[str, Any], handles: Sequence[bytes], sums: Mappin
 def forget_adapter() -> Call:
     """The engine refuses when it knows none."""
     return Call("/unload_lora_adapter", {"lora_name": ADAPTER})
+
+
+def load_by(loader: str, ranks: int) -> Call:
+    """No tensors: a loader that the engine was started with (`--custom-weight-loader`) gets them itself."""
+    nothing = base64.b64encode(pickle.dumps([])).decode()
+    body = {"serialized_named_tensors": [nothing] * ranks, "load_format": loader, "flush_cache": False}
+    return Call("/update_weights_from_tensor", body)
 
 
 def join_group(group: str, host: str, port: int, rank: int, world_size: int, backend: str) -> Call:

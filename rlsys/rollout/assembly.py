@@ -9,6 +9,7 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
+from rlsys.engine.launch_args import passes_on
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import UserError
 from rlsys.rewards import Rewards
@@ -64,6 +65,7 @@ def build_router(
         interruption=config.router.interruption,
         patience=config.start_seconds,  # the supervisor may be restarting the only engine
         trusted=trusted,
+        peers=passes_on(config),
     )
 
 

@@ -1,6 +1,6 @@
 """The engines behind the router and what is known of each. Owner: the router.
 
-dead --probe--> stale --push, attested--> serving --nobody listens, a request fails--> dead
+dead --probe--> stale --push or copy, attested--> serving --nobody listens, a request fails--> dead
                   |                          |--answers with other weights (it was restarted)--> stale
                   |                          |--drain--> draining --nothing in it--> gone
                   |                          '--pin--> evaluates --unpin--> serving, or stale after a push
@@ -70,7 +70,9 @@ class EngineState:
     paused: bool = False  # holds its requests and makes no tokens
     pinned: bool = False  # answers an evaluation, and keeps its weights for it
     resting: bool = False  # gets nothing new: a push begins with it
-    loading: bool = False  # weights out of a folder, on its own
+    loading: bool = False  # weights out of a folder or from another engine, on its own
+    copied: bool = False  # these came, and no push has reached this process yet: it is in no process group
+    uncopied: bool = False  # another engine's weights did not arrive: it waits for the trainer's
     quarantined: str | None = None
     refusal: str | None = (
         None  # to the last probe, in words: somebody listens there, but not as an engine does
@@ -110,7 +112,7 @@ class EngineState:
 
         Its process may live on and count those tokens: the count starts anew with the next push.
         """
-        self.counting = False
+        self.counting = self.uncopied = False
         if self.alive:
             self.alive = False
             self.deaths += 1

@@ -38,8 +38,11 @@ class WeightPush:
         self._pool = dispatcher.pool
         self._bounds = bounds
         self._interruption = interruption
-        self._patience = patience
+        self.patience = patience
         self._pushing: list[EngineState] = []
+        self._under_way = False
+        self._last: tuple[int, list[Canary], Sequence[dict[str, str]]] | None = None
+        """What the trainer said of the version that it pushed last."""
         self._checksums = Checksums()
         self._told = False  # that some tensors cannot be compared
         self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
@@ -55,18 +58,20 @@ class WeightPush:
         from the second round on. Without them the push waits up to `patience` for an engine, since the supervisor may
         be restarting the only one; then RunError.
         """
+        self._under_way = True
         if not only_stale:
+            self._last = None
             self._pool.older = self._pool.version if members else None
             self._pool.version = version
         if not (only_stale and members):
             self._figures = Figures()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self.patience):
                 while True:
                     await self._pool.probe()
                     turn = [e for e in self._pool.before_roll() if e.url in members]
                     targets = [*self._pool.stale(), *turn]
-                    held = {e.url: e.version for e in targets}
+                    held = {e.url: NEVER if e.copied else e.version for e in targets}
                     ready = await asyncio.gather(
                         *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
                     )
@@ -82,7 +87,7 @@ class WeightPush:
                 engine.resting = False  # who has an update open is without weights; who refused it is dead
         except TimeoutError:
             raise RunError(
-                f"no engine was there for weight version {version} within {self._patience:g} s: {states(self._pool)}"
+                f"no engine was there for weight version {version} within {self.patience:g} s: {states(self._pool)}"
             ) from None
         return [
             EngineAddress(e.url, e.client.tp, held[e.url], e.client.index, e.client.identity.admin_key)
@@ -91,12 +96,12 @@ class WeightPush:
 
     async def _prepare(self, engine: EngineState) -> None:
         """A hung engine may come to itself, or another one come back: so it is not waited for to the end."""
-        async with asyncio.timeout(self._patience / TRIES):
+        async with asyncio.timeout(self.patience / TRIES):
             if engine.version == NEVER:
                 await engine.wake_weights()
             if not engine.counting and not engine.paused:
                 await engine.start_counting()
-            engine.version = NEVER  # until it is attested again
+            engine.version, engine.copied = NEVER, False  # until it is attested again
             engine.attested.clear()
             await engine.client.begin_weight_update()
 
@@ -113,7 +118,8 @@ class WeightPush:
         `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared. `left_out`:
         URLs of engines that did not get all tensors, and why: they hold a part of them, and get all once more.
         """
-        pushing, self._pushing = self._pushing, []
+        pushing, self._pushing, self._under_way = self._pushing, [], False
+        self._last = version, canaries, checksums
         for engine in pushing:
             if engine.url in left_out:
                 engine.failure = left_out[engine.url]
@@ -136,6 +142,21 @@ class WeightPush:
         if not left:
             self._pool.older = None
         return {**self._figures.told(), "push_left": len(left)}
+
+    @property
+    def attested(self) -> bool:
+        """Whether no push goes on, and every tensor of the newest version is known by its checksum."""
+        return (
+            not self._under_way
+            and self._pool.older is None
+            and self._last is not None
+            and bool(self._last[2])
+        )
+
+    async def attest(self, engine: EngineState) -> None:
+        """As at the end of a push: of one that has got the newest version by itself."""
+        assert self._last is not None
+        await self._finish(engine, *self._last)
 
     async def _finish(
         self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]

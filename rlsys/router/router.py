@@ -17,6 +17,7 @@ from rlsys.engine.client import Aborted, EngineClient
 from rlsys.errors import UserError
 from rlsys.router.arrivals import Arrivals
 from rlsys.router.attest import Bounds
+from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.ladder import Poisonous, Suspects, attempt
 from rlsys.router.limits import Limits, RefusedPrompt
@@ -38,7 +39,7 @@ class Router:
     engine's KV pool. stop_ids, stop_texts: what ends a turn, see TurnEnds. routes: ask for the experts of
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
     patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
-    with the weights that they start with, and nobody pushes others.
+    with the weights that they start with, and nobody pushes others. peers: they can pass on their weights.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Router:
         interruption: Interruption = "abort",
         patience: float = 300.0,
         trusted: bool = False,
+        peers: bool = False,
         stop_texts: Sequence[str] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
     ) -> None:
@@ -71,6 +73,7 @@ class Router:
             lambda sample, tokens: self.on_tokens(sample, tokens),
         )
         self._push = WeightPush(self._dispatcher, bounds, interruption, patience)
+        self._copies = Copies(self._dispatcher, self._push, able=peers)
         self._order = itertools.count()
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         """Told of a sample of the ledger, and how many tokens it has just got."""
@@ -322,6 +325,7 @@ class Router:
         `members`: one round of a rolling push, which updates these engines and those without weights. The gate stays
         as it is: what they had goes on in the others. `only_stale`: it is not the first round of this version.
         """
+        await self._copies.settle()
         if members:
             await self._bring_to_rest(members)
         elif not only_stale:
@@ -381,8 +385,8 @@ class Router:
 
     @property
     def stale_engines(self) -> list[str]:
-        """Engines that came back, or joined, and need the current weights."""
-        return [e.url for e in self._pool.stale()]
+        """Engines that came back, or joined, and need the current weights of the trainer."""
+        return [e.url for e in self._pool.stale() if not self._copies.will_bring(e)]
 
     async def watch(self) -> None:
         """For the life of the process: notice engines that die, come back, or were restarted unseen."""
@@ -390,6 +394,7 @@ class Router:
             await self._pool.probe()
             if self._pool.serving():
                 self._dispatcher.wake()
+            self._copies.look()
             await asyncio.sleep(PROBE_SECONDS)
 
     def engine_states(self) -> dict[str, str]:

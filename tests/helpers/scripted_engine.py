@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import pickle
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ import aiohttp
 import numpy as np
 from aiohttp.client_reqrep import ConnectionKey
 
+from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.engine.route_writer import RouteWriter
 from rlsys.route_records import ASK
 
@@ -95,11 +97,14 @@ class ScriptedEngine:
         max_running: int = 1000,
         label: str = "0",
         segments: Path | None = None,
+        passed: list[int] | None = None,
     ) -> None:
-        """`label`: what it calls the weights that it starts with. `segments`: of the run, where it writes routes."""
+        """`label`: what it calls the weights that it starts with. `segments`: of the run, where it writes routes.
+        `passed`: what engines that pass on weights have written and nobody has read; None: it cannot."""
         self.url = url
         self._label = label
         self._segments = segments
+        self._passed = passed
         self.starts = 0
         self.chunk = chunk
         self.max_running = max_running
@@ -194,6 +199,19 @@ class ScriptedEngine:
         assert "weights" not in self.released, "tensors without memory for them"
         self.calls.append("tensors")
         self.weights = weights
+
+    def _update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, str]:
+        """Without tensors, by a loader of the engine's own."""
+        assert pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) == []
+        if self._passed is None or not self.update_open:
+            return 400, json.dumps({"success": False, "message": "refused"})
+        if body["load_format"] == GIVE:
+            assert self.paused or not self.requests, "it would wait for its requests"
+            self._passed.append(self.weights)
+        elif self._passed:
+            assert body["load_format"] == TAKE and not any(r.running for r in self.requests.values())
+            self.weights = self._passed.pop()
+        return 200, json.dumps({"success": True, "message": "Success"})
 
     def _pause_generation(self, body: dict[str, Any]) -> tuple[int, str]:
         self.paused = body["mode"]

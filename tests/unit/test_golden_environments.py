@@ -16,6 +16,7 @@ from launch.layout import lay_out
 from launch.plan import Node, Ports, build_plan
 from rlsys.config import load_config
 from rlsys.engine import launch_args
+from rlsys.membership import WEIGHTS_VARIABLE
 from rlsys.obs.role import STACKS_VARIABLE
 from rlsys.route_records import ROUTES_VARIABLE
 
@@ -43,6 +44,7 @@ def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     for role in plan.roles:
         variables = plan.environment(role, {})
         del variables[STACKS_VARIABLE]  # a folder of the run's
+        assert (variables.pop(WEIGHTS_VARIABLE, None) is not None) == (role.kind == "engine")  # new
         assert (variables.pop(ROUTES_VARIABLE, None) is not None) == (role.kind == "engine")  # another one
         alike.setdefault(json.dumps(variables, sort_keys=True), []).append(role.name)
     return {" ".join((names[0], f"to {names[-1]}") if len(names) > 1 else names): json.loads(found)

@@ -46,6 +46,7 @@ from tests.helpers.scripted_engine import (
     Network,
     ScriptedEngine,
     canary_logprobs,
+    checksums,
     experts,
     logprob,
     token,
@@ -66,11 +67,13 @@ class World:
         self.steps, self.joins, self.owner = steps, joins, claim(config.run.dir)
         self.joined: list[ScriptedEngine] = []
         self.gone: list[ScriptedEngine] = []
+        passed: list[int] | None = [] if joins else None
+        self.passed = passed
         self.rng = random.Random(seed)
         self.config = config
         writes = config.run.dir / FOLDER, None  # the second one gives its routes in its answers
         self.engines = [
-            ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i])
+            ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i], passed=passed)
             for i in range(2)
         ]
         self.happened: Counter[str] = Counter()
@@ -109,7 +112,7 @@ class World:
         own = [self.client(e.url, 1) for e in self.engines if e not in self.joined]
         router = Router(
             own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
-            routes=True,
+            routes=True, peers=self.joins,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
@@ -157,7 +160,8 @@ class World:
                 if engine.update_open and not engine.dead:  # else it died since
                     engine.load(ticket.weight_version)
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
-            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+            sums = [checksums(ticket.weight_version)] if self.joins else []
+            left = bool((await self.manager.end_push(ticket, canaries, sums))["push_left"])
             self.happened["rounds of a rolling push"] += left
 
     async def sabotage(self) -> None:
@@ -192,7 +196,8 @@ class World:
         """Up to three beside the launch's own two."""
         if len(self.joined) < 3:
             number = self.happened["join"]
-            self.joined.append(ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40))
+            made = ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, passed=self.passed)
+            self.joined.append(made)
             self.engines.append(self.joined[-1])
             tell(self.owner, self.joined[-1].url, 1, wanted=True)
 
@@ -341,6 +346,8 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     ledger = RunReader(folder).ledger()
     check(ledger)
     assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    copied = sum(e.calls.count("update_weights_from_tensor") for e in [*world.joined, *world.gone])
+    assert copied >= 3, "from one another, without the trainer"
     served = [engine for engine in [*world.joined, *world.gone] if engine.started]
-    assert len(served) >= 5 and world.happened["left in order"] >= 3, world.happened
+    assert len(served) >= 4 and world.happened["left in order"] >= 3, world.happened
     assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened

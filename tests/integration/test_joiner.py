@@ -1,0 +1,61 @@
+"""An engine joins a real run while its trainer is stopped, serves attested weights, and leaves in order."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.joining import engines
+from rlsys.obs.metrics import read_metrics
+from tests.helpers.runs import RLSYS
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import GROUPS, Session, check_ledger, step_lines
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+STEPS = 8
+
+
+@pytest.mark.parametrize("method", ["broadcast"])
+def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    session = Session(
+        run_dir, f"trainer.steps={STEPS}", f"weights.method={method}", "launch.placement=disaggregated",
+        "rollout.max_staleness=1000", "rollout.over_provision=4", "engine.start_timeout=600",
+    )  # fmt: skip
+    try:
+        session.wait_for(lambda: step_lines(run_dir) >= 1)
+        trainer = session.find("rlsys.train", "--config", "torch.distributed.run")
+        ranks = [p for p in trainer.children(recursive=True) if "rlsys.train" in p.cmdline()]
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        lines, (first,) = step_lines(run_dir), engines(run_dir)
+        with subprocess.Popen([*RLSYS, "engines", "join", str(run_dir)], cwd=ROOT) as joiner:
+            busy: list[str] = []
+
+            def works() -> bool:
+                assert joiner.poll() is None
+                told = {u: f for u, f in engines(run_dir).items() if u != first and f["serving"]}
+                busy.extend(str(f["state"]) for f in told.values() if f["requests"])
+                return len(busy) > 3
+
+            session.wait_for(works)
+            told = engines(run_dir)
+            assert len({f["weight_version"] for f in told.values()}) == 1 and step_lines(run_dir) == lines
+            joiner.send_signal(signal.SIGTERM)
+            assert joiner.wait(timeout=120) == 0
+        assert list(engines(run_dir)) == [first] and step_lines(run_dir) == lines
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        code, output = session.end()
+    finally:
+        session.kill()
+    assert code == 0, output
+    assert check_ledger(run_dir)["trained"] == STEPS * GROUPS
+    assert [s["step"] for s in read_metrics(run_dir).steps] == list(range(1, STEPS + 1))
+    said = (run_dir / "logs" / "rollout.log").read_text()
+    assert f"from {first}" in said and "samples go on in other engines" in said
+    print([line for line in said.splitlines() if "joins" in line or "has weight" in line or "leaves" in line])

@@ -1,0 +1,119 @@
+"""An engine without weights gets them from one that serves: no trainer is needed, and nobody's sample is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.helpers.router_rig import A, B, Rig, check, routing, sample
+from tests.helpers.scripted_engine import ScriptedEngine, checksums
+
+pytestmark = pytest.mark.virtual_clock
+
+C = "http://c:1"
+LONG = 190
+
+
+def pair(passed: list[int] | None, **options: Any) -> tuple[ScriptedEngine, ...]:
+    return tuple(ScriptedEngine(url, ends_at=lambda seed: LONG, passed=passed) for url in (A, B))
+
+
+async def push(r: Rig, *, only_stale: bool = False) -> None:
+    await r.push(only_stale=only_stale, sums=checksums(r.version + (not only_stale)))
+
+
+async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples() -> None:
+    passed: list[int] = []
+    async with routing(*pair(passed), peers=True) as r:
+        await push(r)
+        samples = [sample(i, seed=i) for i in range(4)]
+        tasks = [r.start(s, LONG) for s in samples]
+        await asyncio.sleep(0.1)
+        joiner = ScriptedEngine(C, passed=passed)
+        r.join(joiner)
+        asked = []
+        for _ in range(60):
+            await asyncio.sleep(0.05)
+            asked.append(r.router.stale_engines)
+        assert asked == [[]] * 60, "the trainer is never asked"
+        assert r.router.engine_states()[C] == "version 1" and joiner.weights == 1 and passed == []
+        order = [call for call in joiner.calls if "weight" in call or "generate" in call]
+        assert order == [
+            "begin_weight_update", "update_weights_from_tensor", "end_weight_update", "update_weight_version",
+            "weights_checker", "generate",
+        ]  # fmt: skip
+        await asyncio.gather(*tasks)
+        for s in samples:
+            check(s, versions={1}, ends_at=LONG, budget=LONG)
+            assert s.resumes == 0
+        await asyncio.gather(*(r.start(sample(i)) for i in range(10, 16)))
+        assert joiner.started
+        assert (await r.settle())["lost"] == 0
+        holds = {e.url: e.holds for e in await r.router.begin_push(2)}
+        assert holds == {A: 1, B: 1, C: -1}, "it has to join the trainer's process group"
+
+
+async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() -> None:
+    passed: list[int] = []
+    async with routing(*pair(passed), peers=True) as r:
+        await push(r)
+        r.engines[0].weights = r.engines[1].weights = 77  # both hold something else by now
+        r.join(ScriptedEngine(C, passed=passed))
+        await asyncio.sleep(5)
+        assert r.router.engine_states()[C] == "without weights"
+        assert r.router.stale_engines == [C], "the trainer's come"
+        await push(r, only_stale=True)
+        assert r.router.engine_states()[C] == "version 1"
+
+
+@pytest.mark.parametrize("who", ["nobody can", "the one that gives dies", "the one that takes dies"])
+async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(who: str) -> None:
+    passed: list[int] | None = None if who == "nobody can" else []
+    async with routing(*pair(passed), peers=True) as r:
+        await push(r)
+        tasks = [r.start(sample(i, seed=i), LONG) for i in range(4)]
+        await asyncio.sleep(0.1)
+        joiner = ScriptedEngine(C, passed=passed)
+        dying = {"the one that gives dies": r.engines[0], "the one that takes dies": joiner}.get(who)
+        if dying is not None:
+            dying._update_weights_from_tensor = lambda body: _die(dying)  # type: ignore[method-assign]
+        r.join(joiner)
+        await asyncio.sleep(5)
+        if dying is not None:
+            del dying._update_weights_from_tensor
+            dying.restart()
+            await asyncio.sleep(30)
+        while r.router.stale_engines:
+            await push(r, only_stale=True)
+        await asyncio.gather(*tasks)
+        assert [(e.paused, e.update_open) for e in r.engines] == [(None, False)] * 3
+        assert set(r.router.engine_states().values()) == {"version 1"}
+
+
+def _die(engine: ScriptedEngine) -> tuple[int, str]:
+    engine.die()
+    return 500, "the server died"
+
+
+async def test_a_push_waits_for_the_copy_and_the_newcomer_gets_it_too() -> None:
+    passed: list[int] = []
+    async with routing(*pair(passed), peers=True) as r:
+        await push(r)
+        joiner = ScriptedEngine(C, passed=passed)
+        r.join(joiner)
+        while "begin_weight_update" not in joiner.calls:
+            await asyncio.sleep(0.001)
+        await push(r)
+        assert set(r.router.engine_states().values()) == {"version 2"}
+        assert {e.weights for e in r.engines} == {2}
+
+
+async def test_without_checksums_nobody_is_trusted_but_the_trainer() -> None:
+    passed: list[int] = []
+    async with routing(*pair(passed), peers=True) as r:
+        await r.push()
+        r.join(ScriptedEngine(C, passed=passed))
+        await asyncio.sleep(3)
+        assert r.router.stale_engines == [C]
