@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.types import PushTicket
+from rlsys.weights.groups import Groups
 from rlsys.weights.peers import Peers
 from rlsys.weights.receivers import Receivers
 from rlsys.weights.senders import SendersPlan, Sending
@@ -22,7 +23,7 @@ _ENDED = 0
 
 
 class ShardedPush:
-    """Every trainer rank has one. A sender owns its process group with the engines, which lasts from push to push as
+    """Every trainer rank has one. A sender owns its process groups with the engines, which last from push to push as
     long as the same engines take part. The next sender gathers its first buckets while the one before it still sends.
     """
 
@@ -31,7 +32,7 @@ class ShardedPush:
         self._plan, self._shards, self._rank = plan, shards, rank
         self._bucket_bytes = int(config.weights.bucket_mb * 2**20)
         self._seconds = config.work_seconds
-        self._group = GroupTransport(self._seconds, config.answer_seconds)
+        self._groups = Groups(self._seconds, config.answer_seconds)
         # Who comes last waits for all turns before its own.
         self._peers = Peers(self._seconds * len(plan.sendings))
         self.left_out: dict[str, str] = {}
@@ -60,22 +61,23 @@ class ShardedPush:
         return sent
 
     def close(self) -> None:
-        """Leave the engines' process group, if there is one."""
-        self._group.close()
+        """Leave the engines' process groups, if there are any."""
+        self._groups.close()
 
     def _send(self, place: int, sending: Sending, ticket: PushTicket, prepare: Prepare) -> int:
         gone: list[str] | None = None  # known when the turn begins
+        group: GroupTransport | None = None
         with Receivers(ticket.engines, self._seconds) as receivers:
 
             def send(bucket: Bucket) -> None:
-                nonlocal gone
+                nonlocal gone, group
                 if gone is None:
                     gone = self._wait_for_turn(place)
                     receivers.present = [e for e in ticket.engines if e.url not in gone]
                     if receivers.present:
-                        self._group.begin(receivers)
-                if receivers.present:
-                    self._group.send(bucket, receivers)
+                        group = self._groups.of(receivers)
+                if group is not None and receivers.present:
+                    group.send(bucket, receivers)
 
             sent = stream(prepare(self._shards.collect(sending)), self._bucket_bytes, send)
         self.left_out = receivers.left_out

@@ -23,9 +23,10 @@ from rlsys.config import Config
 from rlsys.convert.hf import write_hf
 from rlsys.engine.weight_calls import load_from_disk
 from rlsys.types import EngineAddress, PushTicket
+from rlsys.weights.groups import Groups
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
-from rlsys.weights.transports import Bucket, GroupTransport, MemoryTransport, prepare_sglang
+from rlsys.weights.transports import Bucket, MemoryTransport, prepare_sglang
 
 
 class WeightSync:
@@ -41,7 +42,7 @@ class WeightSync:
         self._plan = plan
         self._seconds = config.work_seconds
         self._memory = MemoryTransport(plan, rank, self._seconds)
-        self._group = GroupTransport(self._seconds, config.answer_seconds)
+        self._groups = Groups(self._seconds, config.answer_seconds)
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
         self.left_out: dict[str, str] = {}
         """Engines that this rank's last push could not give all tensors to: URL -> why."""
@@ -77,8 +78,8 @@ class WeightSync:
         return self._push_buckets(tensors, ticket)
 
     def close(self) -> None:
-        """Leave the engines' process group, if there is one."""
-        self._group.close()
+        """Leave the engines' process groups, if there are any."""
+        self._groups.close()
 
     def _owners(self, engine: EngineAddress) -> tuple[int, ...] | None:
         return self._plan.owners(engine.index, engine.tp)
@@ -87,14 +88,13 @@ class WeightSync:
         by_memory = self._memory.begin([e for e in ticket.engines if self._owners(e) is not None])
         by_group = [e for e in ticket.engines if self._owners(e) is None and self._plan.sender == self._rank]
         with Receivers(by_memory, self._seconds) as near, Receivers(by_group, self._seconds) as far:
-            if by_group:
-                self._group.begin(far)
+            group = self._groups.of(far) if by_group else None
 
             def send(bucket: Bucket) -> None:
                 if not self._memory.idle:
                     self._memory.send(bucket, near)
-                if far.present:
-                    self._group.send(bucket, far)
+                if group is not None and far.present:
+                    group.send(bucket, far)
 
             sent = stream(tensors, self._bucket_bytes, send)
         self.left_out = near.left_out | far.left_out

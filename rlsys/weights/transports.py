@@ -128,6 +128,11 @@ class GroupTransport:
         self._members: list[EngineAddress] = []
         self._name = ""
 
+    @property
+    def urls(self) -> set[str]:
+        """Of the engines that are in the group."""
+        return {engine.url for engine in self._members}
+
     def begin(self, receivers: Receivers) -> None:
         """An engine that was started anew does not know the group of its predecessor; it holds no weights."""
         if self._changed(receivers) or any(e.holds < 0 for e in receivers.present):

@@ -158,6 +158,9 @@ async def test_one_engine_generates_while_the_other_takes_weights(
             check(run.buffer.ledger())
             assert run.buffer.lost == 0
             run.buffer.close()
+    for folder in ("one", "two"):  # one group for the first push, and one for the rounds of all others
+        said = (tmp_path / folder / "engine.log").read_text()
+        assert said.count("POST /init_weights_update_group ") == (2 if method == "broadcast" else 0)
     assert [urls for urls, _ in run.rounds] == [[a], [b]] * PUSHES
     assert idle == 0
     for urls, made in run.rounds:

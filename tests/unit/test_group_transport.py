@@ -12,6 +12,7 @@ from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
 from rlsys.types import EngineAddress
 from rlsys.weights import transports
+from rlsys.weights.groups import Groups
 from rlsys.weights.receivers import Gone, Receivers
 from rlsys.weights.transports import GroupTransport
 
@@ -95,3 +96,32 @@ def test_a_broadcast_that_hangs_on_a_dead_engine_is_given_up(
         assert [engine.url for engine in receivers.present] == ["http://a"]
         transport.close()  # there is nothing left to leave
         assert events == [end]
+
+
+def test_each_round_of_a_rolling_push_keeps_its_group(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(self: GroupTransport, receivers: Receivers) -> bool:
+        names = "".join(e.url[-1] for e in receivers.present)
+        events.append(f"join {names}")
+        self._group = f"group {names}"  # type: ignore[assignment]
+        return True
+
+    monkeypatch.setattr(GroupTransport, "_joined", join)
+    groups = Groups(60, 60)
+
+    def push(names: str, holds: int = 0) -> list[str]:
+        events.clear()
+        engines = [EngineAddress(f"http://{name}", 1, holds) for name in names]
+        with Receivers(engines, 60) as receivers:
+            assert groups.of(receivers).urls == {e.url for e in engines}
+        return [e for e in events if e.startswith(("join", "destroy"))]
+
+    assert [push("ab"), push("cd")] == [["join ab"], ["join cd"]]
+    assert [push("ab"), push("cd"), push("ab")] == [[], [], []]
+    assert push("ab", holds=-1) == ["destroy group ab", "join ab"], "they were started anew"
+    assert push("abcd") == ["destroy group ab", "destroy group cd", "join abcd"]
+    assert push("abce") == ["destroy group abcd", "join abce"]
+    events.clear()
+    groups.close()
+    assert [e for e in events if e.startswith("destroy")] == ["destroy group abce"]
