@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,9 +35,9 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path) -> None:
     session.wait_for_steps(1)
-    kill_one(lambda p: HOST in command_line(p) and HOST in parents_line(p), session)  # an agent
+    kill(session, lambda p: HOST in command_line(p) and HOST in parents_line(p))  # agents
     session.wait_for_steps(2)
-    kill_one(lambda p: HOST in command_line(p) and "rlsys.rollout.service" in parents_line(p), session)
+    kill(session, lambda p: HOST in command_line(p) and HOST not in parents_line(p))
     session.wait_for_steps(3)
     session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
     session.wait_for_steps(5)
@@ -63,8 +64,8 @@ def parents_line(process: psutil.Process) -> list[str]:
     return [] if parent is None else command_line(parent)
 
 
-def kill_one(chosen: Callable[[psutil.Process], bool], session: Session) -> None:
-    """As soon as there is one."""
+def kill(session: Session, chosen: Callable[[psutil.Process], bool]) -> None:
+    """All of them, as soon as there is one."""
     found: list[psutil.Process] = []
 
     def there() -> bool:
@@ -72,4 +73,6 @@ def kill_one(chosen: Callable[[psutil.Process], bool], session: Session) -> None
         return bool(found)
 
     session.wait_for(there)
-    found[0].kill()
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
