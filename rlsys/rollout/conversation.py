@@ -20,7 +20,7 @@ from rlsys.config import Config
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed, Turn, TurnReader
 from rlsys.rollout.turns import Speak
-from rlsys.router.router import EVALUATION
+from rlsys.router.router import EVALUATION, RefusedPrompt
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Status
 
@@ -128,8 +128,8 @@ class Conversation:
         try:
             self._check(question.asked)
             answer = await self._answer(question.asked)
-        except BadRequest as e:
-            question.answer.set_exception(e)
+        except (BadRequest, RefusedPrompt) as e:  # the latter: longer than an engine's context
+            question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except Full:
             self._full = True
             question.answer.cancel()

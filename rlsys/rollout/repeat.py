@@ -22,8 +22,8 @@ from rlsys.config import Config, identity
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.reader import RunReader
-from rlsys.rollout.turns import Speak, within
-from rlsys.router.router import Router
+from rlsys.rollout.turns import Speak, sampling_turns, within
+from rlsys.router.router import EVALUATION, Router
 from rlsys.types import Sample, SampleGroup, Status
 
 
@@ -113,9 +113,11 @@ class Repeat:
 
     def turns(self, router: Router, config: Config) -> Speak:
         """Turns of the model, as turns.sampling_turns."""
-        r = config.rollout
+        r, unrecorded = config.rollout, sampling_turns(config, router)
 
         async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
+            if sample.sample_id == EVALUATION:  # on the side of a sample: nobody has recorded it
+                await unrecorded(sample, most=most, stop_texts=stop_texts)
             budget = within(r.max_response_tokens, most)
             while not sample.status.terminal:
                 stop = await self.next_stop(sample)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.turns import sampling_turns
+from rlsys.router.router import EVALUATION
 from rlsys.types import Sample, Status
 from tests.helpers.router_rig import A, B, Rig
 from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
@@ -72,3 +75,22 @@ def check(sample: Sample, decode: Callable[[list[int]], str]) -> None:
         if own:
             assert sample.response_ids[i] == token(sample.seed, first + i, versions[i])
             assert sample.mu[i] == logprob(sample.seed, first + i, versions[i])
+
+
+async def test_a_question_longer_than_the_context_is_refused_and_the_agent_may_go_on() -> None:
+    rig = Rig(ScriptedEngine(A, ends_at=lambda seed: 30))
+    await rig.push()
+    made_for = config("asks_too_much")
+    sample = Sample(5, 1, 0, prompt().ids, seed=7)
+    await build_generator(made_for, TOKENIZER, sampling_turns(made_for, rig.router))(sample, prompt())
+    assert (sample.status, sample.prompt_ids) == (Status.FINISHED, prompt().ids)
+
+
+async def test_a_run_that_repeats_another_samples_answers_on_the_side_anew() -> None:
+    """Nobody has recorded them: they wait for nothing."""
+    rig, nobody = Rig(ScriptedEngine(A, ends_at=lambda seed: 20)), cast(Any, None)
+    await rig.push()
+    speak = Repeat(nobody, nobody).turns(cast(Any, rig.router), config("sums"))
+    side = Sample(EVALUATION, EVALUATION, 0, prompt().ids, seed=7)
+    await speak(side)
+    assert side.status is Status.FINISHED

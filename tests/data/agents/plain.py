@@ -94,6 +94,15 @@ def rewrites(task):
     ask(messages)
 
 
+def asks_too_much(task):
+    """And makes do with less."""
+    try:
+        ask([{"role": "user", "content": "7" * 300}])
+    except RuntimeError as e:
+        assert "400" in str(e) and "tokens" in str(e), e
+    once(task)
+
+
 def asks_again(task):
     """As a client does whose connection broke: once more the same."""
     first = ask(question(task))
