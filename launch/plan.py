@@ -159,7 +159,10 @@ def _engines(
     """The roles of all engines, and their URLs."""
     roles, urls = [], []
     for index, shares in enumerate(layout.engines):
-        url = f"http://{_engine_host(config, nodes, shares[0])}:{ports.engines[index]}"
+        # What others reach: on one machine the configured address, where loopback stands for 0.0.0.0.
+        host = LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host
+        host = nodes[shares[0].node].address if len(nodes) > 1 else host
+        url = f"http://{host}:{ports.engines[index]}"
         urls.append(url)
         roles += _engine(config, index, shares, nodes, ports, url, engine_command)
     return roles, urls
@@ -167,13 +170,6 @@ def _engines(
 
 def _run_config(config: Config) -> str:
     return str(config.run.dir / "config.yaml")
-
-
-def _engine_host(config: Config, nodes: list[Node], share: NodeShare) -> str:
-    """The address that others use. On one machine the configured one, where 0.0.0.0 is reached by loopback."""
-    if len(nodes) > 1:
-        return nodes[share.node].address
-    return LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host
 
 
 def _engine(

@@ -86,7 +86,7 @@ def show_samples(args: argparse.Namespace) -> int:
             continue
         if seen.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
             prompt_of = seen.sample.group_id
-            console.print(_group_line(seen))
+            console.print(Rule(f"group {seen.sample.group_id}, {seen.fate}", align="left"))
             console.print(Text(_harmless(texts.prompt(seen)), style="dim"))
         _print_sample(console, texts, seen)
     if not shown and not args.json:
@@ -162,10 +162,6 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         return None if text is None else re.compile(text)
     except re.error as e:
         raise UserError(f"--grep {text}: not a regular expression: {e}") from None
-
-
-def _group_line(seen: Seen) -> Rule:
-    return Rule(f"group {seen.sample.group_id}, {seen.fate}", align="left")
 
 
 def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:

@@ -22,7 +22,7 @@ from rlsys.algo.planners import (
     success_rate,
 )
 from rlsys.algo.similarity import most_alike
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.types import SampleGroup, Status
 
 
 def student_quantile(p: float, freedom: int) -> float:
@@ -120,7 +120,8 @@ class Xrpo(Planner):
 
     def _remember(self, group: SampleGroup) -> None:
         """The group's shortest right response to its own prompt, when it is short enough."""
-        own = [s for s in group.samples if self._is_exemplar(s)]
+        right = [s for s in group.samples if s.reward is not None and s.reward > self.correct]
+        own = [s for s in right if s.status is Status.FINISHED and s.trained_prompt is None]
         if not own or not self.exemplars:
             return
         shortest = min(own, key=lambda s: len(s.response_ids))
@@ -129,10 +130,6 @@ class Xrpo(Planner):
             self._solved[group.prompt_index] = [shortest.prompt_ids, [*shortest.response_ids]]
             if len(self._solved) > self.memory:
                 del self._solved[next(iter(self._solved))]
-
-    def _is_exemplar(self, sample: Sample) -> bool:
-        right = sample.reward is not None and sample.reward > self.correct
-        return right and sample.status is Status.FINISHED and sample.trained_prompt is None
 
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
         """The group's prompt after the solved ones most like it, the most alike last; empty when none is known."""

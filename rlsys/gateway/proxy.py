@@ -160,8 +160,10 @@ class Proxy:
                 if done is not None:
                     return done
                 await self._prepare(job)
-                if job.made is not None and (reason := self._reason(job)) is not None:
-                    return await self._finish_here(job, reply, reason)
+                if job.made is not None:
+                    reason = stitch.finished(job.body, job.made["output_ids"], self.stop_ids)
+                    if reason is not None:
+                        return await self._finish_here(job, reply, reason)
         except Unread:
             self.counts["broken"] += 1
             return reply.drop()
@@ -217,10 +219,6 @@ class Proxy:
                 await reply.write(event)
                 flight.blocked = False
         return await reply.end() if job.sent and job.sent[-1].startswith(DONE) else None
-
-    def _reason(self, job: Job) -> dict[str, Any] | None:
-        assert job.made is not None
-        return stitch.finished(job.body, job.made["output_ids"], self.stop_ids)
 
     async def _finish_here(self, job: Job, reply: Reply, reason: dict[str, Any]) -> web.StreamResponse:
         """The token that an aborted request made last was the one that ended it."""

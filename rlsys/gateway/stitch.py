@@ -76,7 +76,8 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any], *, incremental: bo
         meta["weight_versions"] = [*(meta_1.get("weight_versions") or []), *spans]
     if meta_2.get("routed_experts") is not None:
         begun = meta_1.get("routed_experts")  # absent where the engine died before it handed them over
-        meta["routed_experts"] = None if begun is None else _join_base64(begun, meta_2["routed_experts"])
+        both = [base64.b64decode(part) for part in (begun, meta_2["routed_experts"]) if part is not None]
+        meta["routed_experts"] = None if begun is None else base64.b64encode(b"".join(both)).decode()
     reason = meta_2.get("finish_reason") or {}
     if "length" in reason:
         meta["finish_reason"] = {**reason, "length": made + reason["length"]}
@@ -120,7 +121,3 @@ def was_aborted(answer: Mapping[str, Any]) -> bool:
     if isinstance(reason, Mapping):
         return reason.get("type") == "abort" and not reason.get("status_code")
     return any(c.get("finish_reason") == "abort" for c in answer.get("choices") or [])
-
-
-def _join_base64(first: str, second: str) -> str:
-    return base64.b64encode(base64.b64decode(first) + base64.b64decode(second)).decode()

@@ -168,15 +168,13 @@ class _Run:
             stack.push_async_callback(manager.close)
             await manager.restore(0)
             await self._push(manager)
-            for _ in range(self._warm_steps()):
+            # Until the longest response can have been begun and ended between takes.
+            config = self._config
+            a_step = config.samples_per_step * self._lengths.mean / config.slots
+            longest = math.ceil(max(self._lengths.values) / a_step)
+            for _ in range(_WARM + min(config.rollout.max_staleness, longest)):
                 await self._train(manager)
             return await self._of_steps(manager, router, engines, steps)
-
-    def _warm_steps(self) -> int:
-        """Until the longest response can have been begun and ended between takes."""
-        config = self._config
-        a_step = config.samples_per_step * self._lengths.mean / config.slots
-        return _WARM + min(config.rollout.max_staleness, math.ceil(max(self._lengths.values) / a_step))
 
     def _engine(self, index: int) -> SimulatedEngine:
         config = self._config.engine

@@ -30,7 +30,10 @@ class Writing:
         self._request = request
         self._results: dict[int, Any] | None = None
         # Made before this returns: the next optimizer step overwrites the tensors.
-        self._buckets = [_copied(bucket) for bucket in (request.async_fn_args or [0, []])[1]]
+        self._buckets = [
+            (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
+            for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
+        ]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -76,8 +79,3 @@ class Writing:
             results.put(self._results)
         for step in self._request.finalize_fns:
             step()
-
-
-def _copied(bucket: Any) -> Any:
-    file, key, (bytes_data, tensor_data) = bucket
-    return file, key, (bytes_data, [(item, t.detach().to("cpu", copy=True)) for item, t in tensor_data])

@@ -173,7 +173,11 @@ def pack(
     lengths = [len(s) for s in samples]
     mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
-    return [_build([samples[i].read() for i in b]) if b else _masked(shortest.read()) for b in mine]
+    batches = [_build([samples[i].read() for i in b] or [shortest.read()]) for b in mine]
+    for members, batch in zip(mine, batches, strict=True):
+        if not members:
+            batch.mask = torch.zeros_like(batch.mask)
+    return batches
 
 
 @dataclass(frozen=True)
@@ -304,9 +308,3 @@ def _supports(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Te
     ]
     at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
     return at, ids
-
-
-def _masked(sample: TrainSample) -> MicroBatch:
-    batch = _build([sample])
-    batch.mask = torch.zeros_like(batch.mask)
-    return batch

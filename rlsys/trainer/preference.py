@@ -33,7 +33,8 @@ def preference_step(
     of_values = "values" in loss.needs()
     rows = [_sample(trace, i, of_values) for i, trace in enumerate(traces)]
     batch = trainer.passes.pack(rows)
-    strangers = _mismatched(rows) if loss.mismatched else []
+    # Each prompt with the answer of the row before it.
+    strangers = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
 
     def scored(batch: list[MicroBatch]) -> Tensor:
         """Of each answer, `[S]` float64, alike on every rank."""
@@ -43,7 +44,7 @@ def preference_step(
         return table_sum(sums, [m.rows for m in batch], len(rows), trainer.passes.sum_over_dp).cpu()
 
     found = scored(batch).requires_grad_()
-    other = trainer.passes.pack(strangers) if strangers else []
+    other = trainer.passes.pack(strangers) if loss.mismatched else []
     drift = scored(other) if other else None
     ref = None
     if "ref" in loss.needs():
@@ -96,11 +97,6 @@ def _sample(trace: Trace, row: int, of_values: bool) -> TrainSample:
         response, trained = [*response, response[-1]], [False] * len(response) + [True]
     n = len(response)
     return TrainSample(trace.prompt_ids, response, [0.0] * n, [0] * n, row, trained)
-
-
-def _mismatched(rows: Sequence[TrainSample]) -> list[TrainSample]:
-    """Each prompt with the answer of the row before it."""
-    return [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
 
 
 def _of(scores: Scores, of_values: bool) -> Tensor:
