@@ -51,7 +51,7 @@ def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path
     _, summary = as_json("report", str(tmp_path / "run"))
     assert summary["tokens_lost"] == 0
     assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
-    samples = [s for g in RunReader(tmp_path / "run").groups("state = 'trained'") for s in g.samples]
+    samples = [s for g in RunReader(tmp_path / "run").groups("train_step = ?", STEPS) for s in g.samples]
     assert any(s.observed for s in samples), "a second chance"
     assert all(not any(s.trained()[o.start : o.end]) for s in samples for o in s.observed)
 
