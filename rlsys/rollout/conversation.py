@@ -59,9 +59,8 @@ class Conversation:
         self._tools: Sequence[Mapping[str, Any]] = ()
         self._last = ""  # text of the token that ended the last turn
         self._busy = False  # a turn of the sample is being made
-        self._full = (
-            False  # there is no room for another turn: whatever the agent does next, the response ends
-        )
+        self._full = False
+        """There is no room for another turn: whatever the agent does next, the response ends."""
         self._calls = 0
         self._asked: dict[str, Question] = {}  # the last one of each key
         self._sides, self._told = sides, dict.fromkeys(sides, 0)

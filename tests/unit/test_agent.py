@@ -12,11 +12,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
 
-from rlsys.agents import remote
+from rlsys.agents import endpoint, remote
+from rlsys.agents.messages import Answer
 from rlsys.config import Config, identity, load_config
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
@@ -240,6 +242,84 @@ async def test_a_client_that_asks_again_gets_the_same_answer() -> None:
     model = Model(["<answer>1</answer><eos>", "<answer>2</answer><eos>"])
     s = await made(config("asks_again"), model=model)
     assert (len(model.asked), model.sides, s.status) == (2, [], Status.FINISHED)
+
+
+class Patient(Model):
+    """It says nothing before `open` is set."""
+
+    def __init__(self, said: Sequence[str]) -> None:
+        super().__init__(said)
+        self.open, self.begun = asyncio.Event(), asyncio.Event()
+
+    async def __call__(
+        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+    ) -> None:
+        self.begun.set()
+        await self.open.wait()
+        await super().__call__(sample, most=most, stop_texts=stop_texts)
+
+
+async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_first_request() -> None:
+    model, s = Patient(["<answer>1</answer><eos>"]), fresh()
+    generate = build_generator(config("gives_up"), TOKENIZER, model)
+    assert isinstance(generate, AgentGenerator)
+    running = asyncio.ensure_future(generate(s, prompt()))
+    await model.begun.wait()
+    while generate.counts["agent_calls"] < 2:
+        await asyncio.wait({running}, timeout=0.01)
+        assert not running.done()
+    model.open.set()
+    await running
+    assert (model.sides, len(model.asked), s.status) == ([], 1, Status.FINISHED)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_waits_hears_signs_of_life(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blanks before its JSON, or comments in its stream; then the answer."""
+    monkeypatch.setattr(endpoint, "ALIVE_SECONDS", 0.01)
+    async with endpoint.Endpoint().listening() as made_endpoint, aiohttp.ClientSession() as client:
+        session = made_endpoint.open()
+        body = {"messages": [{"role": "user", "content": "1"}], "stream": stream}
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with client.post(f"{session.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            first = await answer.content.readline()  # while nobody has answered
+            question = await session.questions.get()
+            question.answer.set_result(Answer("a", "one", "", (), "stop", 1, 1))
+            rest = (await answer.content.read()).decode()
+    assert first == (b": waiting\n" if stream else b"\n")
+    if stream:
+        assert '"content": "one"' in rest and rest.endswith("data: [DONE]\n\n")
+    else:
+        assert json.loads(rest)["choices"][0]["message"]["content"] == "one"
+
+
+async def test_an_address_is_of_no_use_without_its_key() -> None:
+    async with endpoint.Endpoint().listening() as made_endpoint, aiohttp.ClientSession() as client:
+        mine, other = made_endpoint.open(), made_endpoint.open()
+        for url, key in [(mine.url, other.key), (mine.url, ""), (mine.url + "x", mine.key)]:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post(f"{url}/v1/chat/completions", json={}, headers=headers) as answer:
+                assert answer.status == 401
+        headers = {"x-api-key": mine.key}
+        for body, why in [
+            ({}, "messages: expected a list"),
+            ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
+            (
+                {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3},
+                "top_logprobs = 3: not served",
+            ),
+            ({"messages": [{"role": "user", "content": "1"}], "tempature": 3}, "tempature: not known"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                "a part of type 'image_url'",
+            ),
+        ]:
+            async with client.post(f"{mine.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                assert answer.status == 400 and why in (await answer.json())["error"]["message"]
+        made_endpoint.close(mine)
+        async with client.get(f"{mine.url}/v1/models", headers=headers) as answer:
+            assert answer.status == 401
+        assert mine.questions.empty() and other.questions.empty()
 
 
 def test_what_an_agent_leaves_behind_ends_with_the_event_loop(tmp_path: Path) -> None:

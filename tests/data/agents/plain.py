@@ -111,6 +111,28 @@ def asks_again(task):
     ask([*question(task), first, {"role": "user", "content": "4"}])
 
 
+def gives_up(task):
+    """Its client goes away before the answer, and asks the same again."""
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    body = json.dumps({"model": "any", "messages": question(task)})
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    connection.request("POST", f"{url.path}/chat/completions", body, headers)
+    look(url, headers)
+    connection.close()
+    look(url, headers)
+    once(task)
+
+
+def look(url, headers):
+    """After it, the server has seen what was sent before."""
+    for _ in range(3):
+        connection = http.client.HTTPConnection(url.hostname, url.port)
+        connection.request("GET", f"{url.path}/models", headers=headers)
+        assert json.loads(connection.getresponse().read())["data"][0]["id"] == "policy"
+        connection.close()
+
+
 def is_killed_once(task):
     """Behind the first answer, by a signal that nobody can catch; where a file says so."""
     mark = Path(task["mark"])
