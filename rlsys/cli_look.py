@@ -193,7 +193,7 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
     else:
         console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
     if len(parts) > 1:
-        words = ", ".join(f"{_author(p)} {p.start}-{p.end}" for p in parts)
+        words = ", ".join(f"{_author(p)} {p.start}-{p.end - 1}" for p in parts)
         console.print(Text(f"tokens by weight version (train steps in it): {words}", style="dim"))
 
 

@@ -255,7 +255,9 @@ def check_format(db: sqlite3.Connection, path: Path) -> None:
         raise UserError(f"{path}: an SQLite file, but not one of rlsys; nothing was changed in it")
     version = _pragma(db, "user_version")
     if version != _SCHEMA_VERSION:
-        raise UserError(f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}")
+        raise UserError(
+            f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}; take the rlsys that wrote it"
+        )
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:

@@ -34,9 +34,8 @@ def test_a_task_of_theirs_trains_three_steps(peer: str, tmp_path: Path) -> None:
     if peer == "verl":
         assert min(s["reward"] for s in metrics.steps) < 1
         assert all(0 <= s["reward_figure_acc"] <= 1 for s in metrics.steps)
-        assert all(
-            s["reward"] == pytest.approx(2 * s["reward_figure_acc"] - 1, abs=0.6) for s in metrics.steps
-        )
+        first = metrics.steps[0]  # of later steps, other samples were scored since the take before
+        assert first["reward"] == pytest.approx(2 * first["reward_figure_acc"] - 1, abs=0.6)
     if peer == "trl":
         assert all(
             set(s) >= {"reward_part_correctness_reward", "reward_part_format_reward"} for s in metrics.steps
