@@ -28,10 +28,20 @@ def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, 
             f"{_gb(size)} GB to each engine, about {short(size / GB / rate, 2)} s at {rate:g} GB/s ({method})",
         )
     ]
+    if (at_once := config.weights.rolling) is not None:
+        rounds, go_on = push_rounds(config), config.engine.count - at_once
+        told = f"{rounds}, of {at_once} engines each, while {go_on} or more go on; the trainer sends so often"
+        facts.append(("its rounds", told))
     if method == "sharded":
         plan = senders_of(config, hf)
         facts.append(("its senders", describe_senders(plan)))
     return facts
+
+
+def push_rounds(config: Config) -> int:
+    """How often the trainer sends the model in a push, and each time it takes as long."""
+    at_once = config.weights.rolling
+    return 1 if at_once is None else -(-config.engine.count // at_once)
 
 
 def describe_senders(plan: SendersPlan) -> str:

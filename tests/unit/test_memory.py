@@ -20,6 +20,7 @@ from launch.memory import (
     stage_budget,
 )
 from launch.preflight import read_model
+from launch.push import push_rounds
 from rlsys.algo.preflight import check
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
@@ -77,6 +78,16 @@ def test_bytes_by_hand() -> None:
     halves = budget(config("parallel.ep=2", "model.dtype=bfloat16"), size)
     assert halves.weights == 2 * held
     assert halves.optimizer == 12 * (size.dense / 2 + size.experts / 2)
+
+
+def test_a_rolling_push_tells_its_rounds() -> None:
+    path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
+    made = load_config(path, ["weights.rolling=3"])
+    assert made.engine.count == 4
+    text = plain(describe_memory(made, published("DeepSeek-V3")))
+    told = "2, of 3 engines each, while 1 or more go on; the trainer sends so often"
+    assert f"its rounds           {told}" in text
+    assert push_rounds(made) == 2 and push_rounds(load_config(path)) == 1
 
 
 def test_a_sharded_push_tells_its_senders() -> None:
