@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -86,7 +87,7 @@ def _started(
     nothing = os.open(os.devnull, os.O_RDONLY)  # the run's lock is its launch's
     with contextlib.closing(LocalBackend(here, nothing)) as backend:
         (port,) = backend.free_ports({0: 1})[0]
-        name, url = f"engine-at-{host}-{port}", f"http://{host}:{port}"
+        name, url = unit_name(host, port), f"http://{host}:{port}"
         argv, env = engine_command(here, 0, port)
         keys = config_path(owner.run_dir, name)
         role = Role(
@@ -153,6 +154,11 @@ def _until_let_go(process: RoleProcess, owner: Owner, url: str, seconds: float) 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.exit_code is None and url in engines(owner.run_dir):
         time.sleep(POLL_SECONDS)
+
+
+def unit_name(host: str, port: int) -> str:
+    """Of such an engine: its logs, its keys and the files of its routes are called so, which takes no dots."""
+    return f"engine-at-{re.sub(r'[^A-Za-z0-9]+', '-', host)}-{port}"
 
 
 def engines(run: Path) -> dict[str, dict[str, object]]:

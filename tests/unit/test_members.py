@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from launch.joining import unit_name
 from rlsys.cli import main
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.membership import FOLDER, Member, forget, members, tell
 from rlsys.owner import Owner, claim
 from rlsys.rollout.members import LOST_SECONDS, Members
+from rlsys.route_records import RouteFile
 from tests.helpers.router_rig import A, B, Rig, check, routing, sample
 from tests.helpers.scripted_engine import Network, ScriptedEngine
 
@@ -135,6 +137,12 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
         await asyncio.sleep(3)
         assert list(rig.router.engine_states()) == [A] and members(owner) == []
         forget(owner, D)  # was never there
+
+
+def test_routes_of_an_engine_that_joined_can_be_read() -> None:
+    for host in ("10.0.0.7", "node-3.cluster", "[fe80::1]"):
+        file = RouteFile(3, unit_name(host, 23411), 1, 0, 2)
+        assert RouteFile.of(file.name) == file
 
 
 def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
