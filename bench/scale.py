@@ -1,6 +1,7 @@
 """What one rollout process can carry: CPU time a token, how late its loop is, what a take costs, and its memory.
 
-    python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes] [--tree OTHER]
+    python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
+                          [--workers 4] [--tree OTHER]
 
 Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
 rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
@@ -8,7 +9,9 @@ is the figure. `--routes`: each token has the experts of DeepSeek-V3's shape, 58
 into the run's folder for a rollout that asks for it; for another one they are in the answers, as SGLang sends them.
 `--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
 
-`rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it.
+`rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it. With `--workers` it is the CPU
+time of all processes of the rollout; `coordinator_us_per_token` is the part that no further worker makes less, and
+`streams_lag_p99_ms` how late the loops are that read the streams.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(STAGE), "--coordinator", *common, "--folder", folder]
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
+        if tree == ROOT:  # another tree may know nothing of workers
+            command += ["--workers", str(args.workers)]
         env = os.environ | {"PYTHONPATH": str(tree)}
         done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
         if done.returncode:
@@ -68,6 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers (this tree's)")
     parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
     args = parser.parse_args()
     if args.quick:

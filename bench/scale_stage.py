@@ -2,6 +2,7 @@
 
 python bench/scale_stage.py --engines N --port P ...     N engines on ports from P on, until the process is ended
 python bench/scale_stage.py --coordinator --port P ...   a rollout with them; JSON
+python bench/scale_stage.py --worker I --port P ...      one of its workers, started by it
 """
 
 from __future__ import annotations
@@ -196,6 +197,11 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def of_all(processes: list[psutil.Process]) -> float:
+    """Seconds of CPU time."""
+    return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
+
+
 class Numbers:
     """Prompts that differ in their tokens."""
 
@@ -210,6 +216,54 @@ async def reward(_: Prompt, text: str) -> float:
     return len(text) % 64 / 64
 
 
+def make_router(args: argparse.Namespace, session: aiohttp.ClientSession, **more: Any) -> Router:
+    """With all engines, or those of a worker."""
+    own = range(getattr(args, "worker", None) or 0, args.engines, getattr(args, "workers", 1))
+    return Router(
+        [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in own],
+        vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
+        routes=args.layers > 0, **more,
+    )  # fmt: skip
+
+
+def make_scorer() -> Scorer:
+    return Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 60)
+
+
+def make_workers(config: Config, args: argparse.Namespace) -> Any:
+    from rlsys.rollout.workers import Workers  # an older checkout's rollout also runs this file
+
+    (args.folder / "config.json").write_text(config.model_dump_json())
+    names = ("engines", "port", "mean", "layers", "topk", "workers", "folder")
+    common = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+    return Workers(
+        config, [[sys.executable, __file__, *common, "--worker", str(i)] for i in range(args.workers)]
+    )
+
+
+async def work(args: argparse.Namespace) -> None:
+    """A worker; when it is told to end, it writes down how late its loop was."""
+    from rlsys.rollout.generator import build_generator
+    from rlsys.rollout.turns import sampling_turns
+    from rlsys.rollout.worker import Worker, WorkerParts, leave, standard_input
+
+    config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
+
+    def end() -> None:
+        (args.folder / f"lag-{args.worker}.json").write_text(json.dumps(lag.late[len(lag.late) // 10 :]))
+        leave()
+
+    async with make_session() as session:
+        router = make_router(args, session, sole=False)
+        generator = build_generator(config, None, sampling_turns(config, router))
+        share = config.flush_tokens // args.workers
+        watch = asyncio.create_task(lag.watch())
+        await Worker(WorkerParts(config, router, make_scorer(), generator, args.folder, share), end).serve(
+            standard_input()
+        )
+        watch.cancel()
+
+
 class Rollout:
     """What rlsys.rollout.service puts together, without its HTTP, and the trainer's side of a push."""
 
@@ -220,26 +274,41 @@ class Rollout:
             "over_provision": 2,
             "max_staleness": 4,
         }
+        if args.workers > 1:
+            sizes["workers"] = args.workers
         self.config = Config.model_validate(
             {
                 "run": {"dir": args.folder}, "model": {"path": args.folder},
                 "rollout": {**sizes, "max_response_tokens": 16 * args.mean},
-                "engine": {"max_total_tokens": 20 * args.mean, "return_routes": args.layers > 0},
+                "engine": {
+                    "count": args.engines, "max_total_tokens": 20 * args.mean, "return_routes": args.layers > 0,
+                },
                 "trainer": {"token_budget": 20 * args.mean},
                 "launch": {"placement": "colocated"},
             }
         )  # fmt: skip
         source: Any = Numbers()
-        engines = [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in range(args.engines)]
-        self.router = Router(
-            engines, vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
-            routes=args.layers > 0,
-        )  # fmt: skip
+        workers = getattr(args, "workers", 1)
+        more = {} if workers == 1 else {"in_hand": False}
+        self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
-        self.buffer = RolloutBuffer(*self._file)
-        scorer = Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 60)
-        self.manager = RolloutManager(self.config, self.buffer, self.router, source, scorer, planning)
+        self.buffer = RolloutBuffer(*self._file, **more)
+        self.made = source, planning
+
+    async def begin(self) -> None:
+        """Workers come up, where there are some."""
+        if (start := getattr(self.router, "start", None)) is not None:
+            await start(self.buffer)
+        source, planning = self.made
+        self.manager = RolloutManager(self.config, self.buffer, self.router, source, make_scorer(), planning)
+
+    def pids(self) -> list[int]:
+        return [w.pid for w in getattr(self.router, "processes", ())]
+
+    def stats(self) -> dict[str, float]:
+        found: dict[str, float] = getattr(self.router, "engines", self.router).stats()
+        return found
 
     async def push(self) -> float:
         """Seconds from the interrupt to attested weights; no tensor moves."""
@@ -252,6 +321,8 @@ class Rollout:
     async def close(self) -> float:
         """Seconds to open the ledger again."""
         await self.manager.close()
+        if (end := getattr(self.router, "close", None)) is not None:
+            await end()
         self.buffer.close()
         start = time.monotonic()
         RolloutBuffer(*self._file).close()
@@ -265,17 +336,22 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         for i in range(args.engines):
             async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=told) as answer:
                 answer.raise_for_status()
+        await rollout.begin()
         beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
         await rollout.manager.restore(0)
         await rollout.push()
 
         lag.late.clear()
+        workers = [psutil.Process(pid) for pid in rollout.pids()]
         began, before, pushes = time.monotonic(), cpu(), []
+        before_workers = of_all(workers)
         for step in range(1, args.steps + 1):
             await rollout.manager.take(step)
             pushes.append(await rollout.push())
-        used, seconds = cpu() - before, time.monotonic() - began
-        received = rollout.router.stats()["received_tokens"]
+        own, seconds = cpu() - before, time.monotonic() - began
+        used = own + of_all(workers) - before_workers
+        received = rollout.stats()["received_tokens"]
+        memory = sum(p.memory_info().rss for p in (psutil.Process(), *workers))
 
         start = time.monotonic()
         taken = await rollout.manager.take(args.steps)  # once more: nothing but reading it back
@@ -286,13 +362,18 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
             task.cancel()
         reopen_seconds = await rollout.close()
     late = sorted(lag.late)
+    streams = (
+        sorted(x for file in args.folder.glob("lag-*.json") for x in json.loads(file.read_text())) or late
+    )
     files = [f for f in args.folder.rglob("*") if f.is_file()]
     return {
         "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
+        "coordinator_us_per_token": 1e6 * own / received,
+        "streams_lag_p99_ms": 1e3 * streams[int(0.99 * len(streams))],
         "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
         "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
         "take_bytes_per_sample": len(encode(taken)) / samples, "push_seconds_max": max(pushes),
-        "rss_mb": psutil.Process().memory_info().rss / 2**20, "slots": rollout.config.slots,
+        "rss_mb": memory / 2**20, "slots": rollout.config.slots,
         "reopen_seconds": reopen_seconds,
         "disk_bytes_per_token": sum(f.stat().st_size for f in files) / received,
     }  # fmt: skip
@@ -303,6 +384,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--coordinator", action="store_true")
+    parser.add_argument("--worker", type=int, help="which worker of a rollout this is")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--mean", type=int, required=True, help="tokens of a response, on average")
@@ -312,7 +395,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    if args.coordinator:
+    if args.worker is not None:
+        asyncio.run(work(args))
+    elif args.coordinator:
         json.dump(asyncio.run(roll(args)), sys.stdout)
     else:
         asyncio.run(serve_engines(args.engines, args.port, args.mean, args.layers, args.topk))

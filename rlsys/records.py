@@ -212,10 +212,11 @@ class SegmentReader:
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:
             behaviour[record.start : record.start + record.tokens] = record.logp()
-        routes = [msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan]) for r in own]
+        routes = [span for r in own for span in msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan])]
+        routes.sort(key=lambda span: span.start)  # those that an engine wrote come in a record of their own
         return Arrays(
-            _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour,
-            [span for spans in routes for span in spans], bytearray().join(r.payload for r in kept),
+            _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour, routes,
+            bytearray().join(r.payload for r in kept),
         )  # fmt: skip
 
     def loaded(self, sample: Sample) -> Sample:

@@ -60,6 +60,10 @@ class RolloutConfig(Section):
     `package.module:function`, or `path/to/file.py:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
+    workers: Positive = 1
+    """Processes that share the engines' streams, on the machine of the rollout process; 1: it does all itself. One
+    takes in some 400,000 tokens a second of a core (bench/README.md): use more beyond that. Each takes a core and the
+    memory of its samples' tokens."""
     repeat: FilePath | None = None
     """Folder of an earlier run of the same config, whose groups, interruptions and tokens this run repeats. Use
     it to debug a run with over_provision above 1."""
@@ -67,7 +71,8 @@ class RolloutConfig(Section):
     """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     flush_tokens: Positive | None = None
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
-    again. A smaller value writes to disk more often. null: 64 for each sample in flight, but at least 16384."""
+    again. A smaller value writes to disk more often. null: 64 for each sample in flight (256 with several
+    workers), but at least 16384."""
     keep_groups: NonNegative = 2
     """Groups of each train step whose tokens stay readable (rlsys samples, rlsys dash) when no checkpoint needs them
     any more, each with its log-probs and its advantage. A token takes 16 bytes on the disk."""

@@ -16,7 +16,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("router")
     for key in ("dir", "trackers", "spans"):
         data["run"].pop(key)
-    for key in ("repeat", "keep_groups"):
+    for key in ("repeat", "keep_groups", "workers"):
         data["rollout"].pop(key)
     data["data"].pop("judge_timeout")
     if "://" in (data["data"]["judge"] or ""):

@@ -85,8 +85,10 @@ class Config(Section):
 
     @property
     def flush_tokens(self) -> int:
-        """The most tokens that a crash may lose. A write of fewer than 64 costs more for its row than for them."""
-        return self.rollout.flush_tokens or max(16384, 64 * self.slots)
+        """The most tokens that a crash may lose. A write of fewer than 64 costs more for its row than for them; where
+        workers take the tokens in, rows are all that is left to the coordinator."""
+        at_once = 64 if self.rollout.workers == 1 else 256
+        return self.rollout.flush_tokens or max(16384, at_once * self.slots)
 
     @property
     def slots(self) -> int:
@@ -125,6 +127,20 @@ class Config(Section):
                     f"weights.rolling = {rolling} with rollout.repeat: a record does not say which engine had which "
                     "weights; leave one of them out"
                 )
+        if r.workers > self.engine.count:
+            raise ValueError(
+                f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
+            )
+        alone = {
+            "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": rolling,
+            "launch.max_engines": self.launch.max_engines,
+            "rollout.generator": r.generator if r.generator == "agent" else None,
+        }  # fmt: skip
+        if r.workers > 1 and (also := [f"{k} = {v}" for k, v in alone.items() if v is not None]):
+            raise ValueError(
+                f"rollout.workers = {r.workers} with {', '.join(also)}: expected rollout.workers = 1, where one "
+                "process sees every sample"
+            )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "

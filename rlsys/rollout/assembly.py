@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
+
+from aiohttp import ClientSession
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.launch_args import passes_on
 from rlsys.engine.stop_ids import read_stop_ids
+from rlsys.engine.weight_calls import ADAPTER
+from rlsys.engine.wire import Limits
 from rlsys.errors import UserError
+from rlsys.identity import Identity
 from rlsys.rewards import Rewards
 from rlsys.rewards.answer import canonical_answer, form_of
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -47,10 +54,39 @@ def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
     return TurnEnds(model_stop_ids(config, tokenizer), config.rollout.stop, tokenizer.decode)
 
 
+class ClientMaker(Protocol):
+    def __call__(
+        self, url: str, whose: Identity, *, tp: int = 1, index: int | None = None, adapter: str | None = ...
+    ) -> EngineClient: ...
+
+
+def client_maker(config: Config, session: ClientSession) -> ClientMaker:
+    """Makes clients of a run's engines, with its limits and its adapter."""
+    limits = Limits(config.answer_seconds, config.work_seconds)
+    own_adapter = ADAPTER if config.weights.method == "adapter" else None
+
+    def client(
+        url: str,
+        whose: Identity,
+        *,
+        tp: int = 1,
+        index: int | None = None,
+        adapter: str | None = own_adapter,
+    ) -> EngineClient:
+        return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter)
+
+    return client
+
+
 def build_router(
-    config: Config, engines: list[EngineClient], tokenizer: Tokenizer, *, trusted: bool = False
+    config: Config,
+    engines: list[EngineClient],
+    tokenizer: Tokenizer,
+    *,
+    trusted: bool = False,
+    sole: bool = True,
 ) -> Router:
-    """`trusted`: engines serve with the weights that they have; nobody pushes any."""
+    """`trusted`: engines serve with the weights that they have; nobody pushes any. `sole`: see Router."""
     vocab_size, context_length = read_model_limits(config.model.path)
     return Router(
         engines,
@@ -66,10 +102,11 @@ def build_router(
         patience=config.start_seconds,  # the supervisor may be restarting the only engine
         trusted=trusted,
         peers=passes_on(config),
+        sole=sole,
     )
 
 
-async def ask_engines(router: Router, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
+async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
     """The run's own model says what it thinks of a question, greedily and outside the ledger, over interruptions."""
     ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
     return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)

@@ -29,7 +29,7 @@ from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.samples import SampleQuery, Seen
-from rlsys.rollout.saved import SavedSamples, extend_scores
+from rlsys.rollout.saved import SavedSamples, Told
 from rlsys.rollout.store import ids_to_blob, read_groups, sqlite_errors
 from rlsys.rollout.versions import WeightVersions
 from rlsys.rollout.writer import StoreWriter
@@ -52,8 +52,10 @@ class RolloutBuffer:
     memory; `taken` reads its rows back, and `load` the tokens.
     """
 
-    def __init__(self, path: Path, identity: str, largest_group: int, owner: Owner | None = None) -> None:
-        """`owner`: see StoreWriter."""
+    def __init__(
+        self, path: Path, identity: str, largest_group: int, owner: Owner | None = None, in_hand: bool = True
+    ) -> None:
+        """`owner`: see StoreWriter. `in_hand`: whether live samples have their tokens here; else workers will."""
         self._path = path
         self._largest_group = largest_group
         self._file = StoreWriter(path, identity, largest_group, owner)
@@ -65,25 +67,30 @@ class RolloutBuffer:
         self._saved = SavedSamples(self._file)
         try:
             self.versions = WeightVersions(self._file)
-            self._load()
+            self._load(in_hand)
         except RlsysError:
             self._file.close()
             raise
 
-    def _load(self) -> None:
+    def _load(self, in_hand: bool) -> None:
         with sqlite_errors(self._path):
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             for group in self.groups.values():
-                group.samples = self.load(group.samples)
+                whole = self.load(group.samples)
+                if in_hand:
+                    group.samples = whole
+                for sample, own in zip(group.samples, whole, strict=True):
+                    sample.behaviour = own.behaviour
                 for sample in group.samples:
                     self._saved.know(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
             self._ready = [row[0] for row in self._db.execute(f"{ready} ORDER BY ready_order")]
-            last = self._db.execute("SELECT coalesce(max(train_step), 0) FROM takes")
-            self._last_taken = last.fetchone()[0]
+            (self._last_taken,) = self._db.execute(
+                "SELECT coalesce(max(train_step), 0) FROM takes"
+            ).fetchone()
         self._issued, self._completed, self._pruned_to, self._lost = (
             self._file.counter(key) for key in ("issued", "completed", "pruned_to", "lost")
         )
@@ -147,10 +154,20 @@ class RolloutBuffer:
         """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
         with self._file.writing():
             for sample in samples:
-                group = self.groups.get(sample.group_id)
-                if group is None or group.state is not GroupState.ACTIVE:
-                    raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
+                self._check_active(sample)
                 self._saved.write(sample)
+
+    def save_told(self, told: Iterable[Told]) -> None:
+        """The same for samples of workers, which have written their tokens out."""
+        with self._file.writing():
+            for sample, pieces, placed in told:
+                self._check_active(sample)
+                self._saved.write_told(sample, pieces, placed)
+
+    def _check_active(self, sample: Sample) -> None:
+        group = self.groups.get(sample.group_id)
+        if group is None or group.state is not GroupState.ACTIVE:
+            raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
@@ -169,13 +186,7 @@ class RolloutBuffer:
                 if group is None:
                     raise RunError(f"sample {found.sample_id}: scored, but not in a live group")
                 sample = group.samples[found.sample_id % self._largest_group]
-                if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
-                    raise RunError(
-                        f"sample {found.sample_id}: scores from token {found.start} on, but "
-                        f"{len(sample.behaviour)} of {sample.tokens} have one"
-                    )
-                extend_scores(sample.behaviour, found.start, found.logp)
-                self._saved.write_scores(found)
+                self._saved.write_scores(sample, found)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -206,8 +217,9 @@ class RolloutBuffer:
 
     def note(self, key: str) -> str | None:
         """What `set_note` stored last; None before."""
-        query = "SELECT value FROM meta WHERE key = ?"
-        row = self.read(lambda db: db.execute(query, (f"note.{key}",)).fetchone())
+        row = self.read(
+            lambda db: db.execute("SELECT value FROM meta WHERE key = ?", (f"note.{key}",)).fetchone()
+        )
         return None if row is None else str(row[0])
 
     def set_note(self, key: str, value: str) -> None:
@@ -265,9 +277,8 @@ class RolloutBuffer:
     def parts(self, train_step: int) -> list[list[int]]:
         """Group ids of the portions in which a step of the journal began."""
         query = "SELECT parts FROM takes WHERE train_step = ?"
-        text = self.read(lambda db: db.execute(query, (train_step,)).fetchone()[0])
-        parts: list[list[int]] = json.loads(text)
-        return parts
+        row = self.read(lambda db: db.execute(query, (train_step,)).fetchone())
+        return [list(part) for part in json.loads(row[0])]
 
     def restore(self, train_step: int) -> None:
         """The trainer goes on from a checkpoint of this many steps: later ones take again what they took.
@@ -300,13 +311,7 @@ class RolloutBuffer:
         if train_step <= self._pruned_to:
             return
         with self._file.writing():
-            taken = (
-                "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
-                "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
-            )
-            for table in ("pieces", "route_places"):
-                self._db.execute(f"DELETE FROM {table} WHERE {taken}", (self._pruned_to, train_step))
-            self._file.forget_unused()
+            self._saved.prune(self._pruned_to, train_step)
             self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
@@ -357,6 +362,14 @@ class RolloutBuffer:
             with self._file.writing():
                 self._file.set_counter("lost", self._lost + tokens)
             self._lost += tokens
+
+    def new_writer(self) -> str:
+        """A name for a worker that will write segments."""
+        return self._file.new_writer()
+
+    def retire(self, writer: str) -> None:
+        """A worker is gone: what it had not told is cut off and counted."""
+        self._file.retire(writer)
 
     def flush(self) -> None:
         """Commit: on disk when this returns."""

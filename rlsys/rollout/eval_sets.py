@@ -16,10 +16,11 @@ from rlsys.data.source import stable_hash
 from rlsys.errors import RunError, UserError
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.pass_at import pass_figures
 from rlsys.rollout.turns import probing_turns
-from rlsys.router.router import EVALUATION, Router
+from rlsys.router.router import EVALUATION
 from rlsys.types import Prompt, Sample, Status
 
 
@@ -38,7 +39,7 @@ def config_of(config: Config, chosen: EvalSet) -> Config:
 class AskedSet:
     """One set, ready to be asked again and again. Owns its reward processes; `close` ends them."""
 
-    def __init__(self, config: Config, chosen: EvalSet, tokenizer: Tokenizer, router: Router) -> None:
+    def __init__(self, config: Config, chosen: EvalSet, tokenizer: Tokenizer, router: Engines) -> None:
         """Raises UserError that names the set."""
         self.name, self._chosen = chosen.name, chosen
         own = config_of(config, chosen)

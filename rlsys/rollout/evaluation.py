@@ -31,6 +31,7 @@ from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.generator import Generator, build_generator
 from rlsys.rollout.scoring import Scorer, Verdict
@@ -158,7 +159,7 @@ async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
 
 
 @asynccontextmanager
-async def open_sets(config: Config, tokenizer: Tokenizer, router: Router) -> AsyncIterator[list[AskedSet]]:
+async def open_sets(config: Config, tokenizer: Tokenizer, router: Engines) -> AsyncIterator[list[AskedSet]]:
     """The config's named sets, with processes for their rewards as long as they are open."""
     made: list[AskedSet] = []
     try:

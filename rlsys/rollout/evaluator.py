@@ -14,12 +14,13 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.turns import greedy_turns
-from rlsys.router.router import PinLost, Router
+from rlsys.router.router import PinLost
 from rlsys.types import EvalResult, Evaluated
 
 Watched = Callable[[Awaitable[Any], str], Awaitable[Any]]
@@ -33,7 +34,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        router: Router,
+        router: Engines,
         source: PromptSource,
         scorer: Scorer,
         tokenizer: Tokenizer | None,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from rlsys.config import Config
 from rlsys.rollout.bias import BiasMonitor
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
-from rlsys.router.router import Router
 from rlsys.types import GroupState, SampleGroup, Status
 
 
@@ -22,7 +22,7 @@ class Figures:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Router,
+        router: Engines,
         scorer: Scorer,
         planning: Planning,
         counts: Mapping[str, int],
@@ -51,6 +51,16 @@ class Figures:
             **{state.value: self._buffer.counts[state] for state in GroupState},
         }
 
+    def now(self) -> dict[str, object]:
+        """For the live display."""
+        return {
+            **self.counts(),
+            **self.totals(),
+            "weight_version": self._buffer.versions.newest,
+            "engines": self._router.engine_states(),
+            "engine_figures": self._router.engine_figures(),
+        }
+
     def totals(self) -> dict[str, float]:
         """Since this process began, but for `lost`."""
         stats = self._router.stats()
@@ -66,8 +76,8 @@ class Figures:
             ),
             "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
             "resumes_total": stats["resumes"],
-            "reward_hung": self._scorer.hung,
-            "reward_failed": self._scorer.failed,
+            "reward_hung": self._scorer.hung + stats.get("reward_hung", 0),
+            "reward_failed": self._scorer.failed + stats.get("reward_failed", 0),
             **self._planning.counts,
             **self._counts,
             **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},

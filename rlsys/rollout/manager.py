@@ -15,11 +15,11 @@ from functools import partial
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import RunError
-from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.commits import Commits
 from rlsys.rollout.controller import OverProvision
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluator import Evaluator
 from rlsys.rollout.figures import Figures
@@ -37,6 +37,7 @@ from rlsys.rollout.streams import Streams
 from rlsys.rollout.tools import ToolPenalties
 from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.waiting import Waiting
+from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
 from rlsys.types import (
     Canary,
@@ -59,7 +60,7 @@ class RolloutManager:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Router,
+        router: Router | Workers,
         source: PromptSource,
         scorer: Scorer,
         planning: Planning,
@@ -72,21 +73,25 @@ class RolloutManager:
         self._spans = spans or SampleSpans(None)
         self._config = config
         self._buffer = buffer
-        self._router = router
-        self._source = source
-        self._scorer = scorer
         self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
+        self._planning = planning
         planning.restore(buffer.note("planning") or "")
         other = config.rollout.repeat
         repeat = None if other is None else Repeat(Record(other, config), buffer)
-        speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
-        generator = build_generator(config, tokenizer, speak)
-        self._evaluator = Evaluator(config, router, source, scorer, tokenizer, eval_sets)
         self._commits = Commits(buffer)
-        self._streams = Streams(
-            config, router, scorer, generator, self._commits, lambda s: buffer.groups[s.group_id], self._spans,
-            config.flush_tokens,
-        )  # fmt: skip
+        self._router: Engines
+        self._streams: Streams | Workers
+        if isinstance(router, Workers):
+            router.attach(self._commits, self._spans)
+            self._router, self._streams = router.engines, router
+        else:
+            speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
+            self._router, self._streams = router, Streams(
+                config, router, scorer, build_generator(config, tokenizer, speak), self._commits,
+                lambda s: buffer.groups[s.group_id], self._spans, config.flush_tokens,
+            )  # fmt: skip
+        engines = self._router
+        self._evaluator = Evaluator(config, engines, source, scorer, tokenizer, eval_sets)
         self._runner = SampleRunner(
             config, buffer, self._commits, planning, self._streams, repeat, self._spans
         )
@@ -94,11 +99,10 @@ class RolloutManager:
         self._canaries = Canaries(source, config.eval.prompts)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._waiting = Waiting(
-            config, buffer, router, self._runner, self._selection, self._called_away, self._give_up
+            config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
         )
-        counts = generator.counts if isinstance(generator, AgentGenerator) else {}
-        self._figures = Figures(config, buffer, router, scorer, planning, counts)
-        self._received = Received(buffer, router)
+        self._figures = Figures(config, buffer, engines, scorer, planning, self._streams.counts)
+        self._received = Received(buffer, engines)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -154,7 +158,7 @@ class RolloutManager:
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
             self._parts.append(part)
-            return Taken(train_step, version, groups, {}, self._sources(groups))
+            return Taken(train_step, version, groups, {}, self._planning.sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
         """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
@@ -170,7 +174,7 @@ class RolloutManager:
         leaving (`status`): there will be no more groups.
         """
         async with self._command:
-            if self._leaving:
+            if self._leave_by is not None:
                 return None
             trained_steps = self._steps_before(train_step)
             new = train_step > self._buffer.last_taken_step
@@ -178,7 +182,7 @@ class RolloutManager:
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
                     await self._waiting.for_groups(trained_steps)
-                chosen = None if self._leaving else self._selection.groups(trained_steps)
+                chosen = None if self._leave_by is not None else self._selection.groups(trained_steps)
                 if chosen is None:
                     return None
                 self._buffer.take(train_step, chosen, self._parts)
@@ -205,26 +209,17 @@ class RolloutManager:
                 version,
                 groups,
                 {**metrics, **beside, **counts, **self._figures.totals(), **self._spans.figures()},
-                self._sources(groups),
+                self._planning.sources(groups),
             )
-
-    def _sources(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Where their prompts come from, if teachers are chosen by it."""
-        if self._config.algo.teacher is None or not self._config.algo.teacher.by_source:
-            return []
-        return [str(self._source.train(g.prompt_index).entry.get("data_source", "")) for g in groups]
 
     async def unscored(self, train_step: int) -> list[Unscored]:
         """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
                 raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
-            live = [s for g in self._buffer.groups.values() for s in g.samples]
-            starts = {s.sample_id: self._selection.first_unscored(s, train_step - 1) for s in live}
-            wanted = {s.group_id: None for s in live if starts[s.sample_id] is not None}
-            found = [s for g in self._buffer.unloaded(wanted) for s in g.samples]
+            found = self._selection.unscored(train_step - 1)
             self._commits.flush()
-            return [Unscored(s, start) for s in found if (start := starts[s.sample_id]) is not None]
+            return found
 
     async def store_scores(self, scores: list[Scored]) -> None:
         async with self._command:
@@ -271,9 +266,8 @@ class RolloutManager:
     def _next_members(self) -> list[str]:
         """URLs of the engines of the next round. None after a restart: nothing is made then that could go on."""
         at_once = self._config.weights.rolling
-        if at_once is None or self._trained_steps is None or not self._push_due:
-            return []
-        return self._router.next_members(at_once)
+        may_roll = at_once is not None and self._trained_steps is not None and self._push_due
+        return self._router.next_members(at_once or 0) if may_roll else []
 
     async def end_push(
         self,
@@ -362,21 +356,9 @@ class RolloutManager:
 
     def status(self) -> dict[str, object]:
         """For the live display. `leaving`: seconds left; None when nobody asked the run to leave."""
-        now = asyncio.get_running_loop().time()
-        return {
-            **self._figures.counts(),
-            **self._figures.totals(),
-            "weight_version": self._buffer.versions.newest,
-            "train_step": self._done_steps,
-            "engines": self._router.engine_states(),
-            "engine_figures": self._router.engine_figures(),
-            "leaving": None if self._leave_by is None else self._leave_by - now,
-            "waiting_for": self._waiting.missing(),
-        }
-
-    @property
-    def _leaving(self) -> bool:
-        return self._leave_by is not None
+        left = None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
+        own = {"train_step": self._done_steps, "leaving": left, "waiting_for": self._waiting.missing()}
+        return self._figures.now() | own
 
     # Order of operations
 
@@ -387,7 +369,7 @@ class RolloutManager:
 
     def _called_away(self) -> bool:
         """Something else comes first: an engine needs weights, or the run is to leave."""
-        return bool(self._router.stale_engines) or self._leaving
+        return bool(self._router.stale_engines) or self._leave_by is not None
 
     def _generate(self, trained_steps: int) -> None:
         """Samples that wait for an engine go on, and what may start starts."""
@@ -401,7 +383,7 @@ class RolloutManager:
         surplus that grows old, and what a take with enough of it interrupts would have been prefilled for nothing.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
-        if not self._colocated and caught_up and not self._leaving and self._trained_steps is not None:
+        if not self._colocated and caught_up and self._leave_by is None and self._trained_steps is not None:
             self._generate(self._trained_steps)
 
     async def _interrupt_all(

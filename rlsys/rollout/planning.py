@@ -9,7 +9,7 @@ was decided, so a restart neither forgets nor repeats a decision.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,12 +51,19 @@ class Planning:
             name = config.algo.group_reward.name
             self._scorer = GroupScorer(name, self._reward, config.rollout.reward_timeout)
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
+        self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
         self._prompt_scores = prompt_scores
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
         """Samples that a group starts with."""
         self.largest = largest_size(self._planners, group_size)
         """Samples that it can ever have."""
+
+    def sources(self, groups: Sequence[SampleGroup]) -> list[str]:
+        """Where their prompts come from, if teachers are chosen by it."""
+        if not self._by_source:
+            return []
+        return [str(self._source.train(g.prompt_index).entry.get("data_source", "")) for g in groups]
 
     def prompt(self, group_id: int) -> Prompt:
         """What a new group is asked."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine
 from rlsys.errors import RunError
-from rlsys.router.router import Router
+from rlsys.rollout.engines import Engines
 
 AGAIN_SECONDS = 1.0
 
@@ -24,7 +24,7 @@ class ReferenceScores:
     """
 
     def __init__(
-        self, router: Router, reference: EngineClient, protected: Collection[int], patience: float
+        self, router: Engines, reference: EngineClient, protected: Collection[int], patience: float
     ) -> None:
         self._router, self._reference = router, reference
         self._protected, self._patience = frozenset(protected), patience

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.router.router import Router
+from rlsys.rollout.engines import Engines
 
 
 class Received:
     """Owns how many of the lost tokens the ledger has been told about."""
 
-    def __init__(self, buffer: RolloutBuffer, router: Router) -> None:
+    def __init__(self, buffer: RolloutBuffer, router: Engines) -> None:
         self._buffer = buffer
         self._router = router
         self._lost_seen = 0

@@ -25,6 +25,7 @@ from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.rollout.streams import REFUSED, Streams
+from rlsys.rollout.workers import Workers
 from rlsys.router.router import Poisonous
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 
@@ -47,7 +48,7 @@ class SampleRunner:
         buffer: RolloutBuffer,
         commits: Commits,
         planning: Planning,
-        streams: Streams,
+        streams: Streams | Workers,
         repeat: Repeat | None = None,
         spans: SampleSpans | None = None,
     ) -> None:

@@ -10,11 +10,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from rlsys.errors import RunError
 from rlsys.records import Kind, encode
 from rlsys.rollout.segments import SegmentFile
 from rlsys.rollout.store import ids_to_blob
 from rlsys.rollout.writer import StoreWriter
 from rlsys.types import Piece, RouteSpan, Sample, Scored, Status
+
+Told = tuple[Sample, Sequence[Piece], Sequence[RouteSpan]]
+"""What a worker says of a sample: itself, where new tokens lie, and where engines have put new routes."""
 
 
 class Stored(NamedTuple):
@@ -56,7 +60,22 @@ class SavedSamples:
         new = sample.routes[before.routes :]
         sample.routes[before.routes :] = self._file.routes.claim(sample.sample_id, new)
         self._write_row(sample)
-        self._file.segments.point(sample.sample_id, append_tokens(self._file.tokens, sample, before))
+        pieces = append_tokens(self._file.tokens, sample, before, sample.routes[before.routes :])
+        self._file.segments.point(sample.sample_id, pieces)
+        now = self._stored[sample.sample_id] = Stored.of(sample)
+        self.added_tokens += now.sampled - before.sampled
+
+    def write_told(self, sample: Sample, pieces: Sequence[Piece], placed: Sequence[RouteSpan]) -> None:
+        """As `write`, of a sample whose tokens another process has: new ones lie in `pieces`, which it has written
+        out, and new routes where an engine has put them."""
+        before = self._stored.get(sample.sample_id, Stored())
+        if claimed := self._file.routes.claim(sample.sample_id, placed):
+            routes = encode_routes(claimed)
+            record = encode(Kind.TOKENS, sample.sample_id, before.tokens, 0, routes, len(routes))
+            pieces = [*pieces, self._file.tokens.append(record)]
+        self._write_row(sample)
+        self._file.segments.point(sample.sample_id, pieces)
+        sample.pieces += pieces
         now = self._stored[sample.sample_id] = Stored.of(sample)
         self.added_tokens += now.sampled - before.sampled
 
@@ -75,7 +94,15 @@ class SavedSamples:
         )  # fmt: skip
         self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
 
-    def write_scores(self, found: Scored) -> None:
+    def write_scores(self, sample: Sample, found: Scored) -> None:
+        """What the trainer says about tokens of this sample. Raises RunError for tokens that it has not, or that have
+        scores."""
+        if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
+            raise RunError(
+                f"sample {found.sample_id}: scores from token {found.start} on, but "
+                f"{len(sample.behaviour)} of {sample.tokens} have one"
+            )
+        extend_scores(sample.behaviour, found.start, found.logp)
         logp = np.array(found.logp, dtype="<f4").tobytes()
         record = encode(Kind.SCORES, found.sample_id, found.start, len(found.logp), logp)
         self._file.segments.point(found.sample_id, [self._file.tokens.append(record)])
@@ -91,14 +118,26 @@ class SavedSamples:
         for table in ("pieces", "route_places"):
             self._file.db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
 
+    def prune(self, after: int, upto: int) -> None:
+        """Nobody will train again what these steps took."""
+        taken = (
+            "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
+            "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
+        )
+        for table in ("pieces", "route_places"):
+            self._file.db.execute(f"DELETE FROM {table} WHERE {taken}", (after, upto))
+        self._file.forget_unused()
 
-def append_tokens(file: SegmentFile, sample: Sample, before: Stored) -> list[Piece]:
-    """What the sample's arrays have beyond `before`, as records of `file`."""
+
+def append_tokens(
+    file: SegmentFile, sample: Sample, before: Stored, new_routes: Sequence[RouteSpan]
+) -> list[Piece]:
+    """What the sample's arrays have beyond `before`, as records of `file`. `new_routes`: those to keep."""
     pieces, new = [], sample.tokens - before.tokens
-    if new or len(sample.routes) != before.routes:
+    if new or new_routes:
         ids = ids_to_blob(sample.response_ids[before.tokens :])
         mu = np.asarray(sample.mu[before.tokens :], "<f8").tobytes()
-        routes = encode_routes(sample.routes[before.routes :])
+        routes = encode_routes(new_routes)
         record = encode(Kind.TOKENS, sample.sample_id, before.tokens, new, ids + mu + routes, len(routes))
         pieces.append(file.append(record))
     if len(sample.support) != before.support:

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlsys.plugins import place
@@ -52,7 +52,7 @@ class Scorer:
         self._places = asyncio.Semaphore(concurrency)
         self.scoring: list[Prompt] = []
         """Prompts whose responses the reward function has now."""
-        self._names: list[str] | None = None  # of the parts of the first reward; empty for a plain number
+        self._parts = SameParts()
         self.hung = self.failed = 0
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Verdict:
@@ -87,17 +87,33 @@ class Scorer:
             mark = read_mark(task.result())
         except NoMark as e:
             return Verdict(reason=str(e))
-        names = list(mark.parts or ())
+        verdict = self._parts.held_to(Verdict(mark.reward, named=mark.parts or None, figures=mark.figures))
+        if verdict.reason is not None:
+            return verdict
+        right = mark.right
+        if right is None:
+            right = verdict.named is not None and next(iter(verdict.named.values())) >= 1
+        return replace(verdict, answer=self._answer(prompt, text), right=right)
+
+
+class SameParts:
+    """Owns the names of the parts of a run's first reward; none for a plain number."""
+
+    def __init__(self) -> None:
+        self._names: list[str] | None = None
+
+    def held_to(self, verdict: Verdict) -> Verdict:
+        """With its parts in the order of the first one; without a reward when it has other parts."""
+        if verdict.reward is None:
+            return verdict
+        names = list(verdict.named or ())
         if self._names is None:
             self._names = names
         if set(names) != set(self._names):
             return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
-        in_order = {name: mark.parts[name] for name in self._names} if mark.parts else None
-        right = mark.right
-        if right is None:
-            right = in_order is not None and in_order[self._names[0]] >= 1
-        answer = self._answer(prompt, text)
-        return Verdict(mark.reward, None, in_order, answer, right=right, figures=mark.figures)
+        if verdict.named is None:
+            return verdict
+        return replace(verdict, named={name: verdict.named[name] for name in self._names})
 
 
 def _lacking(told: str, prompt: Prompt) -> str:

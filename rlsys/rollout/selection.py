@@ -9,7 +9,7 @@ from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.types import Sample, SampleGroup, Status, Unscored
 
 
 class Selection:
@@ -85,7 +85,15 @@ class Selection:
             )
         return sum(span.end - span.start for g in groups for s in g.samples for span in s.masked)
 
-    def first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
+    def unscored(self, trained_steps: int) -> list[Unscored]:
+        """Live samples with tokens without a score that the weights after so many train steps sampled last."""
+        live = [s for g in self._buffer.groups.values() for s in g.samples]
+        starts = {s.sample_id: self._first_unscored(s, trained_steps) for s in live}
+        wanted = {s.group_id: None for s in live if starts[s.sample_id] is not None}
+        found = [s for g in self._buffer.unloaded(wanted) for s in g.samples]
+        return [Unscored(s, start) for s in found if (start := starts[s.sample_id]) is not None]
+
+    def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
         """First response token without a score of the run of tokens that these weights sampled last."""
         if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
             return None

@@ -13,28 +13,21 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from rlsys.config import Config, identity, load_config
-from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
-from rlsys.engine.weight_calls import ADAPTER
-from rlsys.engine.wire import Limits, make_session
+from rlsys.engine.wire import make_session
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
 from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
-from rlsys.rewards import Rewards
-from rlsys.rewards.judges import build_judge
-from rlsys.rollout.assembly import ask_engines, build_router, build_scorer
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.controller import most_slots
 from rlsys.rollout.evaluation import open_sets
@@ -43,8 +36,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.members import Members
 from rlsys.rollout.once import Once
 from rlsys.rollout.opening import open_while_telling
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.prompt_scores import ReferenceScores
+from rlsys.rollout.parts import Parts
 from rlsys.rollout.protocol import (
     REQUEST_HEADER,
     EndPushRequest,
@@ -59,6 +51,7 @@ from rlsys.rollout.protocol import (
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.samples import SampleQuery, check_query
 from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
 
 HOST = "127.0.0.1"  # the trainer's rank 0 is on this machine
@@ -196,7 +189,7 @@ class EngineWatch:
         engines: list[EngineClient],
         references: list[EngineClient],
         fewest: int,
-        router: Router,
+        router: Router | Workers,
         members: Members | None = None,
     ) -> None:
         """`members`: who joins and leaves from then on."""
@@ -237,7 +230,8 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
             publish(owner, port)
 
         def open_buffer() -> RolloutBuffer:
-            return RolloutBuffer(path, identity(config), parts.planning.largest, owner)
+            largest, in_hand = parts.planning.largest, config.rollout.workers == 1
+            return RolloutBuffer(path, identity(config), largest, owner, in_hand=in_hand)
 
         try:
             buffer = await open_while_telling(path, open_buffer, listen)
@@ -255,56 +249,6 @@ async def serve(config: Config, port: int, urls: list[str], reference: str | Non
         os._exit(0)
 
 
-class Parts:
-    """What a run's manager works with, made of the config. Raises UserError for a plug-in that does not exist, or a
-    wrong data section. The caller closes `rewards`."""
-
-    def __init__(
-        self,
-        config: Config,
-        urls: list[str],
-        reference: str | None,
-        owner: Owner,
-        session: ClientSession,
-    ) -> None:
-        limits = Limits(config.answer_seconds, config.work_seconds)
-        adapter = ADAPTER if config.weights.method == "adapter" else None
-
-        def client(
-            url: str, whose: Identity, tp: int = 1, index: int | None = None, adapter: str | None = adapter
-        ) -> EngineClient:
-            return EngineClient(
-                url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter
-            )
-
-        self.joiner = lambda url, tp: client(url, engine_identity(owner, url), tp)
-        """Of an engine that joins later."""
-        self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
-        self.source = build_source(config, self.tokenizer)
-        self.rewards = Rewards(config)
-        self.rewards.begin()  # beside the engines' start
-        self.scorer = build_scorer(config, self.rewards, self.tokenizer)
-        self.engines = [
-            client(url, engine_identity(owner, url), config.engine.tp, i) for i, url in enumerate(urls)
-        ]
-        self.router = router = build_router(config, self.engines, self.tokenizer)
-        self.references: list[EngineClient] = []
-        prompt_scores = None
-        if reference is not None:
-            whose = engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
-            self.references = [client(reference, whose, adapter=None)]
-            protected = self.tokenizer.special_ids
-            prompt_scores = ReferenceScores(router, self.references[0], protected, config.start_seconds)
-        ask = partial(ask_engines, router, self.tokenizer, config.rollout.max_response_tokens)
-        judge = build_judge(config, ask, lambda: router.open)
-        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores)
-
-    @property
-    def hung(self) -> bool:
-        """Whether a reward function may still be busy that does not end when it should."""
-        return bool(self.scorer.hung or self.planning.hung)
-
-
 async def _manage(
     config: Config, parts: Parts, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event, port: int
 ) -> None:
@@ -314,7 +258,10 @@ async def _manage(
         asked = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
         return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
 
-    async with open_sets(config, parts.tokenizer, parts.router) as sets:
+    workers = parts.router if isinstance(parts.router, Workers) else None
+    if workers is not None:
+        await workers.start(buffer)
+    async with open_sets(config, parts.tokenizer, parts.asked) as sets:
         spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
         manager = RolloutManager(
             config,
@@ -328,7 +275,9 @@ async def _manage(
             spans,
         )
         fewest = config.launch.min_engines or len(parts.engines)
-        members = Members(config, owner, parts.router, parts.joiner, parts.engines)
+        members = None
+        if isinstance(parts.router, Router):  # who joins would belong to one worker
+            members = Members(config, owner, parts.router, parts.joiner, parts.engines)
         watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
@@ -339,6 +288,8 @@ async def _manage(
                 await manager.close()
         except TimeoutError:
             log.warning("an engine does not answer; what it streamed so far is kept")
+        if workers is not None:
+            await workers.close()
 
 
 async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, watch: Awaitable[None]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from rlsys.config import Config
+from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
@@ -58,9 +59,15 @@ class Streams:
         self._flush_tokens = flush_tokens
         self._running: dict[int, Sample] = {}
         self._unsaved_tokens = 0  # at most: what came since running samples were saved
+        self.counts: Mapping[str, int] = generator.counts if isinstance(generator, AgentGenerator) else {}
+        """Of the generator, which goes on counting."""
         router.on_tokens = self._heard
         router.on_failure = self._remember
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
+
+    def runs(self, sample: Sample) -> bool:
+        """Whether more may be generated of it."""
+        return sample.sample_id in self._running
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Until the sample is terminal, and saved. An interrupt parks it inside this call. Cancel it after an

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from rlsys.config import Config
+from rlsys.rollout.engines import Engines
 from rlsys.router.router import Router
 from rlsys.types import Sample, Status
 
@@ -38,12 +39,12 @@ def sampling_turns(config: Config, router: Router) -> Speak:
     return speak
 
 
-def greedy_turns(config: Config, router: Router) -> Speak:
+def greedy_turns(config: Config, router: Engines) -> Speak:
     """Turns of an evaluation: greedy, outside the ledger."""
     return probing_turns(config, router, 0.0)
 
 
-def probing_turns(config: Config, router: Router, temperature: float) -> Speak:
+def probing_turns(config: Config, router: Engines, temperature: float) -> Speak:
     """Turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
     async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:

@@ -11,9 +11,9 @@ from typing import TypeVar
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.engines import Engines
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.selection import Selection
-from rlsys.router.router import Router
 from rlsys.types import SampleGroup
 
 LOOK_SECONDS = 0.5
@@ -28,7 +28,7 @@ class Waiting:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Router,
+        router: Engines,
         runner: SampleRunner,
         selection: Selection,
         called_away: Callable[[], bool],

@@ -72,7 +72,7 @@ class StoreWriter:
                 self.set_counter("owner_epoch", self._owner.epoch)
             self._remove_rest()
             if torn := self.segments.open():
-                self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
+                self._count_torn(torn)
                 log.warning("%s: %d bytes that no commit names were left behind", self.path, torn)
             self.routes.open()
             tokens = SegmentFile(self.path.parent, self.new_writer())
@@ -135,8 +135,16 @@ class StoreWriter:
     def forget_unused(self) -> None:
         """Inside a `writing` block: files that no row points into go after the commit."""
         self.segments.forget_unused()
-        if torn := self.routes.forget_unused():
+        self._count_torn(self.routes.forget_unused())
+
+    def _count_torn(self, torn: int) -> None:
+        if torn:
             self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
+
+    def retire(self, writer: str) -> None:
+        """A process that wrote segments is gone: what it had not told is cut off and counted."""
+        with self.writing():
+            self._count_torn(self.segments.retire(writer))
 
     def load(self, samples: Iterable[Sample]) -> list[Sample]:
         """The same with their tokens in hand, what is not flushed included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rlsys.engine.wire import EngineError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
@@ -98,10 +98,16 @@ class Arrivals:
         sample.cached_tokens += segment.cached_tokens
         sample.prefilled_tokens += segment.prompt_tokens
 
-    def stats(self) -> dict[str, float]:
-        """See Router.stats."""
-        shares = {f"cache_share_{why}": cached / all for why, (cached, all) in self._prefills.items() if all}
-        return {**self._counts, **shares}
+    def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """Counts; and by what could have put a prefix into a cache, how many tokens of prompts came from one, and of
+        how many."""
+        return dict(self._counts), {why: (cached, all) for why, (cached, all) in self._prefills.items()}
+
+
+def with_shares(counts: Mapping[str, float], prefills: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+    """See Router.stats, of a tally."""
+    shares = {f"cache_share_{why}": cached / all for why, (cached, all) in prefills.items() if all}
+    return {**counts, **shares}
 
 
 async def _attested(engine: EngineState, versions: set[int]) -> bool:

@@ -327,6 +327,11 @@ class Pool:
         version = self.version if self.older is None else self.older
         return [e for e in self.alive() if e.version == version and not e.pinned]
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether there are engines, and every one is quarantined."""
+        return bool(self.engines) and all(e.quarantined for e in self.engines)
+
     def pin(self) -> bool:
         """See Router.pin."""
         serving = self.serving()

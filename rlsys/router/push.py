@@ -28,12 +28,19 @@ log = logging.getLogger("rlsys.router")
 class WeightPush:
     """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the push under way.
 
-    patience: seconds that `begin` waits for an engine, long enough for one to be restarted.
+    patience: seconds that `begin` waits for an engine, long enough for one to be restarted. sole: see Router.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, bounds: Bounds, interruption: Interruption, patience: float
+        self,
+        dispatcher: Dispatcher,
+        bounds: Bounds,
+        interruption: Interruption,
+        patience: float,
+        *,
+        sole: bool = True,
     ) -> None:
+        self._sole = sole
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
         self._bounds = bounds
@@ -76,7 +83,7 @@ class WeightPush:
                         *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
                     )
                     self._pushing = [e for e, ok in zip(targets, ready, strict=True) if ok]
-                    if self._pushing or only_stale or members:
+                    if self._pushing or only_stale or members or not self._sole:
                         break
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
@@ -261,7 +268,7 @@ class WeightPush:
         engine.cut_off()
 
     def _raise_if_hopeless(self) -> None:
-        if self._pool.engines and all(e.quarantined for e in self._pool.engines):
+        if self._sole and self._pool.hopeless:
             raise RunError(f"no engine can serve weight version {self._pool.version}: {states(self._pool)}")
 
 
@@ -291,6 +298,16 @@ class Figures:
             "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),
             "time_checksums": self.comparing,
         }
+
+
+def worst(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of one push through several routers, some of which may have had no engine to push to."""
+    told = [{**Figures().told(), "push_left": 0}, *pushes]
+    out = {key: max(found[key] for found in told) for key in told[0]}
+    for key in ("push_canary_warnings", "push_left"):
+        out[key] = sum(found[key] for found in told)
+    out["push_tensors_equal"] = min((n for found in told if (n := found["push_tensors_equal"])), default=0)
+    return out
 
 
 def states(pool: Pool) -> str:

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 
 from rlsys.engine.client import Aborted, EngineClient
 from rlsys.errors import UserError
-from rlsys.router.arrivals import Arrivals
+from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
 from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
@@ -39,7 +39,8 @@ class Router:
     engine's KV pool. stop_ids, stop_texts: what ends a turn, see TurnEnds. routes: ask for the experts of
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
     patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
-    with the weights that they start with, and nobody pushes others. peers: they can pass on their weights.
+    with the weights that they start with, and nobody pushes others. peers: they can pass on their weights. sole: the
+    run has no other router, so a push waits until an engine is there, and fails when none can serve.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Router:
         peers: bool = False,
         stop_texts: Sequence[str] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
+        sole: bool = True,
     ) -> None:
         self._pool = Pool(engines, trusted=trusted)
         self._limits = Limits(vocab_size, context_length)
@@ -72,7 +74,7 @@ class Router:
             self._suspects,
             lambda sample, tokens: self.on_tokens(sample, tokens),
         )
-        self._push = WeightPush(self._dispatcher, bounds, interruption, patience)
+        self._push = WeightPush(self._dispatcher, bounds, interruption, patience, sole=sole)
         self._copies = Copies(self._dispatcher, self._push, able=peers)
         self._order = itertools.count()
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
@@ -388,6 +390,15 @@ class Router:
         """Engines that came back, or joined, and need the current weights of the trainer."""
         return [e.url for e in self._pool.stale() if not self._copies.will_bring(e)]
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether every engine is quarantined."""
+        return self._pool.hopeless
+
+    def expect(self, version: int) -> None:
+        """In place of a router that is gone: engines should have these weights, and get them in a push."""
+        self._pool.version = version
+
     async def watch(self) -> None:
         """For the life of the process: notice engines that die, come back, or were restarted unseen."""
         while True:
@@ -414,8 +425,12 @@ class Router:
         prefix into a cache: a `sibling` that shares the prompt, the sample itself before a `resume` under the same
         weights or before a `turn`, or before an `update` of the weights, which empties caches unless they are kept.
         """
-        return {
-            **self._arrivals.stats(),
+        return with_shares(*self.tally())
+
+    def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """What `stats` are made of; those of several routers can be added up."""
+        counts, prefills = self._arrivals.tally()
+        counts |= {
             **self._counts,
             **self._suspects.counts,
             **self._pool.totals(),
@@ -424,6 +439,7 @@ class Router:
             "engines_serving": len(self._pool.serving()),
             "weight_version": self._pool.version,
         }
+        return counts, prefills
 
 
 def _why(engine: EngineState, sample: Sample) -> str:

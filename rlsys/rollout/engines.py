@@ -1,0 +1,61 @@
+"""What commands, evaluations and planners ask of engines: one router, or several workers with a router each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from rlsys.types import Canary, EngineAddress, Segment
+
+
+class Engines(Protocol):
+    """Router says what each of these does."""
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def stale_engines(self) -> list[str]: ...
+
+    def resume(self) -> None: ...
+
+    async def rest_engines(self) -> None: ...
+
+    def next_members(self, at_most: int) -> list[str]: ...
+
+    async def begin_push(
+        self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
+    ) -> list[EngineAddress]: ...
+
+    async def end_push(
+        self,
+        version: int,
+        canaries: list[Canary],
+        checksums: Sequence[dict[str, str]] = (),
+        left_out: Mapping[str, str] = {},
+    ) -> dict[str, float]: ...
+
+    def engine_states(self) -> dict[str, str]: ...
+
+    def engine_figures(self) -> dict[str, dict[str, object]]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment: ...
+
+    async def probe(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_texts: Sequence[str] = (),
+        *,
+        evaluation: bool = False,
+    ) -> Segment: ...
+
+    async def prompt_logprobs(self, ids: list[int]) -> list[float]: ...
+
+    def pin(self) -> bool: ...
+
+    def unpin(self) -> None: ...

@@ -1,0 +1,189 @@
+"""What the coordinator and a rollout worker say to each other: batches of msgpack messages over a socket pair.
+
+    to a worker         run this sample; forget these; carry out a call
+    to the coordinator  rows of samples, with where new tokens lie; verdicts; failures; answers of calls; figures
+
+Arguments and results of calls are pickles: the two trust each other, one started the other. What streams, rows and
+verdicts, is typed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rlsys.rollout.scoring import Verdict
+from rlsys.types import Piece, RouteSpan, Sample, Status, TokenSpan, VersionSpan
+
+_LENGTH = struct.Struct("<I")
+
+
+class Run(msgspec.Struct, tag=True, array_like=True):
+    """To the reward of this sample, which has its tokens where its row says. `sample`, `prompt`: pickles."""
+
+    sample_id: int
+    sample: bytes
+    prompt: bytes
+
+
+class Forget(msgspec.Struct, tag=True, array_like=True):
+    """Samples that the coordinator does not wait for any more. After an interrupt only."""
+
+    sample_ids: list[int]
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    number: int
+    name: str
+    arguments: bytes
+    """A pickled dict."""
+
+
+class Row(msgspec.Struct, tag=True, array_like=True):
+    """What has become of a sample, and what came of it since the last one: `pieces`, written out already, and the
+    routes that an engine wrote."""
+
+    sample_id: int
+    status: Status
+    done: bool
+    """Nothing more will be generated."""
+    spans: list[tuple[int, int, int]]
+    observed: list[tuple[int, int]]
+    mu_sum: float
+    resumes: int
+    deaths: int
+    faults: int
+    cached_tokens: int
+    prefilled_tokens: int
+    engine: str | None
+    censor_reason: str | None
+    pieces: list[Piece]
+    placed: list[RouteSpan]
+
+    def tell(self, sample: Sample) -> None:
+        """Bring the coordinator's sample up to date, but for its pieces."""
+        sample.spans = [VersionSpan(*s) for s in self.spans]
+        sample.observed = [TokenSpan(*s) for s in self.observed]
+        sample.mu_sum, sample.status, sample.censor_reason = self.mu_sum, self.status, self.censor_reason
+        sample.resumes, sample.deaths, sample.faults = self.resumes, self.deaths, self.faults
+        sample.cached_tokens, sample.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
+        sample.engine = self.engine
+
+
+def row_of(sample: Sample, done: bool, pieces: list[Piece], placed: list[RouteSpan]) -> Row:
+    return Row(
+        sample.sample_id, sample.status, done, [(s.version, s.start, s.end) for s in sample.spans],
+        [(s.start, s.end) for s in sample.observed], sample.mu_sum, sample.resumes, sample.deaths, sample.faults,
+        sample.cached_tokens, sample.prefilled_tokens, sample.engine, sample.censor_reason, pieces, placed,
+    )  # fmt: skip
+
+
+class Judged(msgspec.Struct, tag=True, array_like=True):
+    """The reward of a sample, or why it has none."""
+
+    sample_id: int
+    verdict: Verdict
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """What broke a sample that nobody foresaw, or the whole worker (-1): a pickled exception."""
+
+    sample_id: int
+    error: bytes
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """Of a call. Either `result` or `error`, pickled."""
+
+    number: int
+    result: bytes
+    error: bytes
+
+
+class Figures(msgspec.Struct, tag=True, array_like=True):
+    """How a worker's engines are: Router.tally, engine_states, engine_figures, stale_engines and hopeless."""
+
+    counts: dict[str, float]
+    prefills: dict[str, tuple[int, int]]
+    states: dict[str, str]
+    engines: dict[str, dict[str, Any]]
+    stale: list[str]
+    hopeless: bool
+
+
+ToWorker = Run | Forget | Call
+OfSamples = Row | Judged | Failed
+ToCoordinator = OfSamples | Answer | Figures
+
+
+class Link(asyncio.Protocol):
+    """One end. Messages of one turn of the loop go together, in their order. `lost` is called once, when the other
+    end is gone; whatever it said before has been heard then."""
+
+    def __init__(self, kind: Any, hear: Callable[[list[Any]], None], lost: Callable[[], None]) -> None:
+        """`kind`: the union of what comes. `hear`: takes those that came together; what it raises ends the link."""
+        self._decoder = msgspec.msgpack.Decoder(list[kind])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._hear = hear
+        self._lost = lost
+        self._out: list[Any] = []
+        self._in = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    async def open(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
+
+    def send(self, message: Any) -> None:
+        """Nothing, when the other end is gone: `lost` has told it."""
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._out.append(message)
+
+    def flush(self) -> None:
+        """What was sent leaves now."""
+        if self._out and self._transport is not None:
+            data = self._encoder.encode(self._out)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+        self._out.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        at = 0
+        while len(self._in) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._in, at)
+            end = at + _LENGTH.size + length
+            if len(self._in) < end:
+                break
+            self._hear(self._decoder.decode(bytes(memoryview(self._in)[at + _LENGTH.size : end])))
+            at = end
+        del self._in[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lost()
+
+
+def pack(thing: object) -> bytes:
+    return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(data: bytes) -> Any:
+    return pickle.loads(data)

@@ -1,0 +1,74 @@
+"""What the manager of a run works with, made of its config."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import ClientSession
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer, build_source
+from rlsys.engine.client import EngineClient
+from rlsys.identity import NOBODY, Identity, engine_identity
+from rlsys.owner import Owner
+from rlsys.rewards import Rewards
+from rlsys.rewards.judges import build_judge
+from rlsys.rollout.assembly import ask_engines, build_router, build_scorer, client_maker
+from rlsys.rollout.engines import Engines
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.prompt_scores import ReferenceScores
+from rlsys.rollout.workers import Workers, worker_commands
+from rlsys.router.router import Router
+
+
+class Parts:
+    """Raises UserError for a plug-in that does not exist, or a wrong data section. The caller closes `rewards`."""
+
+    def __init__(
+        self,
+        config: Config,
+        urls: list[str],
+        reference: str | None,
+        owner: Owner,
+        session: ClientSession,
+    ) -> None:
+        """`urls`: of the engines. `reference`: of the server that prompts are held against."""
+        client = client_maker(config, session)
+
+        def own(url: str, tp: int, index: int | None = None) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=tp, index=index)
+
+        self.joiner = own
+        """Of an engine that joins later."""
+        self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+        self.source = build_source(config, self.tokenizer)
+        self.rewards = Rewards(config)
+        self.rewards.begin()  # beside the engines' start
+        self.scorer = build_scorer(config, self.rewards, self.tokenizer)
+        self.engines = [own(url, config.engine.tp, i) for i, url in enumerate(urls)]
+        self.router: Router | Workers
+        """What samples run in."""
+        self.asked: Engines
+        """Who answers everything else."""
+        if config.rollout.workers > 1:
+            self.router = workers = Workers(config, worker_commands(config, urls))
+            self.asked = workers.engines
+        else:
+            self.router = self.asked = build_router(config, self.engines, self.tokenizer)
+        self.references: list[EngineClient] = []
+        prompt_scores = None
+        if reference is not None:
+            whose: Identity = (
+                engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
+            )
+            self.references = [client(reference, whose, adapter=None)]
+            protected = self.tokenizer.special_ids
+            prompt_scores = ReferenceScores(self.asked, self.references[0], protected, config.start_seconds)
+        ask = partial(ask_engines, self.asked, self.tokenizer, config.rollout.max_response_tokens)
+        judge = build_judge(config, ask, lambda: self.asked.open)
+        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a reward function may still be busy that does not end when it should."""
+        return bool(self.scorer.hung or self.planning.hung)

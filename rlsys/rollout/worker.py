@@ -1,0 +1,325 @@
+"""A rollout worker: a process with engines of its own, their streams and rewards (`rollout.workers`).
+
+    python -m rlsys.rollout.worker --config RUN/config.yaml --number I --engine URL ...
+
+The rollout process, its coordinator, starts it with a socket as standard input. It writes tokens into segments of its
+own and tells the coordinator where they lie, which commits them: kill -9 of a worker leaves bytes that nobody knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import Config, load_config
+from rlsys.data import Tokenizer
+from rlsys.engine.wire import make_session
+from rlsys.errors import RlsysError
+from rlsys.identity import engine_identity
+from rlsys.obs.descriptors import raise_descriptors
+from rlsys.obs.role import run_role
+from rlsys.owner import of_process
+from rlsys.records import SegmentReader
+from rlsys.rewards import Rewards
+from rlsys.rollout.assembly import build_router, build_scorer, client_maker
+from rlsys.rollout.controller import most_slots
+from rlsys.rollout.generator import Generator, build_generator
+from rlsys.rollout.link import (
+    Answer,
+    Call,
+    Failed,
+    Figures,
+    Forget,
+    Judged,
+    Link,
+    Row,
+    Run,
+    ToWorker,
+    pack,
+    row_of,
+    unpack,
+)
+from rlsys.rollout.loop_watch import loop_watch
+from rlsys.rollout.sample_spans import SampleSpans
+from rlsys.rollout.saved import Stored, append_tokens
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.segments import SegmentFile
+from rlsys.rollout.streams import Streams
+from rlsys.rollout.turns import sampling_turns
+from rlsys.router.router import RefusedPrompt, Router
+from rlsys.types import Prompt, Sample, SampleGroup, Status
+
+TELL_SECONDS = 0.02
+"""Rows go together, for so long: a slot of a sample that has ended is free again after that."""
+FIGURES_SECONDS = 0.5
+
+log = logging.getLogger("rlsys.rollout")
+
+
+@dataclass
+class WorkerParts:
+    """What a worker works with. `folder`: the run's. `flush_tokens`: the most that its samples may have unsaved."""
+
+    config: Config
+    router: Router
+    scorer: Scorer
+    generator: Generator
+    folder: Path
+    flush_tokens: int
+
+
+class Worker:
+    """Owns the tasks of its samples, their tokens in hand, and its segments."""
+
+    def __init__(self, parts: WorkerParts, end: Callable[[], None]) -> None:
+        """`end`: what to do when the coordinator is gone."""
+        self._parts = parts
+        self._router = parts.router
+        self._scorer = parts.scorer
+        self._streams = Streams(
+            parts.config, parts.router, parts.scorer, parts.generator, self, self._group_of, SampleSpans(None),
+            parts.flush_tokens,
+        )  # fmt: skip
+        self._link = Link(ToWorker, self._hear, end)
+        self._file: SegmentFile | None = None
+        self._stored: dict[int, Stored] = {}
+        self._groups: dict[int, SampleGroup] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._rows: list[Row] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def serve(self, end: socket.socket) -> None:
+        """For the life of the process."""
+        await self._link.open(end)
+        while True:
+            await asyncio.sleep(FIGURES_SECONDS)
+            self._tell_figures()
+
+    def _tell_figures(self) -> None:
+        counts, prefills = self._router.tally()
+        figures = Figures(
+            counts | {"reward_hung": self._scorer.hung, "reward_failed": self._scorer.failed}, prefills,
+            self._router.engine_states(), self._router.engine_figures(), self._router.stale_engines,
+            self._router.hopeless,
+        )  # fmt: skip
+        self._link.send(figures)
+
+    # What the coordinator says
+
+    def _hear(self, messages: list[ToWorker]) -> None:
+        for message in messages:
+            self._obey(message)
+
+    def _obey(self, message: ToWorker) -> None:
+        if isinstance(message, Run):
+            earlier = self._tasks.get(message.sample_id)
+            work = self._run(unpack(message.sample), unpack(message.prompt), earlier)
+            begun = self._tasks[message.sample_id] = asyncio.create_task(work)
+            begun.add_done_callback(lambda t: self._ended(message.sample_id, t))
+        elif isinstance(message, Forget):
+            for sample_id in message.sample_ids:
+                if (task := self._tasks.get(sample_id)) is not None:
+                    task.cancel()
+        else:
+            call = asyncio.create_task(self._answer(message))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, call: Call) -> None:
+        result, error = b"", b""
+        try:
+            result = pack(await getattr(self, f"do_{call.name}")(**unpack(call.arguments)))
+        except (RlsysError, RefusedPrompt) as e:
+            error = pack(e)
+        except Exception as e:  # a bug of ours: the coordinator raises it where somebody waits
+            log.exception("%s", call.name)
+            error = pack(e)
+        self.flush()
+        self._tell_figures()
+        self._link.send(Answer(call.number, result, error))
+
+    async def do_begin(self, writer: str, version: int, opened: bool) -> None:
+        """Write segments as `writer`. Engines should have weights of `version`; `opened`: samples may go to them."""
+        self._file = SegmentFile(self._parts.folder, writer)
+        if version:
+            self._router.expect(version)
+        if opened:
+            self._router.resume()
+        self._calls.add(asyncio.create_task(self._router.watch()))
+
+    async def do_interrupt(self, keep: frozenset[int] | None) -> list[int]:
+        """Ids of samples that were in an engine, and are parked now."""
+        kept = None if keep is None else lambda sample: sample.sample_id in keep
+        return [s.sample_id for s in await self._streams.interrupt(kept)]
+
+    async def do_save(self) -> None:
+        await self._streams.save_running()
+
+    async def do_resume(self) -> None:
+        self._router.resume()
+
+    async def do_rest(self) -> None:
+        await self._router.rest_engines()
+
+    async def do_begin_push(self, **arguments: Any) -> Any:
+        return await self._router.begin_push(**arguments)
+
+    async def do_end_push(self, **arguments: Any) -> Any:
+        return await self._router.end_push(**arguments)
+
+    async def do_probe(self, **arguments: Any) -> Any:
+        return await self._router.probe(**arguments)
+
+    async def do_prompt_logprobs(self, ids: list[int]) -> list[float]:
+        return await self._router.prompt_logprobs(ids)
+
+    async def do_pin(self) -> bool:
+        return self._router.pin()
+
+    async def do_unpin(self) -> None:
+        self._router.unpin()
+
+    # Samples
+
+    async def _run(self, sample: Sample, prompt: Prompt, before: asyncio.Task[None] | None) -> None:
+        if before is not None:  # it was forgotten, and has not ended yet
+            await asyncio.wait({before})
+        with SegmentReader(self._parts.folder) as reader:
+            sample = reader.loaded(sample)
+        self._stored[sample.sample_id] = Stored.of(sample)
+        group = self._groups.setdefault(sample.group_id, SampleGroup(sample.group_id, prompt.index, []))
+        group.samples.append(sample)
+        try:
+            if sample.status.terminal:
+                self._rows.append(row_of(sample, True, [], []))
+                self.flush_soon()
+            else:
+                await self._streams.generate(sample, prompt)
+            if sample.status is not Status.CENSORED:
+                self._link.send(Judged(sample.sample_id, await self._streams.score(sample, prompt)))
+        finally:
+            self._stored.pop(sample.sample_id, None)
+            group.samples.remove(sample)
+            if not group.samples:
+                self._groups.pop(group.group_id, None)
+
+    def _ended(self, sample_id: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(sample_id) is task:
+            del self._tasks[sample_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, RlsysError):
+                log.error("sample %d", sample_id, exc_info=error)
+            self._link.send(Failed(sample_id, pack(error)))
+
+    def _group_of(self, sample: Sample) -> SampleGroup:
+        """Those of its samples that run here: all that are not done."""
+        return self._groups[sample.group_id]
+
+    # Where Streams saves
+
+    def save(self, samples: Iterable[Sample]) -> None:
+        assert self._file is not None, "the coordinator begins with `begin`"
+        for sample in samples:
+            before = self._stored[sample.sample_id]
+            new = sample.routes[before.routes :]
+            placed = [span for span in new if span.place is not None]
+            in_hand = [span for span in new if span.place is None]
+            pieces = append_tokens(self._file, sample, before, in_hand)
+            self._stored[sample.sample_id] = Stored.of(sample)
+            self._rows.append(row_of(sample, not self._streams.runs(sample), pieces, placed))
+
+    def unsaved(self, sample: Sample) -> bool:
+        """Whether it has tokens that `save` has not seen."""
+        return sample.tokens > self._stored[sample.sample_id].tokens
+
+    def flush(self) -> None:
+        """Written out, and told."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._file is not None:
+            self._file.write_out()
+        for row in self._rows:
+            self._link.send(row)
+        self._rows.clear()
+
+    def flush_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._flush_now)
+
+    def _flush_now(self) -> None:
+        try:
+            self.flush()
+        except RlsysError as e:
+            self._link.send(Failed(-1, pack(e)))
+
+
+async def serve(config: Config, number: int, urls: list[str], end: socket.socket) -> None:
+    """Until the coordinator is gone. Raises UserError for a wrong config, as the coordinator does."""
+    raise_descriptors(most_slots(config), "rollout worker: over_provision x groups_per_step x group_size")
+    owner, _ = of_process(config.run.dir)
+    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    rewards = Rewards(config)
+    rewards.begin()
+    scorer = build_scorer(config, rewards, tokenizer)
+    workers = config.rollout.workers
+    async with make_session() as session:
+        client = client_maker(config, session)
+        engines = [
+            client(url, engine_identity(owner, url), tp=config.engine.tp, index=i)
+            for i, url in enumerate(urls)
+            if i % workers == number
+        ]
+        router = build_router(config, engines, tokenizer, sole=False)
+        generator = build_generator(config, tokenizer, sampling_turns(config, router))
+        parts = WorkerParts(
+            config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers)
+        )
+
+        def in_flight() -> str:
+            return f"data.reward = {config.data.reward_name} in flight for {len(scorer.scoring)} prompts"
+
+        with loop_watch(config.rollout.stall_timeout, in_flight):
+            await Worker(parts, leave).serve(end)
+
+
+def leave() -> None:
+    """The coordinator is gone. What it has not been told will never be asked for."""
+    logging.shutdown()
+    os._exit(0)
+
+
+def standard_input() -> socket.socket:
+    """The coordinator's socket. Only the coordinator ends a worker: signals to all processes of a role are its."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    return socket.socket(fileno=os.dup(sys.stdin.fileno()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A rollout worker of a run; started by its rollout process.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
+    parser.add_argument("--number", type=int, required=True, help="from 0 to rollout.workers - 1")
+    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="all of the run's")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def run() -> None:
+        config = load_config(args.config)
+        asyncio.run(serve(config, args.number, args.engine, standard_input()))
+
+    run_role(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A rollout worker with scripted engines: python -m tests.helpers.worker_stage CONFIG.json URL ..."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
+from rlsys.obs.role import end_with_parent
+from rlsys.rollout.generator import build_generator
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.turns import sampling_turns
+from rlsys.rollout.worker import Worker, WorkerParts, leave, standard_input
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from tests.helpers.rollout_rig import length_reward
+from tests.helpers.scripted_engine import EOS
+
+
+def router_of(clients: list[EngineClient], **more: Any) -> Router:
+    return Router(
+        clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+        routes=True, **more,
+    )  # fmt: skip
+
+
+async def main() -> None:
+    config = Config.model_validate_json(Path(sys.argv[1]).read_text())
+    async with make_session() as session:
+        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], sole=False)
+        scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
+        generator = build_generator(config, None, sampling_turns(config, router))
+        share = max(1, config.flush_tokens // config.rollout.workers)
+        parts = WorkerParts(config, router, scorer, generator, config.run.dir, share)
+        await Worker(parts, leave).serve(standard_input())
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    asyncio.run(main())
