@@ -33,6 +33,8 @@ ONE_ANSWER = 0.9
 """Share of the held-out prompts from which one answer to all of them is odd."""
 PAID = 0.5
 """Mean reward from which an accuracy of 0 is odd."""
+ASIDE = 0.5
+"""Share of agents' requests that are no turn of a response."""
 QUIET = 2 * WINDOW
 """Steps without a symptom after which it is told again."""
 
@@ -263,6 +265,21 @@ def router_collapse(history: History) -> Symptom | None:
     )
 
 
+def asked_aside(history: History) -> Symptom | None:
+    """Counts since the rollout process began."""
+    calls, aside = history.last("agent_calls"), history.last("agent_side_calls")
+    if not calls or not aside or aside[-1] <= ASIDE * calls[-1]:
+        return None
+    return Symptom(
+        "asked_aside",
+        f"{aside[-1] / calls[-1]:.0%} of what agents ask is answered on the side",
+        "Only questions that begin with all that was said before are turns of a response, and trained. These agents "
+        "rewrite their history, or ask most in conversations of their own",
+        "Let the agent of rollout.generator_params keep its messages as they are, and begin with the conversation "
+        "that is to be learned (docs/agents.md)",
+    )
+
+
 RULES = (
     no_signal,
     held_out_falls,
@@ -272,6 +289,7 @@ RULES = (
     entropy_collapse,
     mismatch_grows,
     router_collapse,
+    asked_aside,
 )
 
 

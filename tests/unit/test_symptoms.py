@@ -61,6 +61,7 @@ def test_a_healthy_run_has_no_symptom() -> None:
         ("mismatch_grows", {"mismatch_mean": 0.03}),
         ("router_collapse", {"expert_load_max": 4.0}),
         ("router_collapse", {"expert_idle_share": 0.3}),
+        ("asked_aside", {"agent_calls": 100, "agent_side_calls": 51}),
     ],
 )
 def test_each_symptom_alone_with_cause_and_knob(name: str, late: Entry) -> None:
@@ -78,6 +79,8 @@ def test_each_symptom_alone_with_cause_and_knob(name: str, late: Entry) -> None:
         {"sampled_entropy": 0.01},  # the reward goes on rising
         {"mismatch_mean": 9e-3},
         {"expert_load_max": 3.0, "expert_idle_share": 0.2},
+        {"agent_calls": 100, "agent_side_calls": 50},
+        {"agent_calls": 0, "agent_side_calls": 0},
     ],
 )
 def test_less_than_that_is_none(late: Entry) -> None:
