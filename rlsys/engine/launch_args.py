@@ -69,15 +69,22 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv += ["--tool-call-parser", e.tool_call_parser]
     if e.reasoning_parser is not None:
         argv += ["--reasoning-parser", e.reasoning_parser]
+    of_device, its_env = _device_args(config, index)
+    return [*argv, *of_device, *e.extra_args], env | its_env
+
+
+def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
+    """What an engine needs with CUDA, and what without."""
+    tp = config.engine.tp
+    argv: list[str] = []
+    env: dict[str, str] = {}
     if have_cuda():
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(index, e.tp))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(index, tp))
         if config.model.dtype == "float32":
-            argv += [
-                "--attention-backend",
-                "triton",
-            ]  # the default one of Hopper computes in half precision only
+            # The default one of Hopper computes in half precision only.
+            argv += ["--attention-backend", "triton"]
     else:
         argv += [
             "--device", "cpu",
@@ -89,9 +96,9 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
             "--mem-fraction-static", "0.8",  # of the host's memory: max-total-tokens is what bounds the pool
         ]  # fmt: skip
         env["SGLANG_USE_CPU_ENGINE"] = "0"  # its CPU kernels need instructions that not every machine has
-        if e.tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(e.tp))
-    return [*argv, *e.extra_args], env
+        if tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(tp))
+    return argv, env
 
 
 def _devices(index: int, tp: int) -> list[str]:
