@@ -4,7 +4,6 @@ updates of a step and an extra one, all in one launch."""
 
 from __future__ import annotations
 
-import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
@@ -24,6 +22,7 @@ from rlsys.config.algo import AlgoSection
 from rlsys.trainer.logprobs import aligned
 from rlsys.trainer.share import Share
 from tests.helpers.algo_world import Outcome, World, all_of_it, run
+from tests.helpers.gloo_ranks import on_gloo_ranks
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").glob("*.yaml"))
 TRAINER_SIDE = ("shaping", "advantage", "selectors", "corrections", "loss", "reducer", "hooks")
@@ -102,23 +101,13 @@ def one_part_each(rank: int, rows: list[int]) -> list[list[int]]:
     return [[r] for r in rows[rank::2]]
 
 
-def rank_main(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def on_rank(ranks: int, rank: int) -> dict[str, dict[str, Outcome]]:
     found = {}
     for name, algo in cases().items():
         dp = run(world(name), algo, partial(one_part_each, rank), added_up)
         cp = run(world(name), algo, whole, alone, through_the_trainers_share)
         found[name] = {"dp2": dp, "cp2": cp}
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    return found
 
 
 def together(ranks: list[Outcome], rows: list[int]) -> dict[int, Tensor]:
@@ -144,8 +133,7 @@ def gaps(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
 
 @pytest.mark.gate  # the cuts of a step in one process: test_algo_objective.py
 def test_every_recipe_and_plug_in_is_the_same_on_one_process_dp2_and_cp2(tmp_path: Path) -> None:
-    mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=2)
-    loaded = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
+    loaded = on_gloo_ranks(2, on_rank, tmp_path)
     wrong, moved = {}, 0
     for name, algo in cases().items():
         one = run(world(name), algo, whole, share=all_of_it)

@@ -3,14 +3,11 @@ vocabulary. (tests/unit/test_preference_parity.py holds DFT against TRL's.)"""
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
-from torch import distributed as dist
 
 from rlsys.algo import build
 from rlsys.algo.contract import kind_of, promises
@@ -21,6 +18,7 @@ from rlsys.config import load_config
 from rlsys.config.algo import Spec
 from rlsys.errors import UserError
 from rlsys.trainer.sft import made_loss
+from tests.helpers.gloo_ranks import on_gloo_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, VOCABULARY, KAPPA, BETA = 600, 12, 1.3, -0.2  # more rows than are worked on at a time
@@ -69,24 +67,10 @@ def gap_on(ranks: int, rank: int) -> float:
     return max(float((a.detach() - b).abs().max()) for a, b in pairs if a is not None)
 
 
-def run(rank: int, ranks: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    (Path(folder) / f"{rank}").write_text(str(gap_on(ranks, rank)))
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.mark.gate
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_otr_is_the_mean_over_all_draws(ranks: int, tmp_path: Path) -> None:
-    mp.spawn(run, args=(ranks, free_port(), str(tmp_path)), nprocs=ranks)
-    assert max(float((tmp_path / str(rank)).read_text()) for rank in range(ranks)) < 1e-5
+    assert max(on_gloo_ranks(ranks, gap_on, tmp_path)) < 1e-5
 
 
 def test_at_temperature_one_otr_is_dft() -> None:

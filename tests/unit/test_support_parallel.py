@@ -3,12 +3,10 @@ vocabulary, against a softmax over these ids alone."""
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch import distributed as dist
 
@@ -16,6 +14,7 @@ from rlsys import support
 from rlsys.trainer.logprobs import aligned
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.share import Share
+from tests.helpers.gloo_ranks import on_gloo_ranks
 
 VOCABULARY, TEMPERATURE = 12, 1.7
 RESPONSES = [[5, 6, 11], [0, 7], [3, 3, 4, 9]]
@@ -91,23 +90,9 @@ def gap_on(ranks: int, rank: int) -> float:
     return found
 
 
-def run(rank: int, ranks: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    (Path(folder) / f"{rank}").write_text(str(gap_on(ranks, rank)))
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
+@pytest.mark.gate
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_figures_are_of_the_kept_ids_alone(ranks: int, tmp_path: Path) -> None:
-    mp.spawn(run, args=(ranks, free_port(), str(tmp_path)), nprocs=ranks)
-    gaps = [float((tmp_path / f"{rank}").read_text()) for rank in range(ranks)]
+    gaps = on_gloo_ranks(ranks, gap_on, tmp_path)
     print(f"{ranks} ranks: largest difference {max(gaps):.1e}")
     assert max(gaps) < 1e-6
