@@ -55,9 +55,11 @@ class TracedRouter(Router):
     lengths: Sequence[int] = ()
     interrupt_seconds = 0.0
 
-    async def interrupt(self, keep: Callable[[Sample], bool] | None = None) -> None:
+    async def interrupt(
+        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+    ) -> None:
         start = time.monotonic()
-        await super().interrupt(keep)
+        await super().interrupt(keep, going_on=going_on)
         self.interrupt_seconds += time.monotonic() - start
 
     async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:

@@ -379,11 +379,11 @@ class Router:
         engine.draining = True
 
     async def send_away(self, url: str) -> None:
-        """The same, but at once: its samples go on in other engines, and an evaluation alone may end there."""
-        self.remove_engine(url)
-        engine = self._pool.find(url)
-        assert engine is not None
-        await self._dispatcher.empty([engine])
+        """The same, but at once: its samples go on in other engines, and an evaluation alone may end there. Nothing
+        happens when it has gone already."""
+        if (engine := self._pool.find(url)) is not None:
+            engine.draining = True
+            await self._dispatcher.empty([engine])
 
     @property
     def stale_engines(self) -> list[str]:
