@@ -17,8 +17,9 @@ from rlsys.errors import RunError, UserError
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.engines import Engines
-from rlsys.rollout.generator import build_generator
+from rlsys.rollout.generator import build_generator, unanswered
 from rlsys.rollout.pass_at import pass_figures
+from rlsys.rollout.scoring import Verdict
 from rlsys.rollout.turns import probing_turns
 from rlsys.router.router import EVALUATION
 from rlsys.types import Prompt, Sample, Status
@@ -55,9 +56,11 @@ class AskedSet:
         come from more than one weight version."""
         asked = [[self._sample(p, i) for i in range(self._chosen.samples)] for p in self._prompts]
         pairs = [(s, p) for p, samples in zip(self._prompts, asked, strict=True) for s in samples]
-        await asyncio.gather(*(self._answer(s, p) for s, p in pairs))
+        reasons = await asyncio.gather(*(unanswered(self._answer, s, p) for s, p in pairs))
         version = one_version([s for s, _ in pairs])
-        verdicts = await asyncio.gather(*(self._scorer.score(p, s.response_ids) for s, p in pairs))
+        verdicts = await asyncio.gather(
+            *(self._verdict(s, p, reason) for (s, p), reason in zip(pairs, reasons, strict=True))
+        )
         n = self._chosen.samples
         judged = [
             [v.right for v in verdicts[i * n : (i + 1) * n] if v.reward is not None]
@@ -76,6 +79,14 @@ class AskedSet:
             "truncated": sum(s.status is Status.TRUNCATED for s, _ in pairs),
             "weight_version": version,
         }
+
+    async def _verdict(self, sample: Sample, prompt: Prompt, reason: str | None) -> Verdict:
+        """`reason`: why there is no response."""
+        return (
+            await self._scorer.score(prompt, sample.response_ids)
+            if reason is None
+            else Verdict(reason=reason)
+        )
 
     def _sample(self, prompt: Prompt, number: int) -> Sample:
         """Each response has a seed of its own, the same in every evaluation."""

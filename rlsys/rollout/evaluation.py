@@ -33,11 +33,10 @@ from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet, one_version
-from rlsys.rollout.generator import Generator, build_generator
+from rlsys.rollout.generator import Generator, build_generator, unanswered
 from rlsys.rollout.scoring import Scorer, Verdict
-from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak, greedy_turns
-from rlsys.router.router import EVALUATION, Poisonous, Router
+from rlsys.router.router import EVALUATION, Router
 from rlsys.types import EvalResult, Prompt, Sample, Status
 
 PROBE_SECONDS = 0.5
@@ -55,21 +54,13 @@ def probes(source: PromptSource, count: int) -> list[Probe]:
 async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
     """Those that have their answers. A prompt that engines die of, or a tool or an agent fails with, is left out.
     Raises RunError when all are."""
-    reasons: list[str] = []
-
-    async def answered(sample: Sample, prompt: Prompt) -> bool:
-        try:
-            await answer(sample, prompt)
-        except (Poisonous, ToolFailed) as e:
-            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, e)
-            reasons.append(str(e))
-            return False
-        return True
-
-    done = await asyncio.gather(*(answered(s, p) for s, p in asked))
-    if not any(done):
-        raise RunError(f"evaluation: no prompt could be answered; the last one: {reasons[-1]}")
-    return [probe for probe, ok in zip(asked, done, strict=True) if ok]
+    reasons = await asyncio.gather(*(unanswered(answer, s, p) for s, p in asked))
+    for (_, prompt), reason in zip(asked, reasons, strict=True):
+        if reason is not None:
+            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, reason)
+    if all(reasons):
+        raise RunError(f"evaluation: no prompt could be answered; the first one: {reasons[0]}")
+    return [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
 
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
@@ -135,9 +126,11 @@ async def respond(
             watch = asyncio.ensure_future(router.watch())
             router.resume()
             answer = build_generator(config, tokenizer, turns(config, router))
-            await asyncio.gather(*(answer(s, p) for s, p in asked))
+            reasons = await asyncio.gather(*(unanswered(answer, s, p) for s, p in asked))
             watch.cancel()
-        return await score_all(asked, build_scorer(config, rewards, tokenizer))
+        answered = [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
+        scored = iter(await score_all(answered, build_scorer(config, rewards, tokenizer)))
+        return [next(scored) if reason is None else Verdict(reason=reason) for reason in reasons]
     finally:
         await rewards.close()
 

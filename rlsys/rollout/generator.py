@@ -24,7 +24,9 @@ from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.functions import functions
 from rlsys.rollout.slime_generator import SlimeGenerator, is_slimes
 from rlsys.rollout.tools import calculator
+from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
+from rlsys.router.router import Poisonous
 from rlsys.types import Prompt, Sample
 
 Generator = Callable[[Sample, Prompt], Awaitable[None]]
@@ -66,3 +68,12 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, speak: Speak) -
     field, expected = f"rollout.generator = {r.generator!r}", "an async function of (sample, prompt)"
     expect_function(field, factory, made, "config, tokenizer, speak", expected)
     return made
+
+
+async def unanswered(generate: Generator, sample: Sample, prompt: Prompt) -> str | None:
+    """For an evaluation: make the response. Why there is none, where engines die of it, or a tool or agent fails."""
+    try:
+        await generate(sample, prompt)
+    except (Poisonous, ToolFailed) as e:
+        return str(e)
+    return None

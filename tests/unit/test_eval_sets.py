@@ -100,7 +100,7 @@ def test_a_set_is_tried_before_the_start(folder: Path) -> None:
 # By a router that answers each prompt with as many tokens as it has
 
 
-def sets_of(folder: Path, tmp_path: Path, router: Any) -> AskedSet:
+def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> AskedSet:
     """Rewards by length: every second prompt is right."""
     (tmp_path / "judge.py").write_text(
         "import itertools\n"
@@ -111,7 +111,7 @@ def sets_of(folder: Path, tmp_path: Path, router: Any) -> AskedSet:
     )
     own = f"{{source: chain_sum_tail, reward: '{tmp_path}/judge.py:by_turn'}}"
     one = f"[{{name: hard, samples: 3, temperature: 0.5, prompts: 4, data: {own}}}]"
-    config = load_config(folder, [f"eval.sets={one}"])
+    config = load_config(folder, [f"eval.sets={one}", *overrides])
     return AskedSet(config, config.eval.sets[0], Tokenizer(config.model.path), router)
 
 
@@ -129,6 +129,22 @@ async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time
     assert len({seed for _, _, seed in first}) == 12, "a seed for each response"
     await made.measure()
     assert router.probed[12:] == first
+    await made.close()
+
+
+async def test_a_response_whose_agent_or_tool_fails_is_not_judged(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "from rlsys.rollout.turn_reader import ToolFailed\n"
+        "def odd(config, tokenizer, speak):\n"
+        "    async def generate(sample, prompt):\n"
+        "        if prompt.index == 0:\n"
+        "            raise ToolFailed('no luck')\n"
+        "        await speak(sample)\n"
+        "    return generate\n"
+    )
+    made = sets_of(folder, tmp_path, ScriptedRouter(lambda s: 3), f"rollout.generator={tmp_path}/odd.py:odd")
+    figures = await made.measure()
+    assert (figures["accuracy"], figures["prompts"]) == (pytest.approx(2 / 3), 3)
     await made.close()
 
 
