@@ -14,6 +14,7 @@ from rich.text import Text
 
 from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
 from launch.duration import estimated, measured
+from launch.intake import describe_intake
 from launch.layout import lay_out
 from launch.memory import Fact, describe_memory, odd_sizes
 from launch.picture import Fold, draw, fold
@@ -87,6 +88,8 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
         hf = read_model(config)
         sizes += describe_memory(config, hf)
         odd += odd_sizes(config, hf, gpu_gb)
+        intake, too_much = describe_intake(config, hf)
+        sizes, odd = sizes + intake, odd + too_much
         duration = estimated(config, hf)
     else:
         duration = "not known without the model's config.json"

@@ -1,0 +1,43 @@
+"""What explain says of the rollout processes' work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.intake import PASS_SECONDS, describe_intake, tokens_per_second, workers_wanted
+from launch.preflight import read_model
+from rlsys.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+MANY = [
+    "launch.gpus_per_node=8",
+    "rollout.groups_per_step=512",
+    "engine.count=4",
+    "engine.max_running_requests=2048",
+]
+"""8,192 samples in flight."""
+
+
+def test_the_rate_is_all_slots_over_the_time_of_a_pass() -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml", MANY)
+    assert tokens_per_second(config, read_model(config)) == 8192 / PASS_SECONDS, (
+        "tiny weights are read faster"
+    )
+
+
+def test_more_tokens_than_one_core_takes_in_ask_for_workers() -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml", MANY)
+    hf = read_model(config)
+    assert workers_wanted(config, hf) == 8, "2,048,000 tokens a second, 280,000 of them for each"
+    (fact,), (odd,) = describe_intake(config, hf)
+    assert "512% of a core in each of 1 rollout process(es)" in fact[1]
+    assert "expected rollout.workers = 4" in odd, "not more than there are engines"
+    enough = load_config(ROOT / "configs/quickstart.yaml", [*MANY[:2], "engine.count=8", "rollout.workers=8"])
+    assert describe_intake(enough, hf)[1] == []
+
+
+def test_without_gpus_nobody_can_say() -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml")
+    assert describe_intake(config, read_model(config)) == ([], [])
