@@ -108,16 +108,6 @@ class Piece(NamedTuple):
     length: int
 
 
-class Truncation(NamedTuple):
-    """What sampling leaves out, of each token's distribution at the sampling temperature: all but the `top_k` most
-    probable ids; of these, the least probable ones behind a mass of `top_p`; and those below `min_p` times the
-    largest probability."""
-
-    top_k: int
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
 @dataclass(slots=True)
 class Segment:
     """What one engine call added to a sample.
@@ -177,9 +167,8 @@ class Sample:
     routes: list[RouteSpan] = field(default_factory=list)
     observed: list[TokenSpan] = field(default_factory=list)  # what a tool wrote: no model sampled it
     tool_penalty: float = 0.0  # of a response with tools, see rollout/tools.py: set at take
-    masked: list[TokenSpan] = field(
-        default_factory=list
-    )  # sampled, but too old to be trained on: set at take
+    # Sampled, but too old to be trained on: set at take.
+    masked: list[TokenSpan] = field(default_factory=list)
     trained_prompt: list[int] | None = None
     """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
     own_prompt: bool = (
@@ -294,10 +283,8 @@ class Sample:
         if routes.place is not None:
             return
         if not routes.experts or len(routes.experts) % (routes.end - routes.start):
-            raise ValueError(
-                f"sample {self.sample_id}: {len(routes.experts)} bytes of routes for {routes.end - routes.start} "
-                "positions"
-            )
+            found = f"{len(routes.experts)} bytes of routes for {routes.end - routes.start} positions"
+            raise ValueError(f"sample {self.sample_id}: {found}")
 
     @property
     def oldest_version(self) -> int | None:
@@ -410,38 +397,3 @@ class Canary:
 
     ids: list[int]
     logp: list[float]
-
-
-@dataclass(slots=True)
-class Evaluated:
-    """What became of an evaluation in the background. Done without a result: its engine died, it is given up."""
-
-    done: bool
-    result: EvalResult | None = None
-
-
-@dataclass(slots=True)
-class EvalResult:
-    accuracy: float
-    prompts: int
-    mean_length: float
-    truncated: int
-    weight_version: int = 0
-    """That sampled every token of it."""
-    sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Figures of the named sets."""
-    same_answer: float | None = None
-    """Share of the prompts that got the commonest answer; None where answers are not known."""
-    constant: float | None = None
-    """Accuracy of who gives the best constant answer; None where the data has no right answers."""
-
-    def figures(self) -> dict[str, float]:
-        """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
-        own = {
-            "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
-            "truncated": self.truncated, "weight_version": self.weight_version,
-        }  # fmt: skip
-        for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
-            if share is not None:
-                own[name] = share
-        return own | {f"{name}/{key}": v for name, found in self.sets.items() for key, v in found.items()}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rlsys.config.section import FilePath, Fraction, NonNegative, Positive, Section
-from rlsys.types import Truncation
+
+
+class Truncation(NamedTuple):
+    """What sampling leaves out, of each token's distribution at the sampling temperature: all but the `top_k` most
+    probable ids; of these, the least probable ones behind a mass of `top_p`; and those below `min_p` times the
+    largest probability."""
+
+    top_k: int
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class RolloutConfig(Section):

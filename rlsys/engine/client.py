@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from rlsys.config.rollout import Truncation
 from rlsys.engine.chunks import decode_chunk, read_chunk, read_routes
 from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
@@ -15,7 +16,7 @@ from rlsys.engine.weight_calls import load_by, load_from_disk
 from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
 from rlsys.identity import NOBODY, Identity
 from rlsys.route_records import ASK
-from rlsys.types import Segment, Truncation
+from rlsys.types import Segment
 
 IDLE_SECONDS = 30.0
 RESERVED_TOKENS = 6

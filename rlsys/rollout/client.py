@@ -19,13 +19,15 @@ from rlsys.rollout.protocol import (
     RECONNECT_SECONDS,
     REQUEST_HEADER,
     EndPushRequest,
+    EvalResult,
+    Evaluated,
     ScoresRequest,
     StepRequest,
     decode,
     decode_error,
     encode,
 )
-from rlsys.types import Canary, EvalResult, Evaluated, PushTicket, Scored, Taken, Unscored
+from rlsys.types import Canary, PushTicket, Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
 PROBE_TIMEOUT = 5.0

@@ -34,10 +34,11 @@ from rlsys.rollout.assembly import build_router, build_scorer
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.generator import Generator, build_generator, unanswered
+from rlsys.rollout.protocol import EvalResult
 from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.turns import Speak, greedy_turns
 from rlsys.router.router import EVALUATION, Router
-from rlsys.types import EvalResult, Prompt, Sample, Status
+from rlsys.types import Prompt, Sample, Status
 
 PROBE_SECONDS = 0.5
 

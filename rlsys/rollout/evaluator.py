@@ -18,10 +18,10 @@ from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.turns import greedy_turns
 from rlsys.router.router import PinLost
-from rlsys.types import EvalResult, Evaluated
 
 Watched = Callable[[Awaitable[Any], str], Awaitable[Any]]
 

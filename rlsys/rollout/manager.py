@@ -26,6 +26,7 @@ from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
+from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.rollout.received import Received
 from rlsys.rollout.repeat import Record, Repeat
 from rlsys.rollout.runner import SampleRunner
@@ -39,18 +40,7 @@ from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.waiting import Waiting
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
-from rlsys.types import (
-    Canary,
-    EvalResult,
-    Evaluated,
-    GroupState,
-    PushTicket,
-    Sample,
-    SampleGroup,
-    Scored,
-    Taken,
-    Unscored,
-)
+from rlsys.types import Canary, GroupState, PushTicket, Sample, SampleGroup, Scored, Taken, Unscored
 
 
 class RolloutManager:

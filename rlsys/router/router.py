@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 
+from rlsys.config.rollout import Truncation
 from rlsys.engine.client import Aborted, EngineClient
 from rlsys.errors import UserError
 from rlsys.router.arrivals import Arrivals, with_shares
@@ -25,7 +26,7 @@ from rlsys.router.pool import EngineState, Flight, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, Truncation
+from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
 __all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 

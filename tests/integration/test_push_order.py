@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rlsys.owner import claim
+from rlsys.rollout.protocol import EvalResult
 from rlsys.train import Loop
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
-from rlsys.types import EvalResult, PushTicket
+from rlsys.types import PushTicket
 from tests.helpers import trainer_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]

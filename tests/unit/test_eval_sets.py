@@ -25,9 +25,10 @@ from rlsys.preflight import check_start
 from rlsys.rollout import evaluation
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.pass_at import ks, pass_at, pass_figures, wilson
+from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.router.router import PinLost
 from rlsys.starter import write_starter
-from rlsys.types import EvalResult, Evaluated, Sample, VersionSpan
+from rlsys.types import Sample, VersionSpan
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, rig

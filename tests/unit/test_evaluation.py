@@ -15,8 +15,9 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY
 from rlsys.rollout import evaluation, tryout
+from rlsys.rollout.protocol import EvalResult
 from rlsys.starter import write_starter
-from rlsys.types import EvalResult, Prompt
+from rlsys.types import Prompt
 from tests.helpers.http_engine import HttpEngine
 
 
