@@ -24,6 +24,9 @@ VERL = {
     "data.max_response_length": "rollout.max_response_tokens",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "trainer.recompute=[layer]",
+    "actor_rollout_ref.model.lora_rank": "trainer.lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "trainer.lora.alpha",
+    "actor_rollout_ref.model.target_modules": "trainer.lora.targets, unset for all-linear",
     "actor_rollout_ref.actor.optim.lr": "trainer.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.warmup_steps",
     "actor_rollout_ref.actor.optim.weight_decay": "trainer.weight_decay",
@@ -333,9 +336,22 @@ def _trainer(d: Draft) -> None:
         every = int(d.get(f"trainer.{name}", -1))
         d.put(place, every if every > 0 else steps, f"trainer.{name}")
     d.move("trainer.max_actor_ckpt_to_keep", int)
-    for part in ("lora_rank", "lora_alpha", "target_modules", "lora.rank"):
-        if d.get(f"{MODEL}.{part}"):
-            d.refuse(f"{MODEL}.{part}", "not translated: give trainer.lora yourself")
+    _put_lora(d)
+
+
+def _put_lora(d: Draft) -> None:
+    """Its adapters of Hugging Face's matrices; those of its Megatron trainer have Megatron's names."""
+    rank, alpha, targets = (f"{MODEL}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
+    named = d.get(targets, "all-linear")
+    if int(d.get(rank, 0)) > 0:
+        d.put("trainer.lora.rank", int(d.get(rank)), rank)
+        d.put("trainer.lora.alpha", float(d.get(alpha, 16)), alpha)
+        if isinstance(named, list):
+            d.put("trainer.lora.targets", named, targets)
+        elif named != "all-linear":
+            d.refuse(targets, "expected all-linear or a list; give trainer.lora.targets")
+    if d.get(f"{MODEL}.lora.rank"):
+        d.refuse(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
 
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:

@@ -176,6 +176,28 @@ def test_their_parsers_are_ours() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "ours", "refused"),
+    [
+        ({"lora_rank": "0"}, None, []),
+        ({"lora_rank": "8"}, {"rank": 8, "alpha": 16.0}, []),
+        (
+            {"lora_rank": "8", "lora_alpha": "32", "target_modules": "['q_proj', 'v_proj']"},
+            {"rank": 8, "alpha": 32.0, "targets": ["q_proj", "v_proj"]},
+            [],
+        ),
+        ({"lora_rank": "8", "target_modules": ".*proj"}, {"rank": 8, "alpha": 16.0}, ["target_modules"]),
+        ({"lora.rank": "8"}, None, ["lora.rank"]),
+    ],
+)
+def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refused: list[str]) -> None:
+    model = "actor_rollout_ref.model."
+    settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    draft = verl.translate(settings | {model + name: value for name, value in given.items()}, ())
+    assert draft.config["trainer"].get("lora") == ours
+    assert [r.theirs.removeprefix(model) for r in draft.refused if r.theirs.startswith(model)] == refused
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("adam", None), ("dist_muon", "muon"), ("sgd", None)])
 def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
     text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
