@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import gc
 import json
 import resource
 import sys
@@ -289,7 +290,7 @@ class Rollout:
         )  # fmt: skip
         source: Any = Numbers()
         workers = getattr(args, "workers", 1)
-        more = {} if workers == 1 else {"in_hand": False}
+        more: dict[str, Any] = {} if workers == 1 else {"in_hand": False}
         self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
@@ -337,6 +338,7 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
             async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=told) as answer:
                 answer.raise_for_status()
         await rollout.begin()
+        gc.freeze()  # as the service does
         beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
         await rollout.manager.restore(0)
         await rollout.push()

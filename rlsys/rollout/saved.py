@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -84,11 +83,11 @@ class SavedSamples:
         status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
         row = (
             sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-            sample.tokens, sample.mu_sum, json.dumps([[s.version, s.start, s.end] for s in sample.spans]),
+            sample.tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
             sample.reward, sample.censor_reason, sample.resumes,
             sample.cached_tokens, sample.prefilled_tokens, sample.engine,
-            None if sample.named_rewards is None else json.dumps(sample.named_rewards),
-            sample.plain_reward, sample.answer, json.dumps([[s.start, s.end] for s in sample.observed]),
+            None if sample.named_rewards is None else _json(sample.named_rewards),
+            sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
             None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
             sample.deaths, sample.faults, int(sample.own_prompt),
         )  # fmt: skip
@@ -127,6 +126,10 @@ class SavedSamples:
         for table in ("pieces", "route_places"):
             self._file.db.execute(f"DELETE FROM {table} WHERE {taken}", (after, upto))
         self._file.forget_unused()
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def append_tokens(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -280,6 +281,7 @@ async def _manage(
             members = Members(config, owner, parts.router, parts.joiner, parts.engines)
         watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
+        gc.freeze()  # what is here now stays: every full collection would look at all of it
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
             await _serve_until(stop, app, port, watch.run())
         log.info("stopping: parking what is in flight")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -101,6 +102,7 @@ class Worker:
     async def serve(self, end: socket.socket) -> None:
         """For the life of the process."""
         await self._link.open(end)
+        gc.freeze()  # what is here now stays: every full collection would look at all of it
         while True:
             await asyncio.sleep(FIGURES_SECONDS)
             self._tell_figures()
