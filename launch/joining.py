@@ -66,6 +66,7 @@ def join(run: Path, host: str, engine_command: EngineCommand, stop: StopSignals,
 def check(config: Config, host: str, *, local: bool) -> None:
     """Raises UserError for an engine that the run's weights would not reach. `local`: on the machine of the rollout
     process, where trainer rank 0 is."""
+    must_be_open(config)
     method = config.weights.method
     if method == "tensor" and (on_cuda(config) or not local):
         raise UserError(
@@ -76,6 +77,12 @@ def check(config: Config, host: str, *, local: bool) -> None:
         raise UserError(
             f"--host {host}: the run is on another machine; give an address of this one that it reaches"
         )
+
+
+def must_be_open(config: Config) -> None:
+    """Raises UserError for a run whose engines stay the same."""
+    if (workers := config.rollout.workers) > 1:
+        raise UserError(f"rollout.workers = {workers}: engines join and leave runs with rollout.workers = 1")
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from rlsys.precision import engine_args
 
 def passes_on(config: Config) -> bool:
     """Whether engines may take their weights from one another: they serve while the trainer works, and hold numbers
-    as the trainer sends them."""
+    as the trainer sends them. With several rollout workers they would do so in one folder at once."""
     whole = config.model.fp8 == "none" and config.weights.method != "adapter"
-    return whole and config.launch.placement == "disaggregated"
+    return whole and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
 def have_cuda() -> bool:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from launch.joining import check as check_joiner
 from launch.joining import unit_name
 from rlsys.cli import main
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
+from rlsys.errors import UserError
 from rlsys.membership import FOLDER, Member, forget, members, tell
 from rlsys.owner import Owner, claim
 from rlsys.rollout.members import LOST_SECONDS, Members
@@ -154,3 +156,34 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.yaml").write_text(f"model: {{path: x}}\nrun: {{dir: {tmp_path}}}\n")
     assert "this run is not going on; start it before engines join it" in error("join", str(tmp_path))
     assert f"{C} is no engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
+
+
+@pytest.mark.parametrize(
+    ("sections", "host", "local", "error"),
+    [
+        (
+            {"rollout": {"workers": 2}, "engine": {"count": 2, "tp": 1}},
+            "10.0.0.7",
+            False,
+            r"rollout.workers = 2",
+        ),
+        ({}, "10.0.0.7", False, r"weights.method = tensor passes through memory"),
+        (
+            {"weights": {"method": "broadcast"}},
+            "127.0.0.1",
+            False,
+            r"--host 127.0.0.1: the run is on another machine",
+        ),
+        ({"weights": {"method": "broadcast"}}, "10.0.0.7", False, None),
+        ({}, "127.0.0.1", True, None),
+    ],
+)
+def test_an_engine_that_no_weights_would_reach_does_not_join(
+    sections: dict[str, Any], host: str, local: bool, error: str | None
+) -> None:
+    config = Config.model_validate({"model": {"path": "x"}, **sections})
+    if error is None:
+        check_joiner(config, host, local=local)
+    else:
+        with pytest.raises(UserError, match=error):
+            check_joiner(config, host, local=local)
