@@ -214,6 +214,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(checkpoint, made, lambda *_: None)
     monkeypatch.setattr(checkpoint, "Writing", WrittenAtOnce)
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: None)
+    policy: Any = SimpleNamespace(model=SimpleNamespace(lora=None))
     acknowledged: dict[Path, int] = {}
 
     def scenario(folder: Path, sites: Sites) -> None:
@@ -221,7 +222,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
         with python_calls(sites):
             saved = checkpoint.Checkpoints(folder / "checkpoints", 1, Alone())  # type: ignore[arg-type]
             for step in (1, 2, 3):
-                saved.begin(step, [], score=1.0 / step)
+                saved.begin(step, [policy], score=1.0 / step)
                 acknowledged[folder] = saved.finish(wait=True) or 0
 
     def check(folder: Path, what: str) -> None:
@@ -230,7 +231,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
         for step in found:
             assert manifest.damaged(checkpoint.path_of(folder / "checkpoints", step)) == [], what
         again = checkpoint.Checkpoints(folder / "checkpoints", 1, Alone())  # type: ignore[arg-type]
-        again.begin(9, [])
+        again.begin(9, [policy])
         assert again.finish(wait=True) == 9, what
 
     clean = sweep(tmp_path, scenario, check)
