@@ -27,7 +27,7 @@ from rlsys.engine.wire import make_session
 from rlsys.errors import RlsysError
 from rlsys.identity import engine_identity
 from rlsys.obs.descriptors import raise_descriptors
-from rlsys.obs.role import run_role
+from rlsys.obs.role import STACKS_VARIABLE, run_role
 from rlsys.owner import of_process
 from rlsys.records import SegmentReader
 from rlsys.rewards import Rewards
@@ -320,6 +320,8 @@ def main() -> None:
         config = load_config(args.config)
         asyncio.run(serve(config, args.number, args.engine, standard_input()))
 
+    if stacks := os.environ.get(STACKS_VARIABLE):  # a file of its own: the coordinator has the role's
+        os.environ[STACKS_VARIABLE] = f"{stacks}-worker{args.number}"
     run_role(run)
 
 
