@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
-from rlsys.config.shipped import find_config, find_model
+from rlsys.config.shipped import exists, find_config, find_model
 from rlsys.foreign.explain import explain_foreign
 
 
@@ -93,7 +93,7 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: expected a file name")
     beside = path.parent / base
-    found = beside if beside.exists() else find_config(Path(base))
+    found = beside if exists(beside) else find_config(Path(base))
     return _merge(read_layers(found, (*seen, path)), data)
 
 

@@ -27,16 +27,16 @@ def names() -> list[str]:
 
 def find_config(path: Path) -> Path:
     """The file at `path`, or the shipped config of this name. Raises UserError when there is neither."""
-    if _exists(path) and not path.is_dir():
+    if exists(path) and not path.is_dir():
         return path
     known = names()
     name = path.with_suffix("") if path.suffix in (".yaml", ".yml") else path
     name = name.relative_to(_PREFIX) if name.parts[:1] == (_PREFIX,) else name
     if str(name) in known:
         return folder() / f"{name}.yaml"
-    if _exists(path):
+    if exists(path):
         inside = path / "config.yaml"
-        if _exists(inside):
+        if exists(inside):
             raise UserError(f"{path}: a folder; did you mean {inside}?")
         raise UserError(
             f"{path}: a folder; expected a YAML file, or one of the shipped configs: {', '.join(known[:3])}, ..."
@@ -50,13 +50,13 @@ def find_config(path: Path) -> Path:
 
 def find_model(path: Path) -> Path:
     """`path`, or the shipped folder where it begins with `configs/` and is not in the working folder."""
-    if path.parts[:1] != (_PREFIX,) or _exists(path):
+    if path.parts[:1] != (_PREFIX,) or exists(path):
         return path
     shipped = folder() / path.relative_to(_PREFIX)
-    return shipped if _exists(shipped) else path
+    return shipped if exists(shipped) else path
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Also of what no file system takes for a name: whoever reads the file tells that."""
     try:
         return path.exists()

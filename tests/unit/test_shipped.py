@@ -49,7 +49,8 @@ def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 
 def test_every_example_has_a_config() -> None:
     parts = {p.stem for p in (ROOT / "examples").iterdir()} - {"README", "__pycache__"}
-    assert {p.stem for p in EXAMPLES} == parts == {"own_data", "own_environment", "own_loss", "own_reward"}
+    assert {p.stem for p in EXAMPLES} == parts
+    assert parts == {"own_agent", "own_data", "own_environment", "own_loss", "own_reward"}
     for file in (ROOT / "examples").iterdir():
         assert file.is_dir() or len(file.read_text().splitlines()) < 60
 
@@ -60,9 +61,12 @@ def test_an_example_would_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_start(load_config(path))
 
 
-def test_a_name_that_no_file_system_takes_is_told_in_a_line() -> None:
+def test_a_name_that_no_file_system_takes_is_told_in_a_line(tmp_path: Path) -> None:
     """Before: an OSError, as the shipped folders are looked through before the field is checked."""
     with pytest.raises(UserError, match=r"model\.path: expected names of at most 255 bytes"):
         load_config(Path("quickstart"), [f"model.path=configs/{'m' * 300}"])
     with pytest.raises(UserError, match="no such file, and no shipped config of this name"):
         load_config(Path("configs") / ("c" * 300))
+    (tmp_path / "mine.yaml").write_text(f"base: {'b' * 300}\n")
+    with pytest.raises(UserError, match="no such file, and no shipped config of this name"):
+        load_config(tmp_path / "mine.yaml")
