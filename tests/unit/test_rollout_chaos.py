@@ -166,7 +166,7 @@ class World:
 
     async def sabotage(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / (0.2 if self.joins else 0.6)))
+            await asyncio.sleep(self.rng.expovariate(1 / (0.2 if self.joins else 0.35)))
             engine = self.rng.choice(self.engines)
             deeds = ["die", "preempt", "abort", "hang", "restart"]
             deed = self.rng.choice(deeds + ["join", "send away"] * self.joins)
@@ -311,9 +311,9 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
     assert world.happened["killed"] >= 30
     deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
     rewards = ("reward raised", "reward NaN", "reward hung")
-    assert world.happened["engines brought back"] > 0 or seed != 0, "some five times in a run, in a few never"
+    assert world.happened["engines brought back"] > 0
     assert (world.happened["rounds of a rolling push"] > 100) == bool(sections)
-    assert all(world.happened[deed] >= 10 for deed in (*deeds, *rewards)), world.happened
+    assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened
     assert world.happened["routes in hand"] > 100 and world.happened["routes in files"] > 100
     assert world.happened["positions with routes"] > 0.8 * world.happened["positions"]
     left = {f.relative_to(folder / FOLDER).as_posix() for f in (folder / FOLDER).glob("*/*.seg")}
