@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from rlsys.config import load_config
-from rlsys.convert.config import HFConfig
-from rlsys.convert.table import entries
 from rlsys.rehearse.command import run_rank
 from rlsys.rehearse.figures import Collective, Figures, Phase
 from rlsys.rehearse.kinds import Request
@@ -39,14 +36,6 @@ def rehearsed(layout: str, rank: int) -> Figures:
     return run_rank(cases.CONFIG, cases.overrides(layout), Request(rank, micro_batches=cases.MICRO_BATCHES))
 
 
-def late_buffers() -> int:
-    """Bytes. Each of gloo's two threads may hold the buffers of its last collective for a while after the call, since
-    it needs Python's lock to free them: of the same step on a loaded machine some ranks had 131,072 bytes more at the
-    peak and others had not, whether or not garbage was collected before. An operation has at most one parameter."""
-    hf = HFConfig.read(load_config(cases.CONFIG).model.path)
-    return 2 * 4 * max(entry.elements for entry in entries(hf))
-
-
 def traffic(calls: list[Collective]) -> dict[tuple[Any, ...], tuple[int, int]]:
     return {(c.phase, c.op, c.group, tuple(c.ranks), c.dtype): (c.calls, c.bytes) for c in calls}
 
@@ -65,9 +54,7 @@ def must_agree(real: dict[str, Any], found: Figures) -> None:
             copied = max((c.bytes for c in found.collectives if "reduce_scatter" in c.op), default=0)
             assert 0 <= phase.total - mine.total <= copied
             continue
-        held = late_buffers() if phase.name == "gather" else 0
-        gap, allowed = phase.total - mine.total, 0.05 * (phase.total - lasting)
-        assert -allowed <= gap <= allowed + held, phase.name
+        assert mine.total - lasting == pytest.approx(phase.total - lasting, rel=0.05), phase.name
 
 
 @pytest.mark.parametrize(
