@@ -26,8 +26,9 @@ from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity
 from rlsys.router.dispatch import Dispatcher
+from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.limits import Limits
-from rlsys.router.pool import EngineState, Flight, Pool
+from rlsys.router.pool import Pool
 from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
 

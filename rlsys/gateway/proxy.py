@@ -29,8 +29,8 @@ from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.gateway import stitch
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
+from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, attempt
-from rlsys.router.pool import EngineState, Flight
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536

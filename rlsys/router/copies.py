@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from rlsys.engine.client import DeadEngine, EngineError
 from rlsys.router.dispatch import Dispatcher
-from rlsys.router.pool import NEVER, EngineState
+from rlsys.router.engine_state import NEVER, EngineState
 from rlsys.router.push import WeightPush
 
 log = logging.getLogger("rlsys.router")

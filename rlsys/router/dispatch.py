@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from rlsys.engine.wire import DeadEngine, EngineError
-from rlsys.router.pool import NEVER, EngineState, Flight, Pool
+from rlsys.router.engine_state import NEVER, EngineState, Flight
+from rlsys.router.pool import Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
 

@@ -23,7 +23,7 @@ from enum import Enum
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
-from rlsys.router.pool import EngineState, Flight
+from rlsys.router.engine_state import EngineState, Flight
 from rlsys.types import Sample
 
 SERVER_FAULT = 500

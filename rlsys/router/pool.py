@@ -1,266 +1,13 @@
-"""The engines behind the router and what is known of each. Owner: the router.
-
-dead --probe--> stale --push or copy, attested--> serving --nobody listens, a request fails--> dead
-                  |                          |--answers with other weights (it was restarted)--> stale
-                  |                          |--drain--> draining --nothing in it--> gone
-                  |                          '--pin--> evaluates --unpin--> serving, or stale after a push
-                  '--push, not attested--> quarantined, until it is restarted
-"""
+"""The engines behind the router, and the weight version that they should have. Owner: the router."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.errors import RunError
-from rlsys.router.attest import Agreement
-from rlsys.router.breaker import Breaker
-from rlsys.router.holdings import Match
-from rlsys.types import Sample
-
-log = logging.getLogger("rlsys.router")
-
-NEVER = -1
-"""Version of an engine whose weights are not known. Real versions are 0 and above."""
-PROBE_TIMEOUT = 5.0
-SILENT_PROBES = 5
-"""Unanswered probes in a row after which an engine counts as dead: it is stopped, or its machine is gone. A probe
-a second: that is half a minute, half of what an interrupt waits: one or two may be late on a busy machine. The HTTP
-process answers them (/model_info) by itself, whatever its scheduler, another process, computes: no prefill, however
-long, keeps it from answering. A scheduler that hangs alone is left to the server's own watchdog.
-"""
-MOST_FRUITLESS = 5
-"""Pushes in a row that an engine may miss while it answers probes."""
-RESTING, RESTING_CACHE = "resting", "resting-cache"
-"""Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
-the mark outlives a rollout process; to take back what was not given would kill it."""
-
-
-@dataclass
-class Flight:
-    """One request in an engine. Its scope has no deadline until somebody cuts the request off."""
-
-    rid: str
-    sample: Sample | None  # None for a request that came over HTTP
-    scope: asyncio.Timeout
-    tokens: int = 0  # prompt and response, as far as they are here
-    blocked: bool = False  # its client does not read, and so nothing is read from the engine
-    pinned: bool = False  # of an evaluation that has the engine for itself
-    arrived: int = 0  # tokens of it that came
-    dropped: int = 0  # those of them that came behind the end of the turn
-    why: str = ""  # its prompt may be in the engine's cache, see Router.stats
-
-
-@dataclass
-class EngineState:
-    """One engine, and its tokens: `received` counts what came from this server process, whatever it was for,
-    `generated` is the process's own count, read when nothing runs. The difference, `lost_now`, got lost on the way.
-
-    `trusted`: no trainer attests its weights, so what it reports is what it has (a router that stands alone).
-    """
-
-    client: EngineClient
-    trusted: bool = False
-    alive: bool = False
-    draining: bool = False
-    paused: bool = False  # holds its requests and makes no tokens
-    pinned: bool = False  # answers an evaluation, and keeps its weights for it
-    resting: bool = False  # gets nothing new: a push begins with it
-    loading: bool = False  # weights out of a folder or from another engine, on its own
-    copied: bool = False  # these came, and no push has reached this process yet: it is in no process group
-    uncopied: bool = False  # another engine's weights did not arrive: it waits for the trainer's
-    quarantined: str | None = None
-    refusal: str | None = (
-        None  # to the last probe, in words: somebody listens there, but not as an engine does
-    )
-    agreement: Agreement | None = None  # of the last push
-    match: Match | None = None  # of the last push
-    version: int = NEVER
-    pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
-    breaker: Breaker = field(default_factory=Breaker)
-    flights: dict[str, Flight] = field(default_factory=dict)
-    landed: asyncio.Event = field(default_factory=asyncio.Event)  # one of them has just ended
-    tokens: int = 0  # of all flights
-    attested: asyncio.Event = field(default_factory=asyncio.Event)  # held requests wait for it after a push
-    received: int = 0
-    generated: int = 0
-    generated_before: int = 0  # by the processes before, and for the rollout processes before
-    lost_now: int = 0
-    lost_before: int = 0
-    counting: bool = False  # else the count starts anew with the next push
-    deaths: int = 0
-    since: float | None = None  # loop time of its first answer here
-    silent: int = 0  # probes in a row without an answer
-    failure: str = ""  # of the last call to it that failed, in words
-    fruitless: int = 0  # pushes in a row, to one process, that it answered and did not get through
-    _counter_start: int = 0
-
-    @property
-    def url(self) -> str:
-        return self.client.url
-
-    @property
-    def load(self) -> int:
-        return len(self.flights)
-
-    def died(self) -> None:
-        """A request to it failed. Every other one is cut off too: what was not streamed yet is made again.
-
-        Its process may live on and count those tokens: the count starts anew with the next push.
-        """
-        self.counting = self.uncopied = False
-        if self.alive:
-            self.alive = False
-            self.deaths += 1
-            self.failed()
-        self.paused = False
-        self.cut_off()
-
-    def failed(self) -> None:
-        self.breaker.failed(asyncio.get_running_loop().time())
-
-    def lost_weights(self) -> None:
-        """It does not have the weights that were pushed to it: another process took its place."""
-        self.counting = False
-        self.version = NEVER
-        self.pushed.clear()
-        self.paused = False
-        self.cut_off()
-
-    def cut_off(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for flight in self.flights.values():
-            if not flight.scope.expired():  # cut already, and not unwound yet
-                flight.scope.reschedule(now)
-
-    def has(self, version: int) -> None:
-        """Its weights are known, and those that push asked for."""
-        self.version = version
-        self.pushed.add(version)
-        self.fruitless = 0
-        self.breaker.succeeded()
-        self.attested.set()
-
-    async def probe(self) -> None:
-        """Is it there, and with the weights that it should have? A slow answer is no death, none at all is."""
-        expected = self.version
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT):
-                reported = await self.client.weight_version()
-        except NobodyListens:
-            self.fruitless = 0  # what comes up here next is another process
-            if self.alive or self.flights:
-                self.died()
-            return
-        except EngineError as e:
-            self.silent = 0
-            if self.refusal is None:
-                log.warning("%s", e)
-            self.refusal = str(e)
-            if isinstance(e, Stranger) and (self.alive or self.flights):
-                self.died()  # somebody else has its port
-            return
-        except DeadEngine:
-            self.silent += 1
-            if self.alive and self.silent >= SILENT_PROBES:
-                log.warning("%s: has not answered %d probes of %g s", self.url, self.silent, PROBE_TIMEOUT)
-                self.died()
-            return
-        self.silent, self.refusal = 0, None
-        if self.version != expected or self.loading:
-            return  # a push went on meanwhile
-        if self.trusted:
-            reported = max(reported, 0)
-        if expected not in (NEVER, reported):
-            self.lost_weights()
-        if not self.alive:
-            self.alive = True
-            if not self.hopeless:
-                self.quarantined = None
-        if self.trusted and self.version == NEVER:
-            self.version = reported
-            self.pushed.add(reported)
-            self.attested.set()
-
-    async def start_counting(self) -> None:
-        """Before its first push: stop what it does for a rollout process that is gone, then count from here."""
-        await self.client.abort(None)
-        await self.client.continue_generation()
-        await self.client.flush()
-        self.pushed.clear()
-        start = await self.client.generated_tokens()
-        self.generated_before += max(self.generated, self.received)  # what arrived was made, counted or not
-        self.lost_before += self.lost_now
-        self._counter_start, self.generated, self.received, self.lost_now = start, 0, 0, 0
-        self.counting = True
-
-    async def rest(self) -> None:
-        """Give weights and cache away, with their memory, while nothing runs in it; the next push wakes it."""
-        if self.version == NEVER:  # rests already, or never had weights
-            return
-        await self.client.flush()
-        self.version = NEVER
-        self.attested.clear()
-        await self.client.set_weight_version(RESTING)
-        await self.client.release_memory()
-
-    async def wake_weights(self) -> None:
-        """Memory for the weights that a push brings; the trainer may still need that of the cache."""
-        if await self.client.weight_label() == RESTING:
-            await self.client.resume_memory("weights")
-            await self.client.set_weight_version(RESTING_CACHE)
-
-    async def wake_cache(self) -> None:
-        if await self.client.weight_label() == RESTING_CACHE:
-            await self.client.resume_memory("kv_cache")
-
-    async def count(self) -> None:
-        """Read its own counter of generated tokens; the last figure stays when it does not answer.
-
-        Not before `start_counting`: until then the counter holds what others asked for.
-        """
-        if not self.counting:
-            return
-        try:
-            self.generated = await self.client.generated_tokens() - self._counter_start
-        except (*DeadEngine, EngineError):
-            self.died()
-        else:
-            self.lost_now = max(0, self.generated - self.received)
-
-    def missed_push(self) -> None:
-        """It answers, and yet a push did not get through. One more than a few, and nobody tries again: each takes the
-        trainer's time, and new versions look like progress."""
-        self.fruitless += 1
-        if self.hopeless:
-            self.quarantined = f"{self.fruitless} pushes in a row failed, the last with: {self.failure}"
-
-    @property
-    def hopeless(self) -> bool:
-        """Until another process has taken its place."""
-        return self.fruitless >= MOST_FRUITLESS
-
-    @property
-    def lost(self) -> int:
-        """Tokens that it made, as of the last count, and nobody received."""
-        return self.lost_before + self.lost_now
-
-    @property
-    def state(self) -> str:
-        """For people."""
-        if not self.alive and not self.hopeless:
-            return f"dead: {self.refusal[:300]}" if self.refusal else "dead"
-        if self.quarantined is not None:
-            return f"quarantined: {self.quarantined}"
-        if self.draining:
-            return f"draining: {self.load} requests"
-        if self.pinned:
-            return f"evaluates version {self.version}"
-        return "without weights" if self.version == NEVER else f"version {self.version}"
+from rlsys.router.engine_state import NEVER, EngineState
 
 
 class PinLost(RunError):
@@ -294,7 +41,7 @@ class Pool:
     def forget(self, engine: EngineState) -> None:
         """Its figures stay in the sums."""
         self.engines.remove(engine)
-        self._seconds_gone += _seconds(engine)
+        self._seconds_gone += engine.rank_seconds
         self._gone["generated"] += engine.generated + engine.generated_before
         self._gone["lost"] += engine.lost
         self._gone["deaths"] += engine.deaths
@@ -306,7 +53,7 @@ class Pool:
         return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
     def serving(self) -> list[EngineState]:
-        """Those that a request may go to now. One on trial takes a single request."""
+        """Those that a request may go to now."""
         now, version = asyncio.get_running_loop().time(), self.version
         if version == NEVER:
             return []
@@ -315,7 +62,7 @@ class Pool:
             for e in self.engines
             if e.version in (version, self.older) and e.alive
             if not (e.paused or e.pinned or e.draining or e.resting)
-            if e.quarantined is None and not (e.breaker.failures and _held_off(e, now))
+            if e.quarantined is None and not e.held_off(now)
         ]
 
     def stale(self) -> list[EngineState]:
@@ -397,7 +144,7 @@ class Pool:
                 "weight_version": e.version if e.version >= 0 else None,
                 "deaths": e.deaths,
                 "alive": e.alive,
-                "rank_seconds": _seconds(e),
+                "rank_seconds": e.rank_seconds,
             }
             for e in self.engines
         }
@@ -406,20 +153,9 @@ class Pool:
         """Of all engines that ever were here. `engine_rank_seconds`: what they cost, each rank from the first answer
         of its engine until that left, dead or alive."""
         return {
-            "engine_rank_seconds": self._seconds_gone + sum(map(_seconds, self.engines)),
+            "engine_rank_seconds": self._seconds_gone + sum(e.rank_seconds for e in self.engines),
             "engine_tokens": self._gone["generated"]
             + sum(e.generated + e.generated_before for e in self.engines),
             "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
             "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
         }
-
-
-def _seconds(engine: EngineState) -> float:
-    """Of its ranks together, since it answered for the first time."""
-    if engine.since is None:
-        return 0.0
-    return engine.client.tp * (asyncio.get_running_loop().time() - engine.since)
-
-
-def _held_off(engine: EngineState, now: float) -> bool:
-    return engine.breaker.open(now) or (engine.breaker.on_trial(now) and engine.load > 0)

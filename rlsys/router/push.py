@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
 from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.engine_state import NEVER, EngineState
 from rlsys.router.holdings import Checksums, Match
-from rlsys.router.pool import NEVER, EngineState, Pool
+from rlsys.router.pool import Pool
 from rlsys.types import Canary, EngineAddress
 
 PROBE_SECONDS = 1.0

@@ -8,10 +8,8 @@ kill an engine (ids outside the vocabulary). What it does not: it keeps nothing 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 from rlsys.config.rollout import Truncation
 from rlsys.engine.client import Aborted, EngineClient
@@ -20,17 +18,17 @@ from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
 from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
+from rlsys.router.engine_state import Flight
 from rlsys.router.ladder import Poisonous, Suspects, attempt
 from rlsys.router.limits import Limits, RefusedPrompt
-from rlsys.router.pool import EngineState, Flight, PinLost, Pool
+from rlsys.router.pool import PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
+from rlsys.router.request import Requests, Turn
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
 
 __all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
-
-_ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 
 
 class Router:
@@ -65,7 +63,6 @@ class Router:
         self._pool = Pool(engines, trusted=trusted)
         self._limits = Limits(vocab_size, context_length)
         self._ends = TurnEnds(stop_ids, stop_texts, decode)
-        self._routes = routes
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
         self._suspects = Suspects(lambda sample: self.on_failure(sample))
@@ -75,18 +72,23 @@ class Router:
             self._suspects,
             lambda sample, tokens: self.on_tokens(sample, tokens),
         )
+        self._requests = Requests(
+            self._pool,
+            self._dispatcher,
+            self._arrivals,
+            self._suspects,
+            routes=routes,
+            interruption=interruption,
+        )
         self._push = WeightPush(self._dispatcher, bounds, interruption, patience, sole=sole)
         self._copies = Copies(self._dispatcher, self._push, able=peers)
-        self._order = itertools.count()
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         """Told of a sample of the ledger, and how many tokens it has just got."""
         self.on_failure: Callable[[Sample], None] = lambda sample: None
         """Told of a sample of the ledger whose engine has just died, or answered with a server error."""
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
         """Of samples that wait, the smallest goes first; evaluation goes before all of them."""
-        self._run_id = uuid.uuid4().hex[:8]
-        self._group_engine: dict[int, str] = {}
-        self._counts = {"resumes": 0, "refused": 0}
+        self._refused = 0
 
     # -- one sample ---------------------------------------------------------------------------------------------
 
@@ -116,10 +118,15 @@ class Router:
         try:
             self.check(sample.prompt_ids)
         except RefusedPrompt:
-            self._counts["refused"] += 1
+            self._refused += 1
             raise
-        limit = min(max_response_tokens, self._limits.room - len(sample.prompt_ids))
-        ends = self._ends.also(stop_texts)
+        turn = Turn(
+            limit=min(max_response_tokens, self._limits.room - len(sample.prompt_ids)),
+            temperature=temperature,
+            truncation=truncation,
+            ends=self._ends.also(stop_texts),
+            pinned=pinned,
+        )
         evaluation = sample.sample_id == EVALUATION
 
         def priority() -> tuple[int, ...]:
@@ -127,7 +134,7 @@ class Router:
 
         fault = ""
         while not sample.status.terminal:
-            sample.status = self._status(sample, None, limit, ends)
+            sample.status = turn.status(sample)
             if sample.status.terminal:  # saved with its last token, before anybody saw that it had ended
                 break
             self._suspects.check(sample, fault)
@@ -136,12 +143,9 @@ class Router:
                     engine = self._pool.pinned()
                 else:
                     engine = await self._dispatcher.admit(
-                        priority, lambda: self._wish(sample), evaluation=evaluation
+                        priority, lambda: self._requests.wish(sample), evaluation=evaluation
                     )
-                fault = (
-                    await self._segment(engine, sample, limit, temperature, truncation, ends, pinned=pinned)
-                    or fault
-                )
+                fault = await self._requests.send(engine, sample, turn) or fault
         return sample
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
@@ -192,7 +196,7 @@ class Router:
         while True:
             self._suspects.check(asked, fault)
             engine = await self._dispatcher.admit(lambda: (), lambda: Wish(None, None, 0))
-            flight = Flight(f"{self._run_id}-{next(self._order)}.", None, asyncio.timeout(None))
+            flight = Flight(self._requests.id_for(EVALUATION), None, asyncio.timeout(None))
             async with attempt(self._dispatcher, engine, flight, len(ids), "log-probs of a prompt") as made:
                 with suppress(Aborted):
                     found = await engine.client.token_logprobs(ids, flight.rid)
@@ -200,85 +204,6 @@ class Router:
                     self._dispatcher.works(engine)
                     return found
             fault = self._suspects.blame(made, engine, asked) or fault
-
-    def _wish(self, sample: Sample) -> Wish:
-        """A prefix lives in an engine's cache for as long as the weights do."""
-        version = sample.spans[-1].version if sample.spans else None
-        last = None if sample.engine is None else self._pool.find(sample.engine)
-        has_prefix = last is not None and last.version == version
-        prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
-        return Wish(prefer, version, sample.seed)
-
-    async def _segment(
-        self,
-        engine: EngineState,
-        sample: Sample,
-        limit: int,
-        temperature: float,
-        truncation: Truncation | None,
-        ends: TurnEnds,
-        *,
-        pinned: bool = False,
-    ) -> str:
-        """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
-        error that ended it, in words."""
-        if sample.sample_id != EVALUATION:
-            self._group_engine[sample.group_id] = engine.url
-            resumed = bool(sample.response_ids) and not sample.observed_last
-            sample.resumes += resumed
-            self._counts["resumes"] += resumed
-        rid = f"{self._run_id}-{sample.sample_id}-{next(self._order)}."  # the point: not the beginning of another
-        sample.engine, sample.status = engine.url, Status.IN_FLIGHT
-        start, finish = len(sample.response_ids), None
-        flight = Flight(rid, sample, asyncio.timeout(None), pinned=pinned, why=_why(engine, sample))
-        ids, what = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
-        try:
-            async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
-                stream = engine.client.generate(
-                    ids,
-                    rid=rid,
-                    max_new_tokens=limit - start,
-                    temperature=temperature,
-                    seed=sample.seed,
-                    stop_ids=sorted(ends.ids),
-                    stop_texts=ends.texts,
-                    routes_from=self._routes_from(sample),
-                    cache_key=self._cache_key(engine, sample),
-                    truncation=truncation,
-                )
-                async with aclosing(stream):
-                    async for segment in stream:
-                        finish = await self._arrivals.receive(engine, flight, segment, ends)
-                        if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
-                            engine.received -= flight.arrived
-            return self._suspects.blame(made, engine, sample)
-        finally:
-            sample.status = self._status(sample, finish, limit, ends)
-
-    def _routes_from(self, sample: Sample) -> int | None:
-        """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
-        if not self._routes or sample.sample_id == EVALUATION:
-            return None
-        if not sample.response_ids:
-            return 0
-        unread = sample.observed[-1].end - sample.observed[-1].start if sample.observed_last else 0
-        return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
-
-    def _cache_key(self, engine: EngineState, sample: Sample) -> str | None:
-        """Where caches outlive a push, only samples of the same first version may meet in them."""
-        if self._interruption != "in_place":
-            return None
-        return str(sample.spans[0].version if sample.spans else engine.version)
-
-    def _status(self, sample: Sample, finish: str | None, limit: int, ends: TurnEnds) -> Status:
-        """Before and after a request. One that is aborted makes a last token, and that may be the one that ends the
-        response: SGLang then still calls it aborted, and going on would write past the end.
-        """
-        if finish in _ENDED:
-            return _ENDED[finish]
-        if not sample.observed_last and ends.ended(ends.turn_of(sample)):
-            return Status.FINISHED
-        return Status.TRUNCATED if len(sample.response_ids) >= limit else Status.PARKED
 
     # -- all samples --------------------------------------------------------------------------------------------
 
@@ -333,7 +258,7 @@ class Router:
             await self._bring_to_rest(members)
         elif not only_stale:
             await self.interrupt(keep=lambda _: True)
-            self._group_engine.clear()
+            self._requests.caches_end([e.url for e in self._pool.engines])
         return await self._push.begin(version, only_stale=only_stale, members=members)
 
     async def _bring_to_rest(self, members: Collection[str]) -> None:
@@ -346,7 +271,7 @@ class Router:
             await self._pool.count(members)
         else:
             await self._dispatcher.pause(self._interruption, engines)
-        self._group_engine = {g: url for g, url in self._group_engine.items() if url not in members}
+        self._requests.caches_end(members)
 
     async def end_push(
         self,
@@ -432,7 +357,8 @@ class Router:
         """What `stats` are made of; those of several routers can be added up."""
         counts, prefills = self._arrivals.tally()
         counts |= {
-            **self._counts,
+            "resumes": self._requests.resumes,
+            "refused": self._refused,
             **self._suspects.counts,
             **self._pool.totals(),
             "in_flight": self._pool.in_flight,
@@ -441,12 +367,3 @@ class Router:
             "weight_version": self._pool.version,
         }
         return counts, prefills
-
-
-def _why(engine: EngineState, sample: Sample) -> str:
-    """What could have put its prefix into the engine's cache."""
-    if not sample.response_ids:
-        return "sibling"
-    if sample.spans[-1].version != engine.version:
-        return "update"
-    return "turn" if sample.observed_last else "resume"

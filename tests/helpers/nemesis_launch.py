@@ -107,7 +107,7 @@ class RolloutRole:
         assert self.buffer is not None
         self.buffer.close()
         self.buffer = None
-        self._ground.history.last_session = self.router._run_id
+        self._ground.history.last_session = self.router._requests.run_id
         self.process.end("in order")
 
     async def answer(
