@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv/bin
 export OMP_NUM_THREADS := 1
+export MKL_CBWR := AUTO
 export TORCH_COMPILE_DISABLE := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1

@@ -20,6 +20,8 @@ EVERYWHERE = {
 CPU_HOST = {
     **EVERYWHERE,
     "OMP_NUM_THREADS": "1",  # several processes share the cores
+    # Else MKL's sums depend on where in memory a tensor lies, and a seed's sample on what is decoded beside it.
+    "MKL_CBWR": "AUTO",
     "TORCH_COMPILE_DISABLE": "1",  # compiling costs minutes there and wins nothing
     "TORCHDYNAMO_DISABLE": "1",  # nor is the compiler imported: a second of an engine's start
 }

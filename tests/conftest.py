@@ -1,9 +1,18 @@
-"""What every session does: the same examples of property tests on every run, and the tier of each test."""
+"""What every session does: a run's environment without the Makefile too, the same examples of property tests on every
+run, and the tier of each test.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
+
+from launch.environment import CPU_HOST
+
+for name in ("OMP_NUM_THREADS", "MKL_CBWR", "TORCH_COMPILE_DISABLE", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"):
+    os.environ.setdefault(name, CPU_HOST[name])  # before anything imports torch
 
 pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts", "tests.gate.unseen"]
 

@@ -85,7 +85,7 @@ def gap_on(ranks: int, rank: int) -> float:
         (scores.logp, chosen), (scores.entropy, spread), (scores.sum_pi_squared, squares), (plain.logp, chosen),
         (leaf.grad, gradient[:, mine]),
     ]  # fmt: skip
-    found = max(float((a.detach() - b).abs().max()) for a, b in pairs)
+    found = max(float(((a.detach() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
     parallel_state.destroy_model_parallel()
     return found
 
