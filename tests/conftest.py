@@ -11,8 +11,14 @@ from hypothesis import settings
 
 from launch.environment import CPU_HOST
 
-for name in ("OMP_NUM_THREADS", "MKL_CBWR", "TORCH_COMPILE_DISABLE", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"):
-    os.environ.setdefault(name, CPU_HOST[name])  # before anything imports torch
+for variable in (
+    "OMP_NUM_THREADS",
+    "MKL_CBWR",
+    "TORCH_COMPILE_DISABLE",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HUB_OFFLINE",
+):
+    os.environ.setdefault(variable, CPU_HOST[variable])  # before anything imports torch
 
 pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts", "tests.gate.unseen"]
 
