@@ -10,8 +10,8 @@
         payload of SUPPORT: rows of the ids that sampling had kept, one a token (rlsys/support.py)
         payload of ROUTES: see rlsys/route_records.py; engines write these, into files of their own
 
-`start` is the first token's place in the response. `sequence` and `parent` tell the sequences of one sample apart and
-which of them each continues; `policy` whose tokens they are: today one of each.
+`start` is the first token's place in its sequence. `sequence` and `parent` tell the sequences of one sample apart and
+which of them each continues; `policy` whose tokens they are: today one.
 
 The rollout process writes them (rlsys/rollout/segments.py). Whoever sees the run's folder reads them in place: a
 trainer rank those of the samples that it trains.
@@ -33,8 +33,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlsys.arrays import log_probs, token_ids
 from rlsys.errors import RunError
-from rlsys.types import Piece, RouteSpan, Sample, log_probs, token_ids
+from rlsys.types import Piece, RouteSpan, Sample
 
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
@@ -58,10 +59,11 @@ class Kind(IntEnum):
 
 
 class Record(NamedTuple):
-    """Of one sample, from token `start` on."""
+    """Of one sequence of a sample, from token `start` on."""
 
     kind: Kind
     sample_id: int
+    sequence: int
     start: int
     tokens: int
     routes: int
@@ -80,18 +82,28 @@ class Record(NamedTuple):
         return np.frombuffer(self.payload, "<f4", self.tokens)
 
 
-def encode(kind: Kind, sample_id: int, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
+class Whose(NamedTuple):
+    """The sequence that a record is of."""
+
+    sample_id: int
+    sequence: int = 0
+    parent: int = _NO_PARENT
+
+    @classmethod
+    def of(cls, sample: Sample) -> Whose:
+        return cls(sample.sample_id, sample.sequence, _NO_PARENT if sample.parent is None else sample.parent)
+
+
+def encode(kind: Kind, whose: Whose, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
     """One record. `routes`: how many bytes of the payload, its last ones, are routes."""
-    return head(kind, sample_id, start, tokens, len(payload), payload, routes) + payload
+    return head(kind, whose, start, tokens, len(payload), payload, routes) + payload
 
 
 def head(
-    kind: Kind, sample_id: int, start: int, tokens: int, length: int, checked: bytes, routes: int = 0
+    kind: Kind, whose: Whose, start: int, tokens: int, length: int, checked: bytes, routes: int = 0
 ) -> bytes:
     """What a record begins with. `length`: bytes of its payload, of which the checksum is of `checked` alone."""
-    rest = _HEADER.pack(
-        _MAGIC, 0, kind, _VERSION, 0, sample_id, 0, _NO_PARENT, start, tokens, routes, length
-    )[_CHECKED_FROM:]
+    rest = _HEADER.pack(_MAGIC, 0, kind, _VERSION, 0, *whose, start, tokens, routes, length)[_CHECKED_FROM:]
     checksum = zlib.crc32(checked, zlib.crc32(rest))
     return _MAGIC + checksum.to_bytes(4, "little") + rest
 
@@ -100,12 +112,14 @@ def decode(data: bytes, where: str) -> Record:
     """Raises RunError that begins with `where` when these are not the bytes that were written."""
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
         raise RunError(f"{where}: damaged: no record begins there")
-    _, checksum, kind, version, _, sample, _, _, start, tokens, routes, payload = _HEADER.unpack_from(data)
+    _, checksum, kind, version, _, sample, sequence, _, start, tokens, routes, payload = _HEADER.unpack_from(
+        data
+    )
     if len(data) != _HEADER.size + payload or zlib.crc32(memoryview(data)[_CHECKED_FROM:]) != checksum:
         raise RunError(f"{where}: damaged: the record of sample {sample} has another checksum")
     if version != _VERSION:
         raise RunError(f"{where}: record version {version}, this rlsys reads {_VERSION}")
-    return Record(Kind(kind), sample, start, tokens, routes, memoryview(data)[_HEADER.size :])
+    return Record(Kind(kind), sample, sequence, start, tokens, routes, memoryview(data)[_HEADER.size :])
 
 
 class Head(NamedTuple):
@@ -201,8 +215,12 @@ class SegmentReader:
         if len(sample.response_ids) == sample.tokens:
             return sample
         records = [self.read(piece) for piece in sample.pieces]
-        if strange := [r.sample_id for r in records if r.sample_id != sample.sample_id]:
-            raise RunError(f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0]}")
+        own_place = sample.sample_id, sample.sequence
+        if strange := [p for r in records if (p := (r.sample_id, r.sequence)) != own_place]:
+            raise RunError(
+                f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0][0]}"
+                + f", sequence {strange[0][1]}" * (strange[0][0] == sample.sample_id)
+            )
         wanted = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT
         own, scores, kept = ([r for r in records if r.kind is kind] for kind in wanted)
         if (found := sum(r.tokens for r in own)) != sample.tokens:
@@ -220,14 +238,15 @@ class SegmentReader:
         )  # fmt: skip
 
     def loaded(self, sample: Sample) -> Sample:
-        """The same with its tokens in hand; routes that an engine wrote stay where they are. Raises RunError as
-        `arrays`."""
+        """The same with its tokens in hand, those of all its sequences; routes that an engine wrote stay where they
+        are. Raises RunError as `arrays`."""
+        further = [self.loaded(q) for q in sample.further]
         if isinstance(arrays := self.arrays(sample), Sample):
-            return sample
+            return replace(sample, further=further) if further else sample
         ids, mu, behaviour, routes, support = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, pieces=[],
+            support=support, pieces=[], further=further,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import RunError
-from rlsys.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, decode_head, head
+from rlsys.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, Whose, decode_head, head
 from rlsys.types import RoutePlace, RouteSpan, Sample
 
 ROUTES_VARIABLE = "RLSYS_ROUTES"
@@ -97,7 +97,9 @@ def encode(experts: NDArray[np.integer], start: int) -> bytes:
     table = _TABLE.pack(layers, topk, width) + struct.pack(f"<{layers}I", *sums)
     if len(table) + len(data) > LARGEST:
         raise ValueError(f"routes of {tokens} positions have {len(data)} bytes, a record at most {LARGEST}")
-    return head(Kind.ROUTES, 0, start, tokens, len(table) + len(data), table, len(table)) + table + data
+    return (
+        head(Kind.ROUTES, Whose(0), start, tokens, len(table) + len(data), table, len(table)) + table + data
+    )
 
 
 def pointer(segment: str, offset: int, record: bytes) -> bytes:
@@ -169,7 +171,7 @@ def in_hand(reader: SegmentReader, sample: Sample) -> Sample:
     """The sample with tokens and routes, so that it needs no file any more. Raises RunError as `read_routes`."""
     loaded = reader.loaded(sample)
     routes = [s if s.place is None else whole(read_routes(reader.bytes_at, s, None)) for s in loaded.routes]
-    return replace(loaded, routes=routes)
+    return replace(loaded, routes=routes, further=[in_hand(reader, q) for q in loaded.further])
 
 
 def written_bytes(path: Path) -> int:

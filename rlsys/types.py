@@ -3,32 +3,19 @@
 A `Sample` is one response to one prompt; a `SampleGroup` is all responses to one prompt (GRPO's group).
 A sample's response may be made in several segments, by several weight versions, on several engines;
 `append` is the only way to make it longer and keeps every per-token array equally long (invariant 2).
+
+A sample of an agent may be an episode of several sequences, each a prompt and what follows it, with one reward. The
+sample itself is the first of them, and holds the others; `sequences` are all. What counts samples counts episodes.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    TokenIds = array[int]
-    LogProbs = array[float]
-else:  # Python 3.11 has no array[int]
-    TokenIds = LogProbs = array
-
-
-def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """An array that grows, 4 bytes a token. A list takes 36, and Python's collector visits each of its items every
-    time. Raises OverflowError for an id of more than 32 bits."""
-    return array("i", ids)
-
-
-def log_probs(values: Iterable[float] = ()) -> LogProbs:
-    """The same of log-probs, 8 bytes each."""
-    return array("d", values)
+from rlsys.arrays import LogProbs, TokenIds, log_probs, token_ids
 
 
 class Status(StrEnum):
@@ -54,6 +41,9 @@ class GroupState(StrEnum):
     FILTERED = "filtered"  # finished, and a planner does not keep it
     EXPIRED = "expired"  # older than max_staleness, under the policies drop and wait
     CENSORED = "censored"  # some sample could not be rewarded
+
+
+LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -133,7 +123,8 @@ class Segment:
 
 @dataclass(slots=True)
 class Sample:
-    """One response. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was sampled.
+    """One response, or a further sequence of one. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was
+    sampled.
 
     Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes`, `support` and
     `behaviour` are empty. `spans` are there always, and tile the response.
@@ -171,15 +162,20 @@ class Sample:
     masked: list[TokenSpan] = field(default_factory=list)
     trained_prompt: list[int] | None = None
     """The prompt that its response is trained on, where that is not the one it was drawn from (LENS)."""
-    own_prompt: bool = (
-        False  # it was drawn from another prompt than its group's, and is trained on that (agents)
-    )
+    own_prompt: bool = False
+    """It was drawn from another prompt than its group's, and is trained on that (agents)."""
     support: bytearray = field(default_factory=bytearray)
     """Rows of the ids that sampling had kept, one a response token (rlsys/support.py); empty: it kept all."""
     behaviour: list[float] = field(default_factory=list)
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
     mu_sum: float = 0.0
     pieces: list[Piece] = field(default_factory=list)
+    sequence: int = 0  # which one of its sample; of a further one, reward and its like are the first one's
+    parent: int | None = None  # the sequence whose history it goes on from, written anew; None: from none
+    aside: bool = False  # said to an agent on the side: in the ledger, and never trained
+    spoke: int = 0  # the number of its last turn among those of all sequences; says who spoke last
+    further: list[Sample] = field(default_factory=list)
+    """The sequences after the first, by number. Only the first one has some."""
 
     def __post_init__(self) -> None:
         if self.mu:
@@ -187,8 +183,41 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Response tokens, wherever they are."""
+        """Response tokens of this sequence, wherever they are."""
         return self.spans[-1].end if self.spans else 0
+
+    @property
+    def sequences(self) -> list[Sample]:
+        """All of the sample, the first one first."""
+        return [self, *self.further]
+
+    @property
+    def trained_sequences(self) -> list[Sample]:
+        """Those with something to train."""
+        return [q for q in self.sequences if q.spans and not q.aside] if self.further else [self]
+
+    @property
+    def all_tokens(self) -> int:
+        """Response tokens of all sequences."""
+        return self.tokens + sum(q.tokens for q in self.further)
+
+    @property
+    def judged_ids(self) -> Sequence[int]:
+        """What a reward is for: the response; of several sequences all, the one that spoke last at the end."""
+        if not self.further:
+            return self.response_ids
+        told = sorted((q for q in self.sequences if not q.aside), key=lambda q: (q.spoke, q.sequence))
+        return [i for q in told for i in q.response_ids]
+
+    def begin(self, prompt_ids: Sequence[int], parent: int | None = None, *, aside: bool = False) -> Sample:
+        """A further sequence of this sample, of which this is the first."""
+        number = 1 + len(self.further)
+        made = Sample(
+            self.sample_id, self.group_id, self.index, list(prompt_ids), 1 + (self.seed + number) % LARGEST_SEED,
+            own_prompt=True, sequence=number, parent=parent, aside=aside,
+        )  # fmt: skip
+        self.further.append(made)
+        return made
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
@@ -288,7 +317,8 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        return min((s.version for s in self.spans), default=None)
+        """Of the tokens of all sequences that are trained."""
+        return min((s.version for q in self.trained_sequences for s in q.spans), default=None)
 
     def versions(self) -> list[int]:
         """Weight version of every response token, `[tokens]`."""
@@ -343,11 +373,12 @@ class Unscored:
 
 @dataclass(slots=True)
 class Scored:
-    """The trainer's log-probs of response tokens `start`, `start` + 1, ... of a sample."""
+    """The trainer's log-probs of response tokens `start`, `start` + 1, ... of a sample's sequence."""
 
     sample_id: int
     start: int
     logp: list[float]
+    sequence: int = 0
 
 
 @dataclass(slots=True)

@@ -78,11 +78,16 @@ def behind(history: Sequence[Message], asked: Sequence[Message]) -> list[Message
     Surrounding white space and the order of keys in arguments do not matter: frameworks change these, and the tokens
     that were sampled stay what they are.
     """
-    if len(asked) <= len(history):
-        return None
-    if any(_plain(a) != _plain(b) for a, b in zip(history, asked, strict=False)):
+    if len(asked) <= len(history) or common(history, asked) < len(history):
         return None
     return list(asked[len(history) :])
+
+
+def common(history: Sequence[Message], asked: Sequence[Message]) -> int:
+    """How many messages both begin with, as `behind` compares them."""
+    pairs = enumerate(zip(history, asked, strict=False))
+    shorter = min(len(history), len(asked))
+    return next((i for i, (a, b) in pairs if _plain(a) != _plain(b)), shorter)
 
 
 def _plain(message: Message) -> tuple[Any, ...]:

@@ -27,11 +27,15 @@ def check_floating(name: str, values: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """One row per sample, the same table on every rank. Optional columns are there when a plug-in needs them."""
+    """One row per sample, the same table on every rank. Optional columns are there when a plug-in needs them.
+
+    A sample of several sequences is one row: group sizes, baselines and lengths are those of whole samples, so they
+    do not change when a response is split into sequences.
+    """
 
     rewards: Tensor  # [N], or [N, R] named rewards
     group_ids: Tensor  # [N] integers, any order
-    lengths: Tensor  # [N] trained response tokens, before any selection
+    lengths: Tensor  # [N] trained response tokens of all sequences, before any selection
     step: int = 0  # train steps done before this one, for schedules
     prompt_index: Tensor | None = None  # [N]
     truncated: Tensor | None = None  # [N] bool
@@ -92,7 +96,8 @@ class Samples:
         samples = [s for group in groups for s in group.samples]
         if missing := [s.sample_id for s in samples if s.reward is None]:
             raise ValueError(f"samples {missing[:5]} have no reward")
-        lengths = [s.sampled_tokens for s in samples]
+        lengths = [sum(q.sampled_tokens for q in s.trained_sequences) for s in samples]
+        mu_sums = [sum(q.mu_sum for q in s.trained_sequences) for s in samples]
         rewards = _rewards(samples)
         return cls(
             rewards=rewards if rewards.shape[1] > 1 else rewards[:, 0],
@@ -102,7 +107,7 @@ class Samples:
             prompt_index=torch.tensor([g.prompt_index for g in groups for _ in g.samples]),
             truncated=torch.tensor([s.status is Status.TRUNCATED for s in samples]),
             log_likelihood=torch.tensor(
-                [s.mu_sum / max(n, 1) for s, n in zip(samples, lengths, strict=True)]
+                [total / max(n, 1) for total, n in zip(mu_sums, lengths, strict=True)]
             ),
         )
 
@@ -122,7 +127,8 @@ def _rewards(samples: Sequence[Sample]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Batch:
-    """Packed sequences of one rank. The optional fields are filled by log-prob passes and by the objective."""
+    """Packed sequences of one rank, of which several may be of one sample, also on several ranks. The optional fields
+    are filled by log-prob passes and by the objective."""
 
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1]

@@ -41,8 +41,9 @@ from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
+from rlsys.arrays import log_probs, token_ids
 from rlsys.config.algo import AlgoSection, CriticSection
-from rlsys.types import Sample, SampleGroup, log_probs, token_ids
+from rlsys.types import Sample, SampleGroup
 
 Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
 """This rank's parameters by name, for hooks that look at them."""

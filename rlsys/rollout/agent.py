@@ -15,13 +15,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.agents.hosting import AgentHost, Ended, open_host
-from rlsys.agents.messages import Answer
 from rlsys.agents.remote import AgentService, open_service
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
@@ -58,6 +57,8 @@ class AgentParams(Section):
     """Requests after which it counts as running away, and the sample is censored."""
     patience: Annotated[float, Field(gt=0)] = 120.0
     """Seconds that it may take between an answer and its next request, or its end; then the sample is censored."""
+    train: Literal["all", "first"] = "all"
+    """Which of the agent's conversations are trained. With `first`, the others are answered on the side."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -86,9 +87,11 @@ class AgentGenerator:
         """Agents are somebody else's processes."""
         self._keeper: asyncio.Task[None] | None = None
         self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
-        self.counts = {"agent_calls": 0, "agent_side_calls": 0, "agent_restarts": 0}
-        """Since this process began: requests of agents, those that were answered on the side, and agents that were
-        killed and run again."""
+        self.counts = dict.fromkeys(
+            ("agent_calls", "agent_side_calls", "agent_sequences", "agent_restarts"), 0
+        )
+        """Since this process began: requests of agents, those that were answered on the side, conversations beside
+        the first one of a sample, and agents that were killed and run again."""
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         """Raises ToolFailed when the agent fails, UserError when there is no such agent."""
@@ -98,12 +101,11 @@ class AgentGenerator:
                 "lens from algo.planners"
             )
         task = {**prompt.entry, "question": prompt.question}
-        sides: dict[str, list[Answer]] = {}
         lost = ""
         for _ in range(STARTS):
             talk = Conversation(
-                self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt, sides,
-                self.counts,
+                self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt,
+                self.counts, train_all=self._params.train == "all",
             )  # fmt: skip
             async with self._running(sample, task) as (session, ended):
                 try:

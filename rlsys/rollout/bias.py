@@ -113,6 +113,6 @@ def _means(name: str, samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
     return {
-        f"length_{name}": sum(s.tokens for s in samples) / len(samples),
+        f"length_{name}": sum(s.all_tokens for s in samples) / len(samples),
         f"reward_{name}": sum(s.reward or 0.0 for s in samples) / len(samples),
     }

@@ -81,7 +81,8 @@ class RolloutBuffer:
                 if in_hand:
                     group.samples = whole
                 for sample, own in zip(group.samples, whole, strict=True):
-                    sample.behaviour = own.behaviour
+                    for sequence, loaded in zip(sample.sequences, own.sequences, strict=True):
+                        sequence.behaviour = loaded.behaviour
                 for sample in group.samples:
                     self._saved.know(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
@@ -186,7 +187,7 @@ class RolloutBuffer:
                 if group is None:
                     raise RunError(f"sample {found.sample_id}: scored, but not in a live group")
                 sample = group.samples[found.sample_id % self._largest_group]
-                self._saved.write_scores(sample, found)
+                self._saved.write_scores(sample.sequences[found.sequence], found)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
         """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
@@ -324,11 +325,13 @@ class RolloutBuffer:
             self._db.execute(insert, (group.group_id, self.versions.newest))
 
     def record_interrupts(self, samples: Iterable[Sample]) -> None:
-        """These were in an engine and are parked now. With spans and journal it is all that the clock decided."""
-        rows = [(s.sample_id, s.tokens, self.versions.newest) for s in samples]
+        """These sequences were in an engine and are parked now. With spans and journal it is all that the clock
+        decided."""
+        rows = [(s.sample_id, s.sequence, s.tokens, self.versions.newest) for s in samples]
         with self._file.writing():
             self._db.executemany(
-                "INSERT INTO interrupts (sample_id, tokens, weight_version) VALUES (?, ?, ?)", rows
+                "INSERT INTO interrupts (sample_id, sequence, tokens, weight_version) VALUES (?, ?, ?, ?)",
+                rows,
             )
 
     def check_counts(self) -> None:

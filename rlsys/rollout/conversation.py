@@ -1,9 +1,9 @@
-"""What is said between one agent and the model, and which of it is the sample.
+"""What is said between one agent and the model: the conversations of one run, and the sample made of them.
 
-The first question makes the sample's prompt. A question that begins with all that was said before is the next turn:
-what is new in it is rendered and not trained, the turn's tokens are those that were sampled. Any other question (a
-sub-agent's, or one after the agent has rewritten its history) is answered on the side: sampled by the same weights,
-but outside of the sample and its training, and counted.
+A question that begins with all that was said before in a conversation is its next turn: what is new in it is rendered
+and not trained, the turn's tokens are those that were sampled. Any other question (a sub-agent's, a parallel one, or
+one after the agent has rewritten its history) begins a conversation of its own, a further sequence of the sample.
+With `train: first` these are on the side: in the ledger, but not trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rlsys.agents.endpoint import Question
 from rlsys.agents.hosting import Ended
-from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, behind
+from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, behind, common
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.rollout.saved_turns import Full, SavedTurns
@@ -28,9 +28,25 @@ _OFF: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0,
 }  # fmt: skip
 """Sampling parameters, and the value that changes no distribution."""
-LARGEST_SEED = 2**31 - 1
 TAIL_IDS = 64
 """Ids before a turn that are decoded to see whether they opened reasoning."""
+
+
+class Thread:
+    """One conversation: a sequence of the sample, and what was said in it."""
+
+    def __init__(self, sequence: Sample, turns: SavedTurns) -> None:
+        self.sequence, self.turns = sequence, turns
+        self.history: list[Message] = []  # with its last answer
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.last = ""  # text of the token that ended the last turn
+        self.busy = False  # a turn of it is being made
+
+    def behind(self, asked: Asked) -> Sequence[Message] | None:
+        """What is new in a question that is the next one here; None: it is none."""
+        if self.busy or list(asked.tools) != list(self.tools):
+            return None
+        return behind(self.history, asked.messages)
 
 
 class Conversation:
@@ -45,25 +61,23 @@ class Conversation:
         ends: TurnEnds,
         sample: Sample,
         prompt: Prompt,
-        sides: dict[str, list[Answer]],
         counts: dict[str, int],
+        *,
+        train_all: bool,
     ) -> None:
-        """`reader`: of tool calls and reasoning; None: a turn is its text. `sides`: answers on the side that earlier
-        runs of the agent were given, by question; told again, and added to. `counts`: `agent_calls` and
-        `agent_side_calls` are counted there."""
+        """`reader`: of tool calls and reasoning; None: a turn is its text. `counts`: `agent_calls`,
+        `agent_side_calls` and `agent_sequences` are counted there. `train_all`: conversations after the first too."""
         self._rollout, self._rendering, self._speak, self._ends = config.rollout, rendering, speak, ends
         self._reader, self._may_call = reader, config.engine.tool_call_parser is not None
         self._sample, self._prompt, self._counts = sample, prompt, counts
-        self._turns = SavedTurns(speak, ends, sample, config.rollout.max_response_tokens)
-        self._history: list[Message] = []  # of the sample, with its last answer
-        self._tools: Sequence[Mapping[str, Any]] = ()
-        self._last = ""  # text of the token that ended the last turn
-        self._busy = False  # a turn of the sample is being made
+        self._train_all = train_all
+        self._threads: list[Thread] = []  # in the order of their first questions
+        self._spoke: Thread | None = None  # that which spoke last, or had no room for it
+        self._turns = 0
         self._full = False
         """There is no room for another turn: whatever the agent does next, the response ends."""
         self._calls = 0
         self._asked: dict[str, Question] = {}  # the last one of each key
-        self._sides, self._told = sides, dict.fromkeys(sides, 0)
 
     async def lead(
         self,
@@ -160,55 +174,68 @@ class Conversation:
                 )
 
     async def _answer(self, asked: Asked) -> Answer:
-        if not self._busy and not self._history:
-            return await self._turn(asked, None)
-        same = not self._busy and list(asked.tools) == list(self._tools)
-        new = behind(self._history, asked.messages) if same else None
-        return await (self._side(asked) if new is None else self._turn(asked, new))
-
-    async def _turn(self, asked: Asked, new: Sequence[Message] | None) -> Answer:
-        """The sample's next turn, behind `new` messages; None: its first."""
-        self._busy = True
+        nexts = [(thread, new) for thread in self._threads if (new := thread.behind(asked)) is not None]
+        if nexts:
+            thread, new = max(nexts, key=lambda found: len(found[0].history))
+            return await self._turn(thread, asked, new)
+        thread = self._begun(asked)
         try:
-            if new is None:
-                self._open(asked)
-            else:
-                self._turns.observe(self._rendering.behind(new, self._tools, self._last))
-            start, end = await self._turns.turn(asked.most, asked.stop)
-            s, finish = self._sample, self._turns.finish
+            return await self._turn(thread, asked, ())
+        except (RefusedPrompt, BadRequest):
+            self._threads.remove(thread)  # another question may have its place
+            raise
+
+    def _begun(self, asked: Asked) -> Thread:
+        """A conversation that this question begins: one that was saved and not asked for since, or a new one."""
+        s, ids = self._sample, self._rendering.prompt(asked.messages, asked.tools)
+        known = {thread.sequence.sequence for thread in self._threads}
+        free = [q for q in s.sequences if q.sequence not in known]
+        saved = next((q for q in free if q.tokens and q.prompt_ids == ids), None)
+        sequence = saved or next((q for q in free if not q.tokens), None)
+        if sequence is None:
+            sequence = s.begin(ids, aside=not self._train_all)
+        sequence.prompt_ids = ids
+        if sequence is s:
+            s.own_prompt = ids != self._prompt.ids
+        else:
+            sequence.parent = self._parent(asked)
+            self._counts["agent_sequences"] += saved is None
+        turns = SavedTurns(self._speak, self._ends, sequence, self._rollout.max_response_tokens)
+        self._threads.append(thread := Thread(sequence, turns))
+        return thread
+
+    def _parent(self, asked: Asked) -> int | None:
+        """The conversation with which the question shares most of what was said, its system message aside."""
+        shared = [
+            (common(thread.history, asked.messages), thread.sequence.sequence) for thread in self._threads
+        ]
+        said, number = max(shared, default=(0, 0))
+        return number if any(m["role"] != "system" for m in asked.messages[:said]) else None
+
+    async def _turn(self, thread: Thread, asked: Asked, new: Sequence[Message]) -> Answer:
+        """Its next turn, behind `new` messages."""
+        thread.busy, turns, s = True, thread.turns, thread.sequence
+        self._counts["agent_side_calls"] += s.aside
+        try:
+            if new:
+                turns.observe(self._rendering.behind(new, thread.tools, thread.last))
+            start, end = await turns.turn(asked.most, asked.stop)
             ids = s.response_ids[start:end].tolist()
             before = [*s.prompt_ids, *s.response_ids[:start]]
-            answer, self._last = await self._told_as(f"{s.sample_id}-{start}", before, ids, finish, asked)
+            name = f"{s.sample_id}-{start}" if not s.sequence else f"{s.sample_id}-{s.sequence}-{start}"
+            answer, thread.last = await self._told_as(name, before, ids, turns.finish, asked)
+        except Full:
+            if s.aside:
+                raise BadRequest("this conversation has no room for another answer") from None
+            self._spoke = thread
+            raise
         finally:
-            self._busy = False
-        self._history = [*asked.messages, answer.message]
-        self._tools = asked.tools
-        cut = finish == "length" and (asked.most is None or end - start < asked.most)
-        self._full = cut or end >= self._rollout.max_response_tokens
-        return answer
-
-    def _open(self, asked: Asked) -> None:
-        """The first question is the sample's prompt."""
-        s, ids = self._sample, self._rendering.prompt(asked.messages, asked.tools)
-        if s.tokens and s.prompt_ids != ids:
-            raise ToolFailed("asked something else after a restart than before")
-        s.prompt_ids, s.own_prompt = ids, ids != self._prompt.ids
-
-    async def _side(self, asked: Asked) -> Answer:
-        """On the side: the same to an agent that asks the same again after it was killed."""
-        self._counts["agent_side_calls"] += 1
-        saved, told = self._sides.setdefault(asked.key, []), self._told.get(asked.key, 0)
-        self._told[asked.key] = told + 1
-        if told < len(saved):
-            return saved[told]
-        number = sum(map(len, self._sides.values())) + 1
-        ids = self._rendering.prompt(asked.messages, asked.tools)
-        side = Sample(EVALUATION, EVALUATION, 0, ids, seed=1 + (self._sample.seed + number) % LARGEST_SEED)
-        await self._speak(side, most=asked.most, stop_texts=asked.stop)
-        finish = "stop" if side.status is Status.FINISHED else "length"
-        name, made = f"{self._sample.sample_id}-side-{number}", side.response_ids.tolist()
-        answer, _ = await self._told_as(name, ids, made, finish, asked)
-        saved.append(answer)
+            thread.busy = False
+        self._turns += 1
+        s.spoke, self._spoke = self._turns, thread
+        thread.history, thread.tools = [*asked.messages, answer.message], asked.tools
+        cut = turns.finish == "length" and (asked.most is None or end - start < asked.most)
+        self._full |= not s.aside and (cut or end >= self._rollout.max_response_tokens)
         return answer
 
     async def _told_as(
@@ -230,13 +257,17 @@ class Conversation:
     def conclude(self, *, full: bool) -> None:
         """The agent has ended by itself, or (`full`) there was no room for more. Raises ToolFailed when it has not
         used what it was told before."""
-        s = self._sample
-        if not full and not self._turns.heard:
+        s, last = self._sample, self._spoke
+        if last is None or (not full and not self._turns):
             raise ToolFailed("ended without an answer of the model")
-        if s.tokens > self._turns.heard:
-            raise ToolFailed("asked for less after a restart than before")
-        within = not full or s.tokens == self._rollout.max_response_tokens
-        s.status = Status.FINISHED if within and self._turns.finish == "stop" else Status.TRUNCATED
+        heard = {thread.sequence.sequence: thread.turns.heard for thread in self._threads}
+        for q in s.sequences if not full else [thread.sequence for thread in self._threads]:
+            if q.tokens and q.sequence not in heard:
+                raise ToolFailed("asked something else after a restart than before")
+            if q.tokens > heard.get(q.sequence, 0):
+                raise ToolFailed("asked for less after a restart than before")
+        within = not full or last.sequence.tokens == self._rollout.max_response_tokens
+        s.status = Status.FINISHED if within and last.turns.finish == "stop" else Status.TRUNCATED
 
 
 def _copy(answer: asyncio.Future[Answer], to: asyncio.Future[Answer]) -> None:

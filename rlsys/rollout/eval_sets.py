@@ -83,9 +83,7 @@ class AskedSet:
     async def _verdict(self, sample: Sample, prompt: Prompt, reason: str | None) -> Verdict:
         """`reason`: why there is no response."""
         return (
-            await self._scorer.score(prompt, sample.response_ids)
-            if reason is None
-            else Verdict(reason=reason)
+            await self._scorer.score(prompt, sample.judged_ids) if reason is None else Verdict(reason=reason)
         )
 
     def _sample(self, prompt: Prompt, number: int) -> Sample:

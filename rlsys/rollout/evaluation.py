@@ -66,7 +66,7 @@ async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
     """In their order."""
-    return await asyncio.gather(*(scorer.score(p, s.response_ids) for s, p in answered))
+    return await asyncio.gather(*(scorer.score(p, s.judged_ids) for s, p in answered))
 
 
 def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:

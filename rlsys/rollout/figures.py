@@ -14,6 +14,9 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import GroupState, SampleGroup, Status
 
+_BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
+"""A sample of several sequences is as its busiest one."""
+
 
 class Figures:
     """Reads from everybody, and changes nothing."""
@@ -43,7 +46,11 @@ class Figures:
 
     def counts(self) -> dict[str, float]:
         """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
-        statuses = Counter(s.status for g in self._buffer.active() for s in g.samples)
+        samples = [s for g in self._buffer.active() for s in g.samples]
+        statuses = Counter(s.status for s in samples if not s.further)
+        statuses.update(
+            min((q.status for q in s.sequences), key=_BUSIEST.index) for s in samples if s.further
+        )
         return {
             "in_flight": statuses[Status.IN_FLIGHT],
             "parked": statuses[Status.PARKED],
@@ -90,29 +97,35 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     Lengths in tokens; `staleness_*` is the age of a group's oldest token, in train steps; `off_policy_share` is
     the share of trained tokens that other weights than the current ones sampled. `sampled_entropy`: the mean of -mu
     over the tokens that a model sampled, in nats; the mean entropy of what they were drawn from, without bias.
+    `sequences`: those that are trained, where samples have several. Lengths are those of whole samples.
     """
     samples = [s for g in groups for s in g.samples]
-    lengths = sorted(s.tokens for s in samples)
-    tokens = sum(lengths)
-    sampled = sum(s.sampled_tokens for s in samples)
-    spans = [span for s in samples for span in s.spans]
+    sequences = [q for s in samples for q in s.trained_sequences]
+    lengths = sorted(s.all_tokens for s in samples)
+    tokens = sum(q.tokens for q in sequences)
+    sampled = sum(q.sampled_tokens for q in sequences)
+    spans = [span for q in sequences for span in q.spans]
     off_policy = sum(span.end - span.start for span in spans if age(span.version))
     named = [s.named_rewards for s in samples if s.named_rewards]
     parts = {f"reward_part_{n}": sum(r[n] for r in named) / len(named) for n in (named[0] if named else ())}
-    staleness = [max((age(x.version) for s in g.samples for x in s.spans), default=0) for g in groups]
+    staleness = [
+        max((age(x.version) for s in g.samples for q in s.trained_sequences for x in q.spans), default=0)
+        for g in groups
+    ]
     return {
         "reward": sum(s.reward or 0.0 for s in samples) / len(samples),
         **parts,
-        "response_len_mean": tokens / len(samples),
+        "response_len_mean": sum(lengths) / len(samples),
         "response_len_p50": quantile(lengths, 0.5),
         "response_len_p99": quantile(lengths, 0.99),
         "response_len_max": lengths[-1],
         "tokens": tokens,
-        "sampled_entropy": -math.fsum(s.mu_sum for s in samples) / sampled if sampled else 0.0,
+        "sampled_entropy": -math.fsum(q.mu_sum for q in sequences) / sampled if sampled else 0.0,
         "off_policy_share": off_policy / tokens if tokens else 0.0,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
-        "resumed_samples": sum(s.resumes > 0 for s in samples),
+        "resumed_samples": sum(any(q.resumes for q in s.sequences) for s in samples),
+        **({"sequences": len(sequences)} if len(sequences) > len(samples) else {}),
         "truncated_share": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
     }
 

@@ -98,7 +98,7 @@ class Planning:
         key = prompt.entry.get("answer")
         known = None if key is None else str(key)
         responses = [
-            Response(self._text.decode(s.response_ids), s.answer, s.mu, reward, known)
+            Response(self._text.decode(s.judged_ids), s.answer, s.mu, reward, known)
             for s, reward in zip(load(group.samples), plain, strict=True)
         ]
         rewards = await self._scorer.score(prompt.question or prompt.text, responses, self._judge)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from rlsys.arrays import log_probs, token_ids
 from rlsys.errors import RunError, UserError
 from rlsys.obs.coordinator import Silent, ask
 from rlsys.obs.filesystem import is_local
@@ -26,7 +27,7 @@ from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.protocol import SamplesAnswer, decode
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
 from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.types import SampleGroup, Status, log_probs, token_ids
+from rlsys.types import SampleGroup, Status
 
 
 class RunReader:

@@ -4,7 +4,8 @@ With over_provision 1 nothing depends on the clock. With more, it decides which 
 tokens a sample is interrupted, hence which weights sample what, and which groups a step takes. Those four are in
 rollouts.sqlite; everything else follows from seeds, weights and order.
 
-NOT repeated: deadlines, rewards that time out, and plug-ins whose state depends on the order of rewards.
+NOT repeated: deadlines, rewards that time out, which of an agent's parallel questions comes first, and plug-ins whose
+state depends on the order of rewards.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rlsys.config import Config, identity
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.reader import RunReader
-from rlsys.rollout.turns import Speak, sampling_turns, within
-from rlsys.router.router import EVALUATION, Router
+from rlsys.rollout.turns import Speak, within
+from rlsys.router.router import Router
 from rlsys.types import Sample, SampleGroup, Status
 
 
@@ -52,8 +53,8 @@ class Record:
                 step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
             }
             self.stops = _stops(db, steps)
-            """Of each sample that got a token, in order."""
-        for sample_id, stops in self.stops.items():
+            """Of each (sample, sequence) that got a token, in order."""
+        for (sample_id, _), stops in self.stops.items():
             if any(a.trained_steps > b.trained_steps for a, b in pairwise(stops)):
                 raise UserError(
                     f"rollout.repeat = {folder}: its trainer went back to a step before tokens of sample {sample_id}"
@@ -67,21 +68,24 @@ def _admitted(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, int]:
     return out
 
 
-def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, list[Stop]]:
-    interrupts: dict[int, set[int]] = defaultdict(set)
-    for sample_id, tokens in db.execute("SELECT sample_id, tokens FROM interrupts"):
-        interrupts[sample_id].add(tokens)
-    out: dict[int, list[Stop]] = {}
-    for sample_id, status, text in db.execute(
-        "SELECT sample_id, status, spans FROM samples WHERE tokens > 0"
+def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int], list[Stop]]:
+    interrupts: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for sample_id, sequence, tokens in db.execute("SELECT sample_id, sequence, tokens FROM interrupts"):
+        interrupts[sample_id, sequence].add(tokens)
+    out: dict[tuple[int, int], list[Stop]] = {}
+    for sample_id, sequence, status, text in db.execute(
+        "SELECT sample_id, 0, samples.status, spans FROM samples UNION ALL "
+        "SELECT sample_id, sequence, samples.status, sequences.spans FROM sequences JOIN samples USING (sample_id)"
     ):
         spans: list[tuple[int, int, int]] = json.loads(text)
-        ends = {end for _, _, end in spans} | interrupts[sample_id]
+        if not spans:
+            continue
+        ends = {end for _, _, end in spans} | interrupts[sample_id, sequence]
         step_of = {i: steps[version] for version, start, end in spans for i in range(start + 1, end + 1)}
         stops = [Stop(step_of[end], end, False) for end in sorted(ends & step_of.keys())]
         if Status(status).terminal:
             stops[-1] = stops[-1]._replace(last=True)
-        out[sample_id] = stops
+        out[sample_id, sequence] = stops
     return out
 
 
@@ -105,7 +109,7 @@ class Repeat:
 
     async def next_stop(self, sample: Sample) -> Stop:
         """Once its weights are there; never, where the record of the sample ends."""
-        stops = self._record.stops.get(sample.sample_id, [])
+        stops = self._record.stops.get((sample.sample_id, sample.sequence), [])
         stop = next((s for s in stops if s.end > sample.tokens), None)
         while stop is None or stop.trained_steps > self._trained_steps:
             await self._moved.wait()
@@ -113,11 +117,9 @@ class Repeat:
 
     def turns(self, router: Router, config: Config) -> Speak:
         """Turns of the model, as turns.sampling_turns."""
-        r, unrecorded = config.rollout, sampling_turns(config, router)
+        r = config.rollout
 
         async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
-            if sample.sample_id == EVALUATION:  # on the side of a sample: nobody has recorded it
-                await unrecorded(sample, most=most, stop_texts=stop_texts)
             budget = within(r.max_response_tokens, most)
             while not sample.status.terminal:
                 stop = await self.next_stop(sample)
@@ -138,8 +140,9 @@ class Repeat:
         """Whether a sample still lacks tokens that the weights after so many train steps gave it."""
         return any(self._lacks(i, stops, trained_steps) for i, stops in self._record.stops.items())
 
-    def _lacks(self, sample_id: int, stops: list[Stop], trained_steps: int) -> bool:
+    def _lacks(self, whose: tuple[int, int], stops: list[Stop], trained_steps: int) -> bool:
         due = [s for s in stops if s.trained_steps <= trained_steps]
+        sample_id, sequence = whose
         group_id, place = divmod(sample_id, self._record.largest_group)
         if not due or (group_id not in self._buffer.groups and group_id < self._buffer.next_group_id):
             return False
@@ -147,7 +150,9 @@ class Repeat:
         if group is None or place >= len(group.samples):
             return True
         sample = group.samples[place]
-        return not sample.status.terminal and (due[-1].last or sample.tokens < due[-1].end)
+        if sample.status.terminal or sequence > len(sample.further):
+            return not sample.status.terminal
+        return due[-1].last or sample.sequences[sequence].tokens < due[-1].end
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
         """Those that the step after `trained_steps` took; None while they are not ready, or others lack tokens."""

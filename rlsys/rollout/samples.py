@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from rlsys.errors import UserError
 from rlsys.records import SegmentReader
-from rlsys.rollout.store import blob_to_ids, sample_of_row
+from rlsys.rollout.store import blob_to_ids, sample_of_row, sequence_of_row
 from rlsys.types import GroupState, Piece, Sample, Status
 
 Order = Literal["newest", "worst", "best", "longest"]
@@ -106,7 +106,7 @@ def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list
     found: dict[int, list[tuple[int, int]]] = {}
     rows = db.execute(
         "SELECT sample_id, tokens, weight_version FROM interrupts "
-        f"WHERE sample_id IN ({marks}) AND tokens ORDER BY place",
+        f"WHERE sample_id IN ({marks}) AND NOT sequence AND tokens ORDER BY place",
         sample_ids,
     )
     for sample_id, tokens, version in rows:
@@ -148,13 +148,19 @@ def _seen(
 ) -> Seen:
     *of_sample, prompt_ids, prompt_index, state, train_step = row
     places = (
-        "SELECT name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        "SELECT sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         "WHERE sample_id = ? ORDER BY piece"
     )
-    pieces = [Piece(*place) for place in db.execute(places, (row[0],))]
-    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces)
+    pieces: dict[int, list[Piece]] = {}
+    for sequence, *place in db.execute(places, (row[0],)):
+        pieces.setdefault(sequence, []).append(Piece(*place))
+    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces.get(0, []))
+    for found in db.execute("SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)):
+        sample.further.append(sequence_of_row(found, pieces.get(found[1], [])))
     if pieces:
         sample = replace(segments.loaded(sample), routes=[])  # large, and nothing to read
+        for sequence in sample.further:
+            sequence.routes = []
     versions = sorted({span.version for span in sample.spans})
     marks = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from rlsys.errors import RunError
-from rlsys.records import Kind, encode
+from rlsys.records import Kind, Whose, encode
 from rlsys.rollout.segments import SegmentFile
-from rlsys.rollout.store import ids_to_blob
+from rlsys.rollout.store import ids_to_blob, row_of_sequence
 from rlsys.rollout.writer import StoreWriter
 from rlsys.types import Piece, RouteSpan, Sample, Scored, Status
 
@@ -41,61 +41,80 @@ class SavedSamples:
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
-        self._stored: dict[int, Stored] = {}  # by sample id, of live groups
+        self._stored: dict[int, list[Stored]] = {}  # by sample id, of live groups; of each of its sequences
+        self._rows: dict[
+            tuple[int, int], tuple[object, ...]
+        ] = {}  # of further sequences, as the file has them
         self.added_tokens = 0
         """Tokens that a model sampled, written since the file was opened."""
 
     def know(self, sample: Sample) -> None:
         """All of it is in the file."""
-        self._stored[sample.sample_id] = Stored.of(sample)
+        self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
+        self._rows |= {(q.sample_id, q.sequence): row_of_sequence(q) for q in sample.further}
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `write` has not seen."""
-        return sample.tokens > self._stored[sample.sample_id].tokens
+        return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
 
     def write(self, sample: Sample) -> None:
-        """Its row, and what its arrays have beyond what was written of them."""
-        before = self._stored.get(sample.sample_id, Stored())
-        new = sample.routes[before.routes :]
-        sample.routes[before.routes :] = self._file.routes.claim(sample.sample_id, new)
+        """Its rows, and what its arrays and those of its sequences have beyond what was written of them."""
         self._write_row(sample)
-        pieces = append_tokens(self._file.tokens, sample, before, sample.routes[before.routes :])
-        self._file.segments.point(sample.sample_id, pieces)
-        now = self._stored[sample.sample_id] = Stored.of(sample)
-        self.added_tokens += now.sampled - before.sampled
+        stored = self._stored.setdefault(sample.sample_id, [])
+        stored += [Stored()] * (1 + len(sample.further) - len(stored))
+        for q in sample.sequences:
+            before = stored[q.sequence]
+            new = q.routes[before.routes :]
+            q.routes[before.routes :] = self._file.routes.claim(q.sample_id, new)
+            if q.sequence:
+                self._write_further(q)
+            pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
+            self._file.segments.point(q.sample_id, pieces, q.sequence)
+            now = stored[q.sequence] = Stored.of(q)
+            self.added_tokens += now.sampled - before.sampled
 
     def write_told(self, sample: Sample, pieces: Sequence[Piece], placed: Sequence[RouteSpan]) -> None:
         """As `write`, of a sample whose tokens another process has: new ones lie in `pieces`, which it has written
         out, and new routes where an engine has put them."""
-        before = self._stored.get(sample.sample_id, Stored())
+        (before,) = self._stored.get(sample.sample_id, [Stored()])
         if claimed := self._file.routes.claim(sample.sample_id, placed):
             routes = encode_routes(claimed)
-            record = encode(Kind.TOKENS, sample.sample_id, before.tokens, 0, routes, len(routes))
+            record = encode(Kind.TOKENS, Whose.of(sample), before.tokens, 0, routes, len(routes))
             pieces = [*pieces, self._file.tokens.append(record)]
         self._write_row(sample)
         self._file.segments.point(sample.sample_id, pieces)
         sample.pieces += pieces
-        now = self._stored[sample.sample_id] = Stored.of(sample)
+        now = Stored.of(sample)
+        self._stored[sample.sample_id] = [now]
         self.added_tokens += now.sampled - before.sampled
+
+    def _write_further(self, sequence: Sample) -> None:
+        """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
+        row, key = row_of_sequence(sequence), (sequence.sample_id, sequence.sequence)
+        if self._rows.get(key) != row:
+            self._file.db.execute(
+                f"INSERT OR REPLACE INTO sequences VALUES ({', '.join('?' * len(row))})", row
+            )
+            self._rows[key] = row
 
     def _write_row(self, sample: Sample) -> None:
         """In flight is stored as parked: what would be resumed."""
         status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
         row = (
             sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-            sample.tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
+            sample.all_tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
             sample.reward, sample.censor_reason, sample.resumes,
             sample.cached_tokens, sample.prefilled_tokens, sample.engine,
             None if sample.named_rewards is None else _json(sample.named_rewards),
             sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
             None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-            sample.deaths, sample.faults, int(sample.own_prompt),
+            sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke,
         )  # fmt: skip
         self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
 
     def write_scores(self, sample: Sample, found: Scored) -> None:
-        """What the trainer says about tokens of this sample. Raises RunError for tokens that it has not, or that have
-        scores."""
+        """What the trainer says about tokens of this sequence. Raises RunError for tokens that it has not, or that
+        have scores."""
         if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
             raise RunError(
                 f"sample {found.sample_id}: scores from token {found.start} on, but "
@@ -103,19 +122,22 @@ class SavedSamples:
             )
         extend_scores(sample.behaviour, found.start, found.logp)
         logp = np.array(found.logp, dtype="<f4").tobytes()
-        record = encode(Kind.SCORES, found.sample_id, found.start, len(found.logp), logp)
-        self._file.segments.point(found.sample_id, [self._file.tokens.append(record)])
+        record = encode(Kind.SCORES, Whose.of(sample), found.start, len(found.logp), logp)
+        self._file.segments.point(found.sample_id, [self._file.tokens.append(record)], found.sequence)
 
     def forget(self, samples: Iterable[Sample]) -> None:
         """They are not live any more."""
         for sample in samples:
             self._stored.pop(sample.sample_id, None)
+            for q in sample.further:
+                self._rows.pop((q.sample_id, q.sequence), None)
 
     def drop_tokens(self, samples: Iterable[Sample]) -> None:
         """Nobody will train them."""
         ids = [(s.sample_id,) for s in samples]
         for table in ("pieces", "route_places"):
             self._file.db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
+        self._file.db.executemany("UPDATE sequences SET prompt_ids = x'' WHERE sample_id = ?", ids)
 
     def prune(self, after: int, upto: int) -> None:
         """Nobody will train again what these steps took."""
@@ -125,6 +147,7 @@ class SavedSamples:
         )
         for table in ("pieces", "route_places"):
             self._file.db.execute(f"DELETE FROM {table} WHERE {taken}", (after, upto))
+        self._file.db.execute(f"UPDATE sequences SET prompt_ids = x'' WHERE {taken}", (after, upto))
         self._file.forget_unused()
 
 
@@ -141,11 +164,11 @@ def append_tokens(
         ids = ids_to_blob(sample.response_ids[before.tokens :])
         mu = np.asarray(sample.mu[before.tokens :], "<f8").tobytes()
         routes = encode_routes(new_routes)
-        record = encode(Kind.TOKENS, sample.sample_id, before.tokens, new, ids + mu + routes, len(routes))
+        record = encode(Kind.TOKENS, Whose.of(sample), before.tokens, new, ids + mu + routes, len(routes))
         pieces.append(file.append(record))
     if len(sample.support) != before.support:
         kept = bytes(sample.support[before.support :])
-        pieces.append(file.append(encode(Kind.SUPPORT, sample.sample_id, before.tokens, new, kept)))
+        pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
     return pieces
 
 

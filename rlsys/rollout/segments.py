@@ -120,14 +120,14 @@ class SegmentTable:
                 os.unlink(self._folder / name)
         return sum(size - known.get(name, 0) for name, size in there.items() if name not in self.unused)
 
-    def point(self, sample_id: int, pieces: Iterable[Piece]) -> None:
-        """Inside a transaction: what came of the sample lies there."""
+    def point(self, sample_id: int, pieces: Iterable[Piece], sequence: int = 0) -> None:
+        """Inside a transaction: what came of the sample's sequence lies there."""
         for name, offset, length in pieces:
             if name not in self._numbers:
                 self._begin(name)
-            row = (sample_id, self._numbers[name], offset, length)
+            row = (sample_id, sequence, self._numbers[name], offset, length)
             self._db.execute(
-                "INSERT INTO pieces (sample_id, segment, start, length) VALUES (?, ?, ?, ?)", row
+                "INSERT INTO pieces (sample_id, sequence, segment, start, length) VALUES (?, ?, ?, ?, ?)", row
             )
             self._reach[name] = max(self._reach.get(name, 0), offset + length)
 

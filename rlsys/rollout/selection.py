@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import takewhile
 
 from rlsys.config import Config
@@ -52,8 +53,8 @@ class Selection:
         limit = self._rollout.max_resumes
         if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
             return False
-        samples = (s for g in self._buffer.active() for s in g.samples)
-        full = (s for s in samples if s.status is Status.IN_FLIGHT and s.resumes >= limit)
+        sequences = (q for g in self._buffer.active() for s in g.samples for q in s.sequences)
+        full = (s for s in sequences if s.status is Status.IN_FLIGHT and s.resumes >= limit)
         return any(members is None or s.engine in members for s in full)
 
     def stays_young(self, sample: Sample, done_steps: int) -> bool:
@@ -77,21 +78,26 @@ class Selection:
         """Under the policy `mask`: tokens of taken groups that are not trained are marked; how many."""
         if self._rollout.staleness_policy != "mask":
             return 0
-        for sample in (s for g in groups for s in g.samples):
-            sample.masked = too_old(
-                sample,
+        sequences = [q for g in groups for s in g.samples for q in s.trained_sequences]
+        for sequence in sequences:
+            sequence.masked = too_old(
+                sequence,
                 self._rollout.max_staleness,
                 lambda v: trained_steps - self._buffer.versions.trained_steps(v),
             )
-        return sum(span.end - span.start for g in groups for s in g.samples for span in s.masked)
+        return sum(span.end - span.start for q in sequences for span in q.masked)
 
     def unscored(self, trained_steps: int) -> list[Unscored]:
-        """Live samples with tokens without a score that the weights after so many train steps sampled last."""
-        live = [s for g in self._buffer.groups.values() for s in g.samples]
-        starts = {s.sample_id: self._first_unscored(s, trained_steps) for s in live}
-        wanted = {s.group_id: None for s in live if starts[s.sample_id] is not None}
-        found = [s for g in self._buffer.unloaded(wanted) for s in g.samples]
-        return [Unscored(s, start) for s in found if (start := starts[s.sample_id]) is not None]
+        """Live sequences with tokens without a score that the weights after so many train steps sampled last."""
+        live = [q for g in self._buffer.groups.values() for s in g.samples for q in s.trained_sequences]
+        starts = {(q.sample_id, q.sequence): self._first_unscored(q, trained_steps) for q in live}
+        wanted = {q.group_id: None for q in live if starts[q.sample_id, q.sequence] is not None}
+        found = [q for g in self._buffer.unloaded(wanted) for s in g.samples for q in s.trained_sequences]
+        return [
+            Unscored(replace(q, further=[]), start)
+            for q in found
+            if (start := starts.get((q.sample_id, q.sequence))) is not None
+        ]
 
     def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
         """First response token without a score of the run of tokens that these weights sampled last."""

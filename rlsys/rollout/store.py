@@ -4,7 +4,9 @@
              and the planners' state
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
-             prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too
+             prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too.
+             `tokens` are those of all its sequences, the rest is the first one's
+    sequences   the further sequences of samples that have some, with their prompts as long as `pieces` are kept
     pieces   where the tokens of samples lie in segment files (rlsys/records.py), in the order in which they came:
              ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
              can want them
@@ -43,7 +45,7 @@ from rlsys.types import GroupState, Piece, Sample, SampleGroup, Status, TokenSpa
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 13
+_SCHEMA_VERSION = 14
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -57,13 +59,21 @@ CREATE TABLE samples (
     spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
     observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
-    own_prompt INTEGER NOT NULL
+    own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
+CREATE TABLE sequences (
+    sample_id INTEGER NOT NULL REFERENCES samples, sequence INTEGER NOT NULL, group_id INTEGER NOT NULL,
+    place INTEGER NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, prompt_ids BLOB NOT NULL, parent INTEGER,
+    aside INTEGER NOT NULL, spoke INTEGER NOT NULL, spans TEXT NOT NULL, observed TEXT NOT NULL, mu_sum REAL NOT NULL,
+    resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, prefilled_tokens INTEGER NOT NULL, engine TEXT,
+    deaths INTEGER NOT NULL, faults INTEGER NOT NULL, PRIMARY KEY (sample_id, sequence)
+) WITHOUT ROWID;
+CREATE INDEX sequences_by_group ON sequences (group_id);
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
 CREATE TABLE pieces (
-    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, segment INTEGER NOT NULL REFERENCES segments,
-    start INTEGER NOT NULL, length INTEGER NOT NULL
+    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    segment INTEGER NOT NULL REFERENCES segments, start INTEGER NOT NULL, length INTEGER NOT NULL
 );
 CREATE INDEX pieces_by_sample ON pieces (sample_id);
 CREATE INDEX pieces_by_segment ON pieces (segment);
@@ -82,7 +92,7 @@ CREATE TABLE admissions (
     place INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, weight_version INTEGER NOT NULL
 );
 CREATE TABLE interrupts (
-    place INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    place INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, sequence INTEGER NOT NULL, tokens INTEGER NOT NULL,
     weight_version INTEGER NOT NULL
 );
 """
@@ -283,16 +293,58 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
         groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
         prompts[row[0]] = blob_to_ids(row[4])
     of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[tuple[int, int], list[Piece]] = {}
     places = (
-        "SELECT sample_id, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        "SELECT sample_id, sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         f"JOIN samples USING (sample_id) WHERE {of_groups} ORDER BY piece"
     )
-    for sample_id, *place in db.execute(places, values):
-        pieces.setdefault(sample_id, []).append(Piece(*place))
+    for sample_id, sequence, *place in db.execute(places, values):
+        pieces.setdefault((sample_id, sequence), []).append(Piece(*place))
+    samples: dict[int, Sample] = {}
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
-        groups[row[1]].samples.append(sample_of_row(row, prompts[row[1]], pieces.get(row[0], [])))
+        samples[row[0]] = sample_of_row(row, prompts[row[1]], pieces.get((row[0], 0), []))
+        groups[row[1]].samples.append(samples[row[0]])
+    further = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
+    for row in db.execute(further, values):
+        samples[row[0]].further.append(sequence_of_row(row, pieces.get(row[:2], [])))
     return list(groups.values())
+
+
+def row_of_sequence(q: Sample) -> tuple[object, ...]:
+    """Of the table sequences. In flight is stored as parked: what would be resumed."""
+    status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
+    return (
+        q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
+        int(q.aside), q.spoke, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
+        json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
+        q.engine, q.deaths, q.faults,
+    )  # fmt: skip
+
+
+def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
+    """`pieces`: where its tokens lie."""
+    (
+        sample_id,
+        number,
+        group_id,
+        place,
+        seed,
+        status,
+        prompt_ids,
+        parent,
+        aside,
+        spoke,
+        spans,
+        observed,
+        *rest,
+    ) = row
+    mu_sum, resumes, cached, prefilled, engine, deaths, faults = rest
+    return Sample(
+        sample_id, group_id, place, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
+        spoke=spoke, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
+        pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
+        faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
+    )  # fmt: skip
 
 
 def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sample:
@@ -313,6 +365,7 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         deaths,
         faults,
         own_prompt,
+        spoke,
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
@@ -322,4 +375,5 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
+        spoke=spoke,
     )  # fmt: skip

@@ -86,24 +86,25 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.score(prompt, sample.response_ids)
+        return await self._scorer.score(prompt, sample.judged_ids)
 
     async def interrupt(
         self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
     ) -> list[Sample]:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them, or that go on
-        with them; every token that came is saved. Returns those that were in an engine and are parked now.
+        with them; every token that came is saved. Returns the sequences that were in an engine and are parked now.
         """
-        busy = [s for s in self._running.values() if s.status is Status.IN_FLIGHT]
+        running = [q for s in self._running.values() for q in s.sequences]
+        busy = [q for q in running if q.status is Status.IN_FLIGHT]
         try:
             await self._router.interrupt(keep, going_on=going_on)
         finally:
             await self.save_running()
-        return [s for s in busy if s.status is Status.PARKED]
+        return [q for q in busy if q.status is Status.PARKED]
 
     async def save_running(self) -> None:
         """With all tokens that they have got so far."""
-        self._shelf.save(s for s in self._running.values() if s.tokens)
+        self._shelf.save(s for s in self._running.values() if s.all_tokens)
         self._unsaved_tokens = 0
 
     def _heard(self, sample: Sample, tokens: int) -> None:
@@ -118,5 +119,5 @@ class Streams:
 
     def _remember(self, sample: Sample) -> None:
         """An engine failed with it: how often that happened must outlive this process, or it never ends."""
-        self._shelf.save([sample])
+        self._shelf.save([self._running[sample.sample_id]])  # the whole of it, whichever sequence this is
         self._shelf.flush_soon()

@@ -44,5 +44,5 @@ class WeightVersions:
         """Train steps between the weights that sampled the group's oldest token and the weights after `train_step`
         steps; 0 for a group without tokens.
         """
-        versions = {span.version for sample in group.samples for span in sample.spans}
+        versions = {x.version for s in group.samples for q in s.trained_sequences for x in q.spans}
         return max((train_step - self.trained_steps(v) for v in versions), default=0)

@@ -63,7 +63,8 @@ class Waiting:
     async def _until_part(self, trained_steps: int, given: Collection[int]) -> list[int]:
         while self._selection.groups(trained_steps) is None and not self._called_away():
             fresh = [g for g in self._selection.certain() if g.group_id not in given]
-            if sum(len(s.prompt_ids) + s.tokens for g in fresh for s in g.samples) >= self._budget:
+            sequences = (q for g in fresh for s in g.samples for q in s.trained_sequences)
+            if sum(len(q.prompt_ids) + q.tokens for q in sequences) >= self._budget:
                 return [g.group_id for g in fresh]
             await self._look_again(trained_steps)
         return []
@@ -123,7 +124,7 @@ class Waiting:
         waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
         shown = "; ".join(
             f"group {g.group_id}: "
-            + ", ".join(f"sample {s.sample_id} {s.status} with {s.tokens} tokens" for s in rest[:3])
+            + ", ".join(f"sample {s.sample_id} {s.status} with {s.all_tokens} tokens" for s in rest[:3])
             for g, rest in waiting[:3]
         )
         rest = f"{len(waiting)} unfinished ({shown})" if shown else "none unfinished"

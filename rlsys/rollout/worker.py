@@ -24,7 +24,7 @@ from typing import Any
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer
 from rlsys.engine.wire import make_session
-from rlsys.errors import RlsysError
+from rlsys.errors import RlsysError, UserError
 from rlsys.identity import engine_identity
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import STACKS_VARIABLE, run_role
@@ -232,6 +232,10 @@ class Worker:
     def save(self, samples: Iterable[Sample]) -> None:
         assert self._file is not None, "the coordinator begins with `begin`"
         for sample in samples:
+            if sample.further:
+                raise UserError(
+                    "rollout.workers: the generator made a sample of several sequences; expected rollout.workers = 1"
+                )
             before = self._stored[sample.sample_id]
             new = sample.routes[before.routes :]
             placed = [span for span in new if span.place is not None]

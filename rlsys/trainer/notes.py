@@ -21,6 +21,8 @@ class Noted(NamedTuple):
     """Of the whole sample table."""
     rows: list[int]
     """Of the table, that of each sequence."""
+    places: list[int]
+    """The number of each sequence within its sample."""
     cu_seqlens: list[int]
     """[S + 1]."""
     logp: Tensor | None
@@ -37,8 +39,8 @@ def write_notes(trainer: Trainer, taken: Taken, noted: Sequence[Noted]) -> None:
     kept = kept_groups((g.group_id for g in taken.groups), most)
     mine: dict[int, tuple[bytes, bytes]] = {}
     for note in noted:
-        for row, end in zip(note.rows, note.cu_seqlens[1:], strict=True):
-            if (sample := note.samples[row]).group_id in kept:
+        for row, place, end in zip(note.rows, note.places, note.cu_seqlens[1:], strict=True):
+            if (sample := note.samples[row]).group_id in kept and not place:
                 tokens = slice(end - sample.tokens, end)
                 mine[sample.sample_id] = _floats(note.logp, tokens), _floats(note.advantages, tokens)
     of_stage = {i: found for part in trainer.from_all(mine) for i, found in part.items()}

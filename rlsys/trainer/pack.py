@@ -32,11 +32,12 @@ ReadRoutes = Callable[[Sequence[RouteSpan]], Sequence[RouteSpan | LayerRoutes]]
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sample; mu, versions, `trained` and `behaviour` have one entry per response token.
+    """One sequence; mu, versions, `trained` and `behaviour` have one entry per response token.
 
     `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
-    in the sample table. `transferred`: mu is of the same response to another prompt. `support`: a row for each
-    response token of the ids that sampling had kept (rlsys/support.py); empty: it kept all.
+    in the sample table, `place` the sequence's number within its sample. `transferred`: mu is of the same response to
+    another prompt. `support`: a row for each response token of the ids that sampling had kept (rlsys/support.py);
+    empty: it kept all.
     """
 
     prompt_ids: Sequence[int]
@@ -49,6 +50,7 @@ class TrainSample:
     routes: Sequence[RouteSpan | LayerRoutes] = ()
     transferred: bool = False
     support: bytes | bytearray = b""
+    place: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -76,6 +78,7 @@ class TrainSample:
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
+            sample.sequence,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -87,7 +90,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class Unread:
-    """A TrainSample to be, whose tokens only the rank reads that trains it."""
+    """A TrainSample to be: a sequence whose tokens only the rank reads that trains it."""
 
     sample: Sample
     row: int
@@ -123,6 +126,7 @@ class MicroBatch(Batch):
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # [S] the number of each sequence within its sample
     own_routes: dict[int, Tensor] = field(default_factory=dict)
     teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
     teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
@@ -136,6 +140,7 @@ class MicroBatch(Batch):
             tokens=tokens,
             cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
             rows=torch.tensor([-1]),
+            places=[0],
             mu=zeros,
             mask=zeros,
             versions=torch.full((n,), -1),
@@ -282,6 +287,7 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
         support_ids=ids,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor([s.row for s in samples]),
+        places=[s.place for s in samples],
         mu=per_token(0.0, [s.mu for s in samples], np.float32),
         mask=per_token(0.0, [1.0 if s.trained is None else s.trained for s in samples], np.float32),
         versions=per_token(-1, [s.versions for s in samples], np.int64),

@@ -211,7 +211,8 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
-    batch = trainer.passes.pack([Unread(samples[r], r, trainer.segments, layers) for r in rows])
+    sequences = [(q, r) for r in rows for q in samples[r].trained_sequences]
+    batch = trainer.passes.pack([Unread(q, r, trainer.segments, layers) for q, r in sequences])
     teachers = None
     if taken.sources and isinstance(trainer.teacher, Teachers):
         places = [trainer.teacher.place(source) for source in taken.sources]
@@ -273,7 +274,7 @@ def micro_loss(
     if notes is not None and micro.mask.any():  # else it fills a bin, and is trained elsewhere
         logp = scores.logp if compare else micro.old
         figures = [None if v is None else v.detach().cpu() for v in (logp, micro.advantages)]
-        notes.append(Noted(samples, micro.rows.tolist(), micro.cu_seqlens.tolist(), *figures))
+        notes.append(Noted(samples, micro.rows.tolist(), micro.places, micro.cu_seqlens.tolist(), *figures))
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values, scores.divergence)
     if compare:
         sums |= engine_gaps(scores.logp, micro, len(MISMATCH_EDGES) - 1)
@@ -330,4 +331,6 @@ def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]
             tokens = unscored[row].sample.tokens - unscored[row].start
             mine[row] = logp[end - tokens : end].tolist()
     found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
-    return [Scored(u.sample.sample_id, u.start, found[row]) for row, u in enumerate(unscored)]
+    return [
+        Scored(u.sample.sample_id, u.start, found[row], u.sample.sequence) for row, u in enumerate(unscored)
+    ]

@@ -28,7 +28,6 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.tools import ToolFailed
 from rlsys.rollout.trial import try_rollout
-from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
 from tests.helpers.rollout_rig import make_config
@@ -64,8 +63,8 @@ def fresh() -> Sample:
 
 
 class Model:
-    """It says SAID, turn by turn; of the tokens of this call, at most `at_once` before it is cancelled. On the side
-    it says how often it was asked there."""
+    """It says SAID, turn by turn; of the tokens of this call, at most `at_once` before it is cancelled. In further
+    sequences it says how often it was asked there."""
 
     def __init__(self, said: Sequence[str] = SAID, budget: int = 256, at_once: int | None = None) -> None:
         self.said, self.budget, self.at_once = [TOKENIZER.encode(t) for t in said], budget, at_once
@@ -78,8 +77,9 @@ class Model:
         await asyncio.sleep(0)
         ends = TurnEnds({TOKENIZER.eos_id}, stop_texts, TOKENIZER.decode)
         start = sample.observed[-1].end if sample.observed else 0
-        if sample.sample_id == EVALUATION:
-            self.sides.append(TOKENIZER.decode(sample.prompt_ids))
+        if sample.sequence:
+            if not sample.tokens or sample.observed_last:
+                self.sides.append(TOKENIZER.decode([*sample.prompt_ids, *sample.response_ids]))
             turn = TOKENIZER.encode(f"{len(self.sides)}<eos>")
         else:
             turn = self.said[len(sample.observed)]
@@ -226,16 +226,28 @@ async def test_the_process_of_the_agents_may_die() -> None:
     assert TOKENIZER.decode(s.response_ids) == WHOLE
 
 
-async def test_other_conversations_are_answered_beside_the_sample() -> None:
+@pytest.mark.parametrize("train", ["all", "first"])
+async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None:
     said = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
     model = Model(said)
-    generate = build_generator(config("rewrites"), TOKENIZER, model)
+    generate = build_generator(config("rewrites", {"train": train}), TOKENIZER, model)
     assert isinstance(generate, AgentGenerator)
     s = fresh()
     await generate(s, prompt())
     assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>1<assistant><think>{said[1]}"
     assert model.sides == ["<bos><user>in short?<assistant><think>"]
-    assert generate.counts == {"agent_calls": 3, "agent_side_calls": 1, "agent_restarts": 0}
+    (other,) = s.further
+    assert (other.sample_id, other.sequence, other.parent, other.aside) == (5, 1, None, train == "first")
+    assert (TOKENIZER.decode(other.prompt_ids), TOKENIZER.decode(other.response_ids)) == (
+        model.sides[0],
+        "1<eos>",
+    )
+    aside = int(train == "first")
+    counts = {"agent_calls": 3, "agent_side_calls": aside, "agent_sequences": 1, "agent_restarts": 0}
+    assert generate.counts == counts
+    # The one that spoke last is what a reward reads last.
+    whole = TOKENIZER.decode(s.response_ids)
+    assert TOKENIZER.decode(s.judged_ids) == (whole if train == "first" else f"1<eos>{whole}")
 
 
 async def test_a_client_that_asks_again_gets_the_same_answer() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
 
 import pytest
 
 from rlsys.rollout.generator import build_generator
-from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.turns import sampling_turns
-from rlsys.router.router import EVALUATION
 from rlsys.types import Sample, Status
 from tests.helpers.router_rig import A, B, Rig
 from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
@@ -33,7 +30,7 @@ class Watch:
 
     def _heard(self, sample: Sample, tokens: int) -> None:
         for least, event in self._waits:
-            if sample.tokens >= least:
+            if sample.tokens + 12 * (sample.sequence > 0) >= least:
                 event.set()
 
     async def until(self, tokens: int) -> None:
@@ -86,11 +83,31 @@ async def test_a_question_longer_than_the_context_is_refused_and_the_agent_may_g
     assert (sample.status, sample.prompt_ids) == (Status.FINISHED, prompt().ids)
 
 
-async def test_a_run_that_repeats_another_samples_answers_on_the_side_anew() -> None:
-    """Nobody has recorded them: they wait for nothing."""
-    rig, nobody = Rig(ScriptedEngine(A, ends_at=lambda seed: 20)), cast(Any, None)
+async def test_what_happens_to_engines_holds_every_conversation_up_and_changes_no_token() -> None:
+    """Three at the same time, each with tokens of its own."""
+    first, second = ScriptedEngine(A, ends_at=never, chunk=1), ScriptedEngine(B, ends_at=never, chunk=1)
+    rig = Rig(first, second)
+    watch = Watch(rig)
     await rig.push()
-    speak = Repeat(nobody, nobody).turns(cast(Any, rig.router), config("sums"))
-    side = Sample(EVALUATION, EVALUATION, 0, prompt().ids, seed=7)
-    await speak(side)
-    assert side.status is Status.FINISHED
+    made_for = config("asks_others", max_response_tokens=100)
+    generate = build_generator(made_for, TOKENIZER, sampling_turns(made_for, rig.router))
+    sample = Sample(5, 1, 0, prompt().ids, seed=7)
+    running: asyncio.Future[None] = asyncio.ensure_future(generate(sample, prompt()))
+    await watch.until(5)
+    await rig.router.interrupt()
+    rig.router.resume()
+    await watch.until(15)  # a sub-agent's
+    await rig.push()
+    await watch.until(20)
+    (first if sample.further[0].engine == A else second).die()
+    await running
+    assert [(q.sequence, q.sampled_tokens, q.parent) for q in sample.sequences] == [
+        (0, 24, None), (1, 16, None), (2, 16, None)
+    ]  # fmt: skip
+    assert len({q.seed for q in sample.sequences}) == 3
+    for q in sample.sequences:
+        versions, first_place = q.versions(), len(q.prompt_ids)
+        for i, own in enumerate(q.trained()):
+            if own:
+                assert q.response_ids[i] == token(q.seed, first_place + i, versions[i])
+                assert q.mu[i] == logprob(q.seed, first_place + i, versions[i])

@@ -13,6 +13,7 @@ OURS = ("rlsys", "launch", "megatron_patches")
 
 # A room is a sub-package or a top-level module. These import each other only.
 BASE = {
+    "arrays",
     "types",
     "errors",
     "owner",
@@ -78,6 +79,7 @@ FREE = {
 
 TORCH_FREE = (
     "foreign",
+    "arrays",
     "types",
     "owner",
     "identity",

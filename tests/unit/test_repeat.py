@@ -143,8 +143,8 @@ async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back
 
         spans([old, 0, 2], [new, 2, 3])
         with db:
-            db.execute("INSERT INTO interrupts VALUES (NULL, ?, 1, ?)", (sample, old))
-        stops = Record(first, config).stops[sample]
+            db.execute("INSERT INTO interrupts VALUES (NULL, ?, 0, 1, ?)", (sample, old))
+        stops = Record(first, config).stops[sample, 0]
         assert [(stop.end, stop.last) for stop in stops] == [(1, False), (2, False), (3, True)]
         assert stops[0].trained_steps == stops[1].trained_steps < stops[2].trained_steps
         spans([new, 0, 2], [old, 2, 3])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
 from rlsys.owner import Deposed, claim
-from rlsys.records import FOLDER, Kind, decode, encode
+from rlsys.records import FOLDER, Kind, Whose, decode, encode
 from rlsys.rollout import samples, segments
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
@@ -52,15 +52,23 @@ def issue(buffer: RolloutBuffer) -> SampleGroup:
 @given(
     ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20),
     sample=st.integers(0, 2**64 - 1),
+    sequence=st.integers(0, 2**32 - 1),
     start=st.integers(0, 2**32 - 1),
     routes=st.binary(max_size=30),
 )
-def test_a_record_is_read_as_it_was_written(ids: list[int], sample: int, start: int, routes: bytes) -> None:
+def test_a_record_is_read_as_it_was_written(
+    ids: list[int], sample: int, sequence: int, start: int, routes: bytes
+) -> None:
     mu = [i / 3 for i in ids]
     payload = struct.pack(f"<{len(ids)}i{len(mu)}d", *ids, *mu) + routes
-    data = encode(Kind.TOKENS, sample, start, len(ids), payload, len(routes))
+    data = encode(Kind.TOKENS, Whose(sample, sequence, 0), start, len(ids), payload, len(routes))
     record = decode(data, "here")
-    assert (record.kind, record.sample_id, record.start) == (Kind.TOKENS, sample, start)
+    assert (record.kind, record.sample_id, record.sequence, record.start) == (
+        Kind.TOKENS,
+        sample,
+        sequence,
+        start,
+    )
     assert record.ids().tolist() == ids
     assert record.mu().tolist() == mu
     assert bytes(record.route_bytes()) == routes
@@ -68,7 +76,7 @@ def test_a_record_is_read_as_it_was_written(ids: list[int], sample: int, start: 
 
 @given(st.data())
 def test_no_changed_byte_passes(data: st.DataObject) -> None:
-    record = bytearray(encode(Kind.SCORES, 7, 2, 3, bytes(range(12))))
+    record = bytearray(encode(Kind.SCORES, Whose(7), 2, 3, bytes(range(12))))
     at = data.draw(st.integers(0, len(record) - 1))
     record[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RunError, match=r"^here: damaged"):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -92,6 +93,26 @@ def rewrites(task):
     aside = ask([{"role": "user", "content": "in short?"}])
     messages.append({"role": "user", "content": aside["content"]})
     ask(messages)
+
+
+def asks_others(task):
+    """Twelve tokens; two sub-agents at the same time, of sixteen each; and it goes on with both."""
+    messages = question(task)
+    messages.append(ask(messages, max_tokens=12))
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(lambda i: ask([{"role": "user", "content": f"{i}?"}], max_tokens=16), range(2)))
+    messages.append({"role": "user", "content": " ".join(t["content"] for t in told)})
+    ask(messages, max_tokens=12)
+
+
+def compacts(task):
+    """Two turns; what they said in a word; and it goes on from there."""
+    messages = question(task)
+    for number in range(2):
+        messages += [ask(messages), {"role": "user", "content": str(number)}]
+    short = [*question(task), {"role": "user", "content": "so far: 7"}]
+    short += [ask(short), {"role": "user", "content": "and?"}]
+    ask(short)
 
 
 def asks_too_much(task):
