@@ -23,7 +23,7 @@ from launch.commands import must_hold_run
 from rlsys.config import Config, load_config
 from rlsys.dash.server import serve
 from rlsys.errors import UserError
-from rlsys.rollout.reading import CONFIG_FILE, Part, RunTexts, arrays_of, parts_of, turns_of
+from rlsys.rollout.reading import CONFIG_FILE, Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
 from rlsys.trackers.follow import follow
 from rlsys.trackers.tracker import PACKAGES
@@ -192,6 +192,16 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
         console.print(text, highlight=False)
     else:
         console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
+    for other in sequences_of(seen, texts.tokenizer.decode) if seen.kept else []:
+        of = (
+            " on the side"
+            if other["aside"]
+            else ""
+            if other["parent"] is None
+            else f" from {other['parent']}"
+        )
+        console.print(Text(f"sequence {other['sequence']}{of}: {_harmless(other['prompt'])}", style="dim"))
+        console.print(Text(_harmless(other["response"])), highlight=False)
     if len(parts) > 1:
         words = ", ".join(f"{_author(p)} {p.start}-{p.end - 1}" for p in parts)
         console.print(Text(f"tokens by weight version (train steps in it): {words}", style="dim"))

@@ -273,10 +273,10 @@ def asked_aside(history: History) -> Symptom | None:
     return Symptom(
         "asked_aside",
         f"{aside[-1] / calls[-1]:.0%} of what agents ask is answered on the side",
-        "Only questions that begin with all that was said before are turns of a response, and trained. These agents "
-        "rewrite their history, or ask most in conversations of their own",
-        "Let the agent of rollout.generator_params keep its messages as they are, and begin with the conversation "
-        "that is to be learned (docs/agents.md)",
+        "With rollout.generator_params.train: first only the conversation that an agent begins with is trained. "
+        "These agents rewrite their history, or ask most in other conversations",
+        "Set train: all in rollout.generator_params, or let the agent begin with the conversation that is to be "
+        "learned (docs/agents.md)",
     )
 
 

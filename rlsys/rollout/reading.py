@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -106,6 +106,7 @@ class RunTexts:
             "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
             "response": self.response(seen) if seen.kept else None,
             "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
+            "sequences": sequences_of(seen, self.tokenizer.decode),
         }  # fmt: skip
 
 
@@ -124,6 +125,17 @@ def parts_of(seen: Seen) -> list[Part]:
         steps = seen.trained_steps.get(version)
         parts.append(Part(start, end, version, steps, tool, start in interrupted))
     return parts
+
+
+def sequences_of(seen: Seen, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """The conversations after the first one; their texts as long as these are kept."""
+    return [
+        {
+            "sequence": q.sequence, "parent": q.parent, "aside": q.aside, "tokens": q.tokens,
+            "prompt": decode(q.prompt_ids), "response": decode(q.response_ids) if seen.kept else None,
+        }
+        for q in seen.sample.further
+    ]  # fmt: skip
 
 
 def turns_of(seen: Seen) -> int:

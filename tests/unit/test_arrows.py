@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "starter": {"errors"},
     "config": BASE | {"foreign"},
     "foreign": {"errors"},
-    "algo": {"types", "errors", "config", "plugins"},
+    "algo": {"arrays", "types", "errors", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "workers", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},
     "engine": BASE,

@@ -1,0 +1,48 @@
+"""Rollouts split into sequences: the same tokens behind the same tokens, so that nothing they give may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from rlsys.types import Sample, SampleGroup, TokenSpan, VersionSpan
+
+
+def split(sample: Sample, cuts: Sequence[int]) -> Sample:
+    """The sample as an episode: each sequence has all that came before it as its prompt. Without routes."""
+    known = [*sample.prompt_ids, *sample.response_ids]
+    bounds = list(pairwise([0, *cuts, sample.tokens]))
+    first = _part(replace(sample, further=[]), *bounds[0], sample)
+    for start, end in bounds[1:]:
+        first.begin(known[: len(sample.prompt_ids) + start], parent=0)
+        first.further[-1] = _part(first.further[-1], start, end, sample)
+    return first
+
+
+def _part(into: Sample, start: int, end: int, sample: Sample) -> Sample:
+    """Response tokens [start, end)."""
+    mu = sample.mu[start:end]
+    return replace(
+        into, response_ids=sample.response_ids[start:end], mu=mu, mu_sum=sum(mu), status=sample.status, routes=[],
+        behaviour=sample.behaviour[start:end],
+        spans=[VersionSpan(x.version, *at) for x in sample.spans if (at := _within(x.start, x.end, start, end))],
+        observed=[TokenSpan(*at) for x in sample.observed if (at := _within(x.start, x.end, start, end))],
+    )  # fmt: skip
+
+
+def _within(start: int, end: int, a: int, b: int) -> tuple[int, int] | None:
+    found = max(start, a) - a, min(end, b) - a
+    return found if found[0] < found[1] else None
+
+
+def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGroup]:
+    """Every second sample with at least three tokens becomes two sequences, those with more than nine three."""
+
+    def of(sample: Sample) -> Sample:
+        n = sample.tokens
+        if sample.index % every or n < 3:
+            return sample
+        return split(sample, [n // 3, n // 2] if n > 9 else [n // 2])
+
+    return [replace(g, samples=[of(s) for s in g.samples]) for g in groups]
