@@ -50,8 +50,8 @@ class RolloutConfig(Section):
     """Seconds after which an unfinished group is censored, counted from the moment it may start in this
     process. Only a take that waits for groups checks it. Unset: never."""
     max_response_tokens: Positive = 256
-    """Longest response, in tokens, summed over all its segments; of an agent, longest conversation. What reaches it is
-    truncated."""
+    """Longest response, in tokens, summed over all its segments; of an agent, longest conversation. What reaches it
+    is truncated."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature for training. Evaluation is greedy."""
     top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
