@@ -90,6 +90,13 @@ class RouteSpan:
     place: RoutePlace | None = None
 
 
+class Fork(NamedTuple):
+    """A sample's first `at` response tokens are those of the sample at this `place` of its group."""
+
+    place: int
+    at: int
+
+
 class Piece(NamedTuple):
     """Where some of a sample's tokens lie: a segment file of the run and bytes in it (rlsys/records.py)."""
 
@@ -176,6 +183,9 @@ class Sample:
     spoke: int = 0  # the number of its last turn among those of all sequences; says who spoke last
     further: list[Sample] = field(default_factory=list)
     """The sequences after the first, by number. Only the first one has some."""
+    fork: Fork | None = None  # where it branches off another sample of its group (rlsys/forks.py)
+    given: int = 0  # tokens at its beginning that count as sampled, and that no engine made for it
+    discarded: int = 0  # tokens that were made for it and cut off again
 
     def __post_init__(self) -> None:
         if self.mu:
@@ -293,6 +303,11 @@ class Sample:
     def sampled_tokens(self) -> int:
         """Response tokens that a model sampled."""
         return self.tokens - sum(span.end - span.start for span in self.observed)
+
+    @property
+    def received_tokens(self) -> int:
+        """Tokens that engines made for this sequence, those that were cut off again included."""
+        return self.sampled_tokens - self.given + self.discarded
 
     def trained(self) -> list[bool]:
         """Whether a response token is trained, `[tokens]`."""

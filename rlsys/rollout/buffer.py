@@ -128,7 +128,7 @@ class RolloutBuffer:
 
         `drawn_from`: their prompt, where it is not the group's; they are trained on the group's.
         """
-        own = group.samples[0].prompt_ids
+        own = next((s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids)
         samples = self._new_samples(group, own if drawn_from is None else list(drawn_from), seeds)
         if drawn_from is not None:
             for sample in samples:

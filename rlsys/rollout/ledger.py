@@ -35,6 +35,10 @@ class Ledger:
     """Group id -> its train step, of trained groups and of those given back to their step."""
     lost: int
     """Tokens that engines generated and no sample got: measured by the router, never a remainder."""
+    given: int
+    """Of the tokens: those that begin a sample and were made for another one, or forced (rlsys/forks.py)."""
+    discarded: int
+    """Tokens, beside the others, that engines made for a sample and that were cut off again."""
     torn_bytes: int
     """Bytes of segments that a launch had written and not committed when it was killed."""
 
@@ -55,6 +59,7 @@ class Ledger:
             "trained_twice": self.trained_twice,
             "samples": self.samples,
             "tokens": self.tokens,
+            **({"given": self.given, "discarded": self.discarded} if self.given or self.discarded else {}),
         }
 
 
@@ -69,6 +74,9 @@ def count(db: sqlite3.Connection) -> Ledger:
     parked = f"WHERE state = 'active' AND status NOT IN ({_TERMINAL})"
     journal = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
     in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
+    given, discarded = db.execute(
+        "SELECT coalesce(sum(given), 0), coalesce(sum(discarded), 0) FROM samples"
+    ).fetchone()
     return Ledger(
         issued_groups=meta["issued"],
         sizes=sizes,
@@ -81,6 +89,8 @@ def count(db: sqlite3.Connection) -> Ledger:
         journal=journal,
         in_step=in_step,
         lost=meta["lost"],
+        given=given,
+        discarded=discarded,
         torn_bytes=meta["torn_bytes"],
     )
 

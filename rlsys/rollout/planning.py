@@ -70,9 +70,11 @@ class Planning:
         return self._put(group_id, self._source.train(self._chooser.index(group_id)))
 
     def again(self, group: SampleGroup) -> Prompt:
-        """What a group from before a restart was asked. Raises UserError when the source gives something else now."""
+        """What a group from before a restart was asked. Raises UserError when the source gives something else now, if
+        an agent has not made prompts of its own of it."""
         prompt = self._put(group.group_id, self._source.train(group.prompt_index))
-        if prompt.ids != group.samples[0].prompt_ids:
+        asked = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
+        if prompt.ids != asked:
             raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
         return prompt
 

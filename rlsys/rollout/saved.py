@@ -25,14 +25,21 @@ class Stored(NamedTuple):
 
     tokens: int = 0
     routes: int = 0
-    sampled: int = 0
-    """Of the tokens: those that a model sampled, and not a tool wrote."""
+    received: int = 0
+    """Tokens that engines made for it, those that were cut off again included."""
     support: int = 0
     """Bytes."""
+    scores: int = 0
 
     @classmethod
     def of(cls, sample: Sample) -> Stored:
-        return cls(sample.tokens, len(sample.routes), sample.sampled_tokens, len(sample.support))
+        return cls(
+            sample.tokens,
+            len(sample.routes),
+            sample.received_tokens,
+            len(sample.support),
+            len(sample.behaviour),
+        )
 
 
 class SavedSamples:
@@ -58,7 +65,8 @@ class SavedSamples:
         return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
 
     def write(self, sample: Sample) -> None:
-        """Its rows, and what its arrays and those of its sequences have beyond what was written of them."""
+        """Its rows, and what its arrays and those of its sequences have beyond what was written of them. One that has
+        lost tokens is to be written before it gets others: all of it is written anew."""
         self._write_row(sample)
         stored = self._stored.setdefault(sample.sample_id, [])
         stored += [Stored()] * (1 + len(sample.further) - len(stored))
@@ -68,10 +76,15 @@ class SavedSamples:
             q.routes[before.routes :] = self._file.routes.claim(q.sample_id, new)
             if q.sequence:
                 self._write_further(q)
+            if q.tokens < before.tokens:
+                place = q.sample_id, q.sequence
+                self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
+                before = Stored(received=before.received)
             pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
+            pieces += append_scores(self._file.tokens, q, before.scores)
             self._file.segments.point(q.sample_id, pieces, q.sequence)
             now = stored[q.sequence] = Stored.of(q)
-            self.added_tokens += now.sampled - before.sampled
+            self.added_tokens += now.received - before.received
 
     def write_told(self, sample: Sample, pieces: Sequence[Piece], placed: Sequence[RouteSpan]) -> None:
         """As `write`, of a sample whose tokens another process has: new ones lie in `pieces`, which it has written
@@ -86,7 +99,7 @@ class SavedSamples:
         sample.pieces += pieces
         now = Stored.of(sample)
         self._stored[sample.sample_id] = [now]
-        self.added_tokens += now.sampled - before.sampled
+        self.added_tokens += now.received - before.received
 
     def _write_further(self, sequence: Sample) -> None:
         """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
@@ -108,7 +121,8 @@ class SavedSamples:
             None if sample.named_rewards is None else _json(sample.named_rewards),
             sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
             None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-            sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke,
+            sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
+            sample.given, sample.discarded,
         )  # fmt: skip
         self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
 
@@ -121,9 +135,10 @@ class SavedSamples:
                 f"{len(sample.behaviour)} of {sample.tokens} have one"
             )
         extend_scores(sample.behaviour, found.start, found.logp)
-        logp = np.array(found.logp, dtype="<f4").tobytes()
-        record = encode(Kind.SCORES, Whose.of(sample), found.start, len(found.logp), logp)
-        self._file.segments.point(found.sample_id, [self._file.tokens.append(record)], found.sequence)
+        pieces = append_scores(self._file.tokens, sample, found.start)
+        self._file.segments.point(found.sample_id, pieces, found.sequence)
+        stored = self._stored[found.sample_id]
+        stored[found.sequence] = stored[found.sequence]._replace(scores=len(sample.behaviour))
 
     def forget(self, samples: Iterable[Sample]) -> None:
         """They are not live any more."""
@@ -170,6 +185,15 @@ def append_tokens(
         kept = bytes(sample.support[before.support :])
         pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
     return pieces
+
+
+def append_scores(file: SegmentFile, sample: Sample, start: int) -> list[Piece]:
+    """The trainer's log-probs from token `start` on, as a record of `file`; none for none."""
+    if len(sample.behaviour) <= start:
+        return []
+    logp = np.array(sample.behaviour[start:], dtype="<f4").tobytes()
+    record = encode(Kind.SCORES, Whose.of(sample), start, len(sample.behaviour) - start, logp)
+    return [file.append(record)]
 
 
 def encode_routes(spans: Sequence[RouteSpan]) -> bytes:

@@ -5,7 +5,8 @@
     groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
     samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
              prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too.
-             `tokens` are those of all its sequences, the rest is the first one's
+             `tokens` are those of all its sequences, the rest is the first one's; `given` and `discarded`: of these
+             tokens those that no engine made for it, and those that one made and that were cut off
     sequences   the further sequences of samples that have some, with their prompts as long as `pieces` are kept
     pieces   where the tokens of samples lie in segment files (rlsys/records.py), in the order in which they came:
              ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
@@ -40,7 +41,7 @@ import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
-from rlsys.types import GroupState, Piece, Sample, SampleGroup, Status, TokenSpan, VersionSpan
+from rlsys.types import Fork, GroupState, Piece, Sample, SampleGroup, Status, TokenSpan, VersionSpan
 
 FILE_NAME = "rollouts.sqlite"
 
@@ -59,7 +60,8 @@ CREATE TABLE samples (
     spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
     observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
-    own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL
+    own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL, fork_place INTEGER, fork_at INTEGER,
+    given INTEGER NOT NULL, discarded INTEGER NOT NULL
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE sequences (
@@ -366,6 +368,10 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         faults,
         own_prompt,
         spoke,
+        fork_place,
+        fork_at,
+        given,
+        discarded,
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
@@ -375,5 +381,6 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
-        spoke=spoke,
+        spoke=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), given=given,
+        discarded=discarded,
     )  # fmt: skip

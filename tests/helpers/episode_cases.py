@@ -1,12 +1,17 @@
-"""Rollouts split into sequences: the same tokens behind the same tokens, so that nothing they give may change."""
+"""Rollouts split into sequences: the same tokens behind the same tokens, so that nothing they give may change. And a
+generator whose samples have several."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from rlsys.types import Sample, SampleGroup, TokenSpan, VersionSpan
+from rlsys.config import Config
+from rlsys.rollout.generator import Generator
+from rlsys.rollout.turns import Speak
+from rlsys.types import Prompt, Sample, SampleGroup, Status, TokenSpan, VersionSpan
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:
@@ -46,3 +51,26 @@ def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGr
         return split(sample, [n // 3, n // 2] if n > 9 else [n // 2])
 
     return [replace(g, samples=[of(s) for s in g.samples]) for g in groups]
+
+
+def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
+    """A generator: the sample's own response and, at the same time, those to two prompts of its own."""
+
+    async def turn(q: Sample) -> Status:
+        await speak(q)
+        ended, q.status = q.status, Status.PARKED  # at once: the sample has ended when all have
+        return ended
+
+    async def generate(sample: Sample, prompt: Prompt) -> None:
+        while len(sample.further) < 2:
+            sample.begin([7, 8, 9 + len(sample.further)])
+        ends = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
+        try:
+            found = await asyncio.gather(*ends)
+        except asyncio.CancelledError:
+            await asyncio.gather(*ends, return_exceptions=True)
+            raise
+        for q, end in zip(sample.sequences, found, strict=True):
+            q.status = end
+
+    return generate

@@ -56,6 +56,34 @@ def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path
     assert all(not any(s.trained()[o.start : o.end]) for s in samples for o in s.observed)
 
 
+def test_an_agent_with_two_histories_and_a_sub_agent_trains_all_of_them(tmp_path: Path) -> None:
+    """Over the death of engine and rollout process: nothing is lost, trainer and engine agree on every sequence."""
+    run = tmp_path / "run"
+    agent = "rollout.generator_params={run: 'tests/data/agents/histories.py:begins_anew'}"
+    session = Session(run, *AGENT[:1], agent, *AGENT[2:3], "trainer.steps=5")
+    try:
+        session.wait_for_steps(1)
+        session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
+        session.wait_for_steps(2)
+        session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+        code, output = session.end()
+    finally:
+        session.kill()
+    assert code == 0, output
+    assert check_ledger(run)["trained"] == 5 * GROUPS
+    steps = read_metrics(run).steps
+    _, summary = as_json("report", str(run))
+    assert summary["tokens_lost"] == 0
+    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
+    for step in (4, 5):
+        samples = [s for g in RunReader(run).groups("train_step = ?", step) for s in g.samples]
+        trained = [q for s in samples for q in s.trained_sequences]
+        assert steps[step - 1]["sequences"] == len(trained) >= 2 * len(samples)
+        assert steps[step - 1]["tokens"] == sum(q.tokens for q in trained)
+        parents = {q.parent for q in trained if q.sequence}
+        assert None in parents and parents & {0, 1}, "a sub-agent's, and one that began anew, of either"
+
+
 def parents_line(process: psutil.Process) -> list[str]:
     try:
         parent = process.parent()

@@ -14,6 +14,7 @@ OURS = ("rlsys", "launch", "megatron_patches")
 # A room is a sub-package or a top-level module. These import each other only.
 BASE = {
     "arrays",
+    "forks",
     "types",
     "errors",
     "owner",
@@ -80,6 +81,7 @@ FREE = {
 TORCH_FREE = (
     "foreign",
     "arrays",
+    "forks",
     "types",
     "owner",
     "identity",

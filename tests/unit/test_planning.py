@@ -253,6 +253,8 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
     group.samples[0].prompt_ids = [1]
     with pytest.raises(UserError, match="prompt 3 is not what it was"):
         plan.again(group)
+    group.samples[0].own_prompt = True  # an agent's
+    assert plan.again(group) == plan.prompt(3)
     with pytest.raises(UserError, match="gives whole chats"):
         [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
 

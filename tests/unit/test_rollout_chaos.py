@@ -228,13 +228,13 @@ class World:
 
     def check(self, taken: Taken) -> None:
         groups = loaded(self.config.run.dir, taken.groups)
-        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
+        told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
         assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
         assert taken.metrics["lost"] == 0
-        for sample in (s for group in groups for s in group.samples):
-            check_sample(sample)
-            self.check_routes(sample)
+        for sequence in (q for group in groups for s in group.samples for q in s.sequences):
+            check_sample(sequence)
+            self.check_routes(sequence)
 
     def check_routes(self, s: Sample) -> None:
         """They are the engine's at every position that has any; without them are only those that died with one."""
@@ -323,6 +323,27 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
             for row in db.execute("SELECT DISTINCT name FROM route_files JOIN route_places USING (file)")
         }
     assert wanted <= left and len(left) < 40, "files go when nobody can want them"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("sections", [{}, ROLLING], ids=["all at once", "rolling"])
+def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: dict[str, Any]) -> None:
+    """Each of their tokens is what the engine would have made undisturbed, whatever was killed between them."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+        "stall_timeout": 600, "generator": "tests.helpers.episode_cases:three_at_once",
+    }  # fmt: skip
+    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    config = make_config(folder, rollout=rollout, trainer=kept, **sections)
+    world = World(config, 0, steps=120)
+    run_virtual(world.run())
+    trained = [group for told in world.told.values() for group in told]
+    assert len({group[0] for group in trained}) == len(trained) == 120 * config.rollout.groups_per_step
+    assert all(len(group) == 1 + 3 * config.rollout.group_size for group in trained)
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
 
 
 @pytest.mark.gate
