@@ -45,7 +45,7 @@ UNIT = "tests/unit"
 FIRST = 40
 """Tests tried first: they end most mutants, and few files are imported for them."""
 LEAST_SECONDS = 10.0
-"""What a trial counts as at least, when its time limit is made."""
+"""What a test, or the imports before the first one, counts as at least when its time limit is made."""
 PASS = 0.9
 
 
@@ -175,8 +175,9 @@ class Bench:
 
     def trial(self, tests: list[str]) -> tuple[str, str]:
         assert self.server.stdin is not None and self.server.stdout is not None
-        seconds = max(LEAST_SECONDS, sum(self.clean.seconds[test] for test in tests)) * self.patience
-        print(json.dumps({"tests": tests, "seconds": seconds}), file=self.server.stdin, flush=True)
+        limits = {test: max(LEAST_SECONDS, self.clean.seconds[test]) * self.patience for test in tests}
+        order = {"tests": limits, "start": LEAST_SECONDS * self.patience}
+        print(json.dumps(order), file=self.server.stdin, flush=True)
         if not (answer := self.server.stdout.readline()):
             raise SystemExit("the server of trials ended")
         told = json.loads(answer)
@@ -228,7 +229,7 @@ def arguments() -> argparse.Namespace:
         "--patience",
         type=float,
         default=4.0,
-        help="a trial times out after so many times what its tests take without a mutant; more on a busy machine",
+        help="a test times out after so many times what it takes without a mutant; more on a busy machine",
     )
     return parser.parse_args()
 

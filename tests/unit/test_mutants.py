@@ -176,8 +176,8 @@ from launch.guard import adopt_orphans
 from tests.gate.mutant_server import trial
 
 adopt_orphans()
-for tests, seconds in json.loads(sys.argv[1]):
-    told = trial(tests, seconds, Path.cwd())
+for limits in json.loads(sys.argv[1]):
+    told = trial(limits, 60, Path.cwd())
     print(told["outcome"], told["by"], len(psutil.Process().children()))
 """
 
@@ -195,7 +195,7 @@ def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path:
     )
     (tmp_path / "test_b.py").write_text("import no_such_module\ndef test(): pass\n")
     good, bad, worse, endless = (f"test_a.py::test_{name}" for name in ("good", "bad", "worse", "endless"))
-    asked = [([good], 60), ([worse, good, bad], 60), (["test_b.py::test"], 60), ([good, endless], 3)]
+    asked = [{good: 60}, {worse: 60, good: 60, bad: 60}, {"test_b.py::test": 60}, {good: 60, endless: 3}]
     done = subprocess.run(
         [sys.executable, "-c", TRIALS, json.dumps(asked)],
         cwd=tmp_path,
@@ -207,7 +207,7 @@ def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path:
         "survived  0",
         f"killed {worse} 0",
         "killed exit code 2 0",
-        "timed out 3 s 0",
+        f"timed out {endless}: 3 s 0",
     ], done.stderr
 
 
