@@ -63,6 +63,13 @@ class TokenSpan:
     end: int
 
 
+class TurnMark(NamedTuple):
+    """What one turn of the model is worth. `matched`: it did as the trajectory that it follows (replayed ones)."""
+
+    reward: float
+    matched: bool = True
+
+
 class RoutePlace(NamedTuple):
     """Where an engine has written routes: a segment file of its own, and a record in it (rlsys/route_records.py)."""
 
@@ -152,6 +159,8 @@ class Sample:
     reward: float | None = None  # what advantages see
     named_rewards: dict[str, float] | None = None  # its parts, where the reward function names them
     plain_reward: float | None = None  # the reward function's, where a group reward took its place
+    turn_marks: list[TurnMark] | None = None
+    """Of each turn of the model, sequence by sequence, where an environment or the reward function gives them."""
     answer: str | None = None  # the canonical final answer
     censor_reason: str | None = None
     resumes: int = 0  # how often it went on after an interruption with tokens in hand
@@ -298,6 +307,12 @@ class Sample:
     def observed_last(self) -> bool:
         """The environment spoke last: what the model says next is a new turn, not a resumed one."""
         return bool(self.observed) and self.observed[-1].end == self.tokens
+
+    def turns(self) -> list[TokenSpan]:
+        """The stretches of this sequence's response that a model sampled, between those that it was told."""
+        starts = [0, *(span.end for span in self.observed)]
+        ends = [*(span.start for span in self.observed), self.tokens]
+        return [TokenSpan(a, b) for a, b in zip(starts, ends, strict=True) if b > a]
 
     @property
     def sampled_tokens(self) -> int:

@@ -66,8 +66,9 @@ class RolloutConfig(Section):
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),
-    functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), an import path
-    `package.module:function`, or `path/to/file.py:function`."""
+    functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), environment (a game or tools
+    in a process of its own, docs/environments.md), an import path `package.module:function`, or
+    `path/to/file.py:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     workers: Positive = 1

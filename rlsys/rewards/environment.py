@@ -1,23 +1,31 @@
-"""The reward `environment`: the rubric of the verifiers environment that `data.source: environment` names."""
+"""The reward `environment`: what the run's environment says.
+
+With `rollout.generator: environment` it is the sum of what its turns were worth. With `data.source: environment` it
+is the rubric of that verifiers environment.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.data import RewardSpec
 from rlsys.data.environment import load_environment
 from rlsys.errors import UserError
-from rlsys.rewards.marks import SCORE
+from rlsys.rewards.marks import SCORE, TURNS
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.types import Prompt
 
 
 def environment(config: Config) -> Score:
     """The rubric's functions times their weights; each value is written down beside the reward."""
+    if config.rollout.generator == "environment":
+        return lambda prompt, text: math.fsum(prompt.entry[TURNS])
     if config.data.source != "environment":
         raise UserError(
-            f"data.reward = 'environment' is the rubric of data.source = environment, here it is {config.data.source}"
+            "data.reward = 'environment' is what rollout.generator = environment says, or the rubric of data.source "
+            f"= environment; here they are {config.rollout.generator} and {config.data.source}"
         )
     made = load_environment(config.data.params)
     rubric = getattr(made, "rubric", None)

@@ -9,6 +9,8 @@ from typing import Any
 
 SCORE, RIGHT = "score", "acc"
 """Keys of verl's dictionaries: the reward itself, and whether the answer is right."""
+TURNS = "turn_rewards"
+"""Key of a list beside the score: what each turn of the model is worth."""
 
 
 class NoMark(ValueError):
@@ -25,6 +27,8 @@ class Mark:
     parts: dict[str, float] | None = None
     right: bool | None = None
     figures: dict[str, float] = field(default_factory=dict)
+    turns: list[float] | None = None
+    """What each turn of the model is worth, where the function says it."""
 
 
 def read_mark(value: Any, name: str = "reward") -> Mark:
@@ -41,7 +45,8 @@ def read_mark(value: Any, name: str = "reward") -> Mark:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
         figures = {k: float(v) for k, v in value.items() if k != SCORE and _is_number(v)}
-        return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures)
+        turns = None if TURNS not in value else [_number(v, value, name) for v in value[TURNS]]
+        return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns)
     parts = {str(k): _number(v, value, name) for k, v in value.items()}
     if not parts:
         raise NoMark(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
@@ -65,7 +70,8 @@ def join_marks(names: Sequence[str], weights: Sequence[float], marks: Sequence[M
         else:
             parts |= {f"{name}.{part}": weight * value for part, value in mark.parts.items()}
         figures |= {} if mark is None else {f"{name}.{key}": value for key, value in mark.figures.items()}
-    return Mark(sum(parts.values()), parts, right=_is_right(marks[0]), figures=figures)
+    turns = next((m.turns for m in marks if m is not None and m.turns is not None), None)
+    return Mark(sum(parts.values()), parts, right=_is_right(marks[0]), figures=figures, turns=turns)
 
 
 def _is_right(mark: Mark | None) -> bool:

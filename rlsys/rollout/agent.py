@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,16 +26,20 @@ from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Positive, Section
 from rlsys.data import Tokenizer
+from rlsys.environments.client import KEY as ENVIRONMENT_KEY
+from rlsys.environments.client import URL as ENVIRONMENT_URL
 from rlsys.errors import UserError
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.conversation import Conversation
+from rlsys.rollout.environment_services import ServiceParams, Services
 from rlsys.rollout.turn_reader import ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
 from rlsys.types import Prompt, Sample
 
 STARTS = 3
 """Of one agent: after so many that were killed it is not run again."""
+FIELD = "rollout.generator_params"
 _KEEPERS: set[asyncio.Task[None]] = set()
 """An event loop itself holds its tasks by weak references only."""
 
@@ -57,6 +61,9 @@ class AgentParams(Section):
     """Requests after which it counts as running away, and the sample is censored."""
     patience: Annotated[float, Field(gt=0)] = 120.0
     """Seconds that it may take between an answer and its next request, or its end; then the sample is censored."""
+    environment: ServiceParams | None = None
+    """An environment for the agent: its address and key are in RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY
+    (docs/environments.md)."""
     train: Literal["all", "first"] = "all"
     """Which of the agent's conversations are trained. With `first`, the others are answered on the side."""
 
@@ -85,6 +92,7 @@ class AgentGenerator:
         self._ends = turn_ends(config, tokenizer)
         self.remote = params.url is not None
         """Agents are somebody else's processes."""
+        self._environments = None if params.environment is None else Services(params.environment, FIELD)
         self._keeper: asyncio.Task[None] | None = None
         self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
         self.counts = dict.fromkeys(
@@ -135,13 +143,15 @@ class AgentGenerator:
     ) -> AsyncIterator[tuple[Session, asyncio.Future[Ended]]]:
         """An agent, for as long as this lasts."""
         endpoint, host = await self._serving()
-        session = endpoint.open()
-        agent, ended = host.start(task, sample.seed, session.environment())
-        try:
-            yield session, ended
-        finally:
-            host.kill(agent)
-            endpoint.close(session)
+        async with nullcontext() if self._environments is None else self._environments.service() as service:
+            session = endpoint.open()
+            found = {} if service is None else {ENVIRONMENT_URL: service.url, ENVIRONMENT_KEY: service.key}
+            agent, ended = host.start(task, sample.seed, {**session.environment(), **found})
+            try:
+                yield session, ended
+            finally:
+                host.kill(agent)
+                endpoint.close(session)
 
     async def _serving(self) -> tuple[Endpoint, AgentHost | AgentService]:
         """Started by the first sample; started anew where the process of the agents has died."""
@@ -175,17 +185,19 @@ class AgentGenerator:
             parts.set_exception(e)
 
     async def close(self) -> None:
-        """End all agents."""
+        """End all agents, and their environment."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
         if self._reader is not None:
             await self._reader.close()
+        if self._environments is not None:
+            await self._environments.close()
 
 
 def agent(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> AgentGenerator:
     """The generator of `rollout.generator: agent`."""
     if tokenizer is None:
         raise UserError("rollout.generator = 'agent': it needs a tokenizer")
-    parsed = parse_params("rollout.generator_params", AgentParams, params)
+    parsed = parse_params(FIELD, AgentParams, params)
     return AgentGenerator(config, tokenizer, speak, parsed)

@@ -3,7 +3,8 @@
 A generator is made as `function(config, tokenizer, speak, **rollout.generator_params)` and called with a sample and
 its prompt until the sample is terminal. `speak(sample)` is a turn of the model (turns.py). What a generator adds
 itself, by `sample.observe`, is never trained. Functions written for slime are called as slime does it
-(slime_generator.py); programs that speak to an OpenAI endpoint are agents (agent.py).
+(slime_generator.py); programs that speak to an OpenAI endpoint are agents (agent.py); an
+environment is a process of its own (environment.py).
 
 A generator keeps no state of its own about a sample: after a crash it is called again with the tokens that were
 saved, in the middle of a turn or between two, and finds out from them what comes next.
@@ -21,6 +22,7 @@ from rlsys.plugins import call, expect_function, resolve
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.agent import agent
 from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.environment import environment
 from rlsys.rollout.functions import functions
 from rlsys.rollout.slime_generator import SlimeGenerator, is_slimes
 from rlsys.rollout.tools import calculator
@@ -44,6 +46,7 @@ GENERATORS: dict[str, Callable[..., Generator]] = {
     "calculator": calculator,
     "functions": functions,
     "agent": agent,
+    "environment": environment,
 }
 
 

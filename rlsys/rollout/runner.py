@@ -24,6 +24,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, sample_seed
+from rlsys.rollout.scoring import take_turns
 from rlsys.rollout.streams import REFUSED, Streams
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Poisonous
@@ -236,12 +237,15 @@ class SampleRunner:
                 self.wake.set()  # a take may have waited for this one alone
         if sample.status is not Status.CENSORED:
             verdict = await self._streams.score(sample, prompt)
-            if verdict.reason is None:
+            reason = verdict.reason
+            if reason is None and verdict.turns is not None:
+                reason = take_turns(sample, verdict.turns)
+            if reason is None:
                 sample.reward, sample.named_rewards = verdict.reward, verdict.named
                 sample.answer = verdict.answer
                 self.beside_rewards.add(verdict.figures)
             else:
-                sample.status, sample.censor_reason = Status.CENSORED, verdict.reason
+                sample.status, sample.censor_reason = Status.CENSORED, reason
         self.settled += 1
         self._spans.end(sample, sample.censor_reason)
         if all(is_settled(s) for s in group.samples):

@@ -123,6 +123,7 @@ class SavedSamples:
             None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
             sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
             sample.given, sample.discarded,
+            None if sample.turn_marks is None else _json(sample.turn_marks),
         )  # fmt: skip
         self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlsys.plugins import place
-from rlsys.rewards.marks import NoMark, read_mark
+from rlsys.rewards.marks import TURNS, NoMark, read_mark
 from rlsys.rewards.workers import RewardError
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Sample, TurnMark
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Verdict:
     answer: str | None = None
     right: bool = False
     figures: dict[str, float] = field(default_factory=dict)
+    turns: list[float] | None = None
+    """What each turn is worth, where the reward function says it."""
 
 
 class Scorer:
@@ -56,6 +58,7 @@ class Scorer:
         self.hung = self.failed = 0
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Verdict:
+        """Of a response in a prompt's entry, see `asked_about`."""
         text = self._decode(response_ids)
         async with self._places, self._open_reward() as reward_fn:
             task = asyncio.ensure_future(reward_fn(prompt, text))
@@ -87,7 +90,9 @@ class Scorer:
             mark = read_mark(task.result())
         except NoMark as e:
             return Verdict(reason=str(e))
-        verdict = self._parts.held_to(Verdict(mark.reward, named=mark.parts or None, figures=mark.figures))
+        verdict = self._parts.held_to(
+            Verdict(mark.reward, named=mark.parts or None, figures=mark.figures, turns=mark.turns)
+        )
         if verdict.reason is not None:
             return verdict
         right = mark.right
@@ -114,6 +119,23 @@ class SameParts:
         if verdict.named is None:
             return verdict
         return replace(verdict, named={name: verdict.named[name] for name in self._names})
+
+
+def asked_about(prompt: Prompt, sample: Sample) -> Prompt:
+    """What a reward function is told of the response beside its text: `turn_rewards`, where an environment has said
+    what its turns are worth."""
+    if sample.turn_marks is None:
+        return prompt
+    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_marks]})
+
+
+def take_turns(sample: Sample, turns: Sequence[float]) -> str | None:
+    """The rewards that a reward function gives the turns of a response; the reason where they do not fit."""
+    count = sum(len(q.turns()) for q in sample.trained_sequences)
+    if len(turns) != count:
+        return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
+    sample.turn_marks = [TurnMark(reward) for reward in turns]
+    return None
 
 
 def _lacking(told: str, prompt: Prompt) -> str:

@@ -41,12 +41,22 @@ import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
-from rlsys.types import Fork, GroupState, Piece, Sample, SampleGroup, Status, TokenSpan, VersionSpan
+from rlsys.types import (
+    Fork,
+    GroupState,
+    Piece,
+    Sample,
+    SampleGroup,
+    Status,
+    TokenSpan,
+    TurnMark,
+    VersionSpan,
+)
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 14
+_SCHEMA_VERSION = 15
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -61,7 +71,7 @@ CREATE TABLE samples (
     prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
     observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
     own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL, fork_place INTEGER, fork_at INTEGER,
-    given INTEGER NOT NULL, discarded INTEGER NOT NULL
+    given INTEGER NOT NULL, discarded INTEGER NOT NULL, turn_marks TEXT
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE sequences (
@@ -372,6 +382,7 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         fork_at,
         given,
         discarded,
+        turn_marks,
     ) = rest
     return Sample(
         sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
@@ -382,5 +393,5 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
         spoke=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), given=given,
-        discarded=discarded,
+        discarded=discarded, turn_marks=[TurnMark(*m) for m in json.loads(turn_marks)] if turn_marks else None,
     )  # fmt: skip

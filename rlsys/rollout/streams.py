@@ -7,10 +7,11 @@ from typing import Protocol
 
 from rlsys.config import Config
 from rlsys.rollout.agent import AgentGenerator
+from rlsys.rollout.environment import EnvironmentGenerator
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
-from rlsys.rollout.scoring import Scorer, Verdict
+from rlsys.rollout.scoring import Scorer, Verdict, asked_about
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.router import Poisonous, RefusedPrompt, Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
@@ -59,7 +60,9 @@ class Streams:
         self._flush_tokens = flush_tokens
         self._running: dict[int, Sample] = {}
         self._unsaved_tokens = 0  # at most: what came since running samples were saved
-        self.counts: Mapping[str, int] = generator.counts if isinstance(generator, AgentGenerator) else {}
+        self.counts: Mapping[str, int] = (
+            generator.counts if isinstance(generator, AgentGenerator | EnvironmentGenerator) else {}
+        )
         """Of the generator, which goes on counting."""
         router.on_tokens = self._heard
         router.on_failure = self._remember
@@ -86,7 +89,7 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.score(prompt, sample.judged_ids)
+        return await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
 
     async def interrupt(
         self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from rlsys.algo.planners import Accept, More
@@ -21,9 +21,11 @@ from rlsys.errors import UserError
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
+from rlsys.rewards.marks import TURNS
 from rlsys.rewards.service import is_url
 from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.environment import EnvironmentGenerator
 from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.functions import FunctionTurns
 from rlsys.rollout.generator import build_generator
@@ -206,7 +208,7 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
         except ToolFailed as e:
             raise UserError(f"{field}: {e}") from None
         finally:
-            if isinstance(generate, AgentGenerator | FunctionTurns):
+            if isinstance(generate, AgentGenerator | EnvironmentGenerator | FunctionTurns):
                 await generate.close()
     if not sample.status.terminal:
         raise UserError(
@@ -221,6 +223,8 @@ async def _score(
     """Names of the reward's parts; None: a service says them, which is not asked."""
     if any(is_url(spec.name) for spec in config.data.reward):
         return None
+    if config.rollout.generator == "environment":
+        prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
     verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
     if verdict.reward is None:
         raise UserError(

@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
     "agents": BASE | {"plugins", "data"},
-    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine", "agents"},
+    "environments": set(),  # in the Python of an environment's own venv
+    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine", "agents", "environments"},
     "planner": BASE | {"machines", "convert", "engine", "launch", "rollout", "router"},
     "dash": BASE | {"rollout"},
     "trackers": BASE | {"rollout"},
@@ -99,6 +100,7 @@ TORCH_FREE = (
     "router",
     "gateway",
     "agents",
+    "environments",
     "rollout",
     "dash",
     "trackers",

@@ -1,0 +1,134 @@
+"""The generator `environment`: a response is an episode, turns of the model with an environment's messages between.
+
+prompt  turn: ... <eos>    |  what the environment says, and the opening of the next turn  |  turn: ... <eos>
+        sampled, trained      by the chat template, not trained                               sampled, trained
+
+The environment is a process of its own, or somebody's service (environment_services.py). It says what each turn is
+worth: `Sample.turn_marks`, and the reward `environment` is their sum. After a crash of the rollout process the saved
+turns are played again; an environment that then says something else, or fails, censors the sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsys.agents.messages import BadRequest
+from rlsys.agents.rendering import Rendering
+from rlsys.config import Config
+from rlsys.config.section import Positive
+from rlsys.data import Tokenizer
+from rlsys.errors import UserError
+from rlsys.plugins import parse_params
+from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.environment_services import EnvironmentFailed, LeasedEpisode, ServiceParams, Services
+from rlsys.rollout.saved_turns import Full, SavedTurns
+from rlsys.rollout.turn_reader import ToolFailed, TurnReader
+from rlsys.rollout.turns import Speak
+from rlsys.types import Prompt, Sample, Status, TurnMark
+
+FIELD = "rollout.generator_params"
+_TAIL_IDS = 64
+"""Ids before a turn that are decoded to see whether they opened reasoning."""
+
+
+class EnvironmentParams(ServiceParams):
+    """rollout.generator_params of the generator `environment`."""
+
+    max_turns: Positive = 16
+    """Turns that the model gets; the last one ends the response, whatever the environment says."""
+
+
+class EnvironmentGenerator:
+    """A generator (generator.py). Owns the services."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: EnvironmentParams) -> None:
+        self._speak, self._params = speak, params
+        self._rendering = Rendering(tokenizer)
+        self._reader = TurnReader(config) if config.engine.tool_call_parser else None
+        self._ends = turn_ends(config, tokenizer)
+        self._budget = config.rollout.max_response_tokens
+        self._services = Services(params, FIELD)
+        self.counts = {"environment_restarts": 0, "environment_replays": 0}
+        """Since this process began: processes of the environment that were started anew, and episodes that were
+        played again for it."""
+
+    async def __call__(self, sample: Sample, prompt: Prompt) -> None:
+        """Raises ToolFailed when the environment fails, UserError when there is none."""
+        if sample.trained_prompt is not None:
+            raise UserError(
+                "rollout.generator = 'environment': the environment makes the prompt, so no planner may change it; "
+                "remove lens from algo.planners"
+            )
+        seed = prompt.entry.get("seed", prompt.index)
+        if not isinstance(seed, int):
+            raise UserError(
+                f"{prompt.where or f'prompt {prompt.index}'}: seed = {seed!r}, expected a whole number"
+            )
+        try:
+            async with self._services.episode({**prompt.entry, "question": prompt.question}, seed) as episode:
+                try:
+                    await self._play(episode, sample, prompt)
+                finally:
+                    self.counts["environment_replays"] += episode.restarts
+                    self.counts["environment_restarts"] = self._services.restarts
+        except (EnvironmentFailed, BadRequest, ToolFailed) as e:
+            raise ToolFailed(f"the environment {self._params.name}: {e}") from None
+
+    async def _play(self, episode: LeasedEpisode, sample: Sample, prompt: Prompt) -> None:
+        """All turns: those that were saved, and then those that are missing."""
+        if episode.messages:
+            ids = self._rendering.prompt(episode.messages, episode.tools)
+            if sample.tokens and sample.prompt_ids != ids:
+                raise ToolFailed("it began otherwise after a restart than before")
+            sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
+        turns = SavedTurns(self._speak, self._ends, sample, self._budget)
+        marks: list[TurnMark] = []
+        while True:
+            try:
+                start, end = await turns.turn()
+                if turns.finish == "length":
+                    raise Full
+                said, calls, last = await self._read(episode, sample, start, end)
+                step = await episode.step(said, calls)
+                marks.append(TurnMark(float(step["reward"])))
+                if step["done"] or len(marks) >= self._params.max_turns:
+                    sample.turn_marks, sample.status = marks, Status.FINISHED
+                    return
+                turns.observe(self._rendering.behind(step["messages"], episode.tools, last))
+            except Full:
+                begun = len(sample.observed) + (not sample.observed_last)
+                marks += [TurnMark(0.0)] * (begun - len(marks))  # a turn that was cut off
+                sample.turn_marks, sample.status = marks, Status.TRUNCATED
+                return
+
+    async def _read(
+        self, episode: LeasedEpisode, sample: Sample, start: int, end: int
+    ) -> tuple[str, list[dict[str, Any]], str]:
+        """A turn's text, its calls, and the text of the token that ended it."""
+        ids = sample.response_ids[start:end].tolist()
+        last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
+        text = self._rendering.text(ids).removesuffix(last)
+        if self._reader is None:
+            return text, [], last
+        before = [*sample.prompt_ids, *sample.response_ids[:start]][-_TAIL_IDS:]
+        turn = await self._reader(text, self._rendering.text(before), episode.tools)
+        calls = [
+            {"id": f"call_{start}_{i}", "name": c.name, "arguments": c.arguments}
+            for i, c in enumerate(turn.calls)
+        ]
+        return turn.text, calls, last
+
+    async def close(self) -> None:
+        """End the services."""
+        await self._services.close()
+        if self._reader is not None:
+            await self._reader.close()
+
+
+def environment(
+    config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any
+) -> EnvironmentGenerator:
+    """The generator of `rollout.generator: environment`."""
+    if tokenizer is None:
+        raise UserError("rollout.generator = 'environment': it needs a tokenizer")
+    return EnvironmentGenerator(config, tokenizer, speak, parse_params(FIELD, EnvironmentParams, params))
