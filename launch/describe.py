@@ -97,7 +97,7 @@ def describe_arithmetic(config: Config) -> list[Fact]:
     """How many samples, groups and ranks the numbers of the config come to."""
     r, p, n = config.rollout, config.parallel, config.samples_per_step
     per_rank = n // (p.data_parallel * config.algo.minibatches)
-    capacity = config.engine.count * config.engine.max_running_requests
+    capacity = config.engine.count * config.max_running_requests
     factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
     updates = config.algo.minibatches * config.algo.epochs
     return [

@@ -44,7 +44,7 @@ def estimated(config: Config, hf: HFConfig) -> str:
     gpu = machines()["h100"]
     flops = config.samples_per_step * passes * config.algo.epochs * forward_flops(hf, r.max_response_tokens)
     train = flops / (config.parallel.world_size * TRAINED_SHARE * gpu.tflops[config.model.dtype] * 1e12)
-    waves = -(-config.samples_per_step // (config.engine.count * config.engine.max_running_requests))
+    waves = -(-config.samples_per_step // (config.engine.count * config.max_running_requests))
     generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
     push = push_rounds(config) * value_bytes(config) * size.total / GB / RATES[config.weights.method]
     overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0

@@ -24,7 +24,7 @@ def tokens_per_second(config: Config, hf: HFConfig) -> float | None:
     GPUs: nobody can say."""
     if not config.launch.gpus_per_node:
         return None
-    at_once = min(config.slots, config.engine.count * config.engine.max_running_requests)
+    at_once = min(config.slots, config.engine.count * config.max_running_requests)
     read = budget(config, model_size(hf)).engine_weights / (machines()["h100"].bandwidth * 1e12)
     return at_once / max(read, PASS_SECONDS)
 

@@ -79,6 +79,12 @@ class Config(Section):
         return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
+    def max_running_requests(self) -> int:
+        """Requests that one engine decodes at the same time."""
+        share = -(-self.slots // self.engine.count)
+        return self.engine.max_running_requests or min(2048, max(32, share))
+
+    @property
     def stream_interval(self) -> int:
         """Tokens between two stream chunks of an engine: one costs the rollout process as much as 100 tokens."""
         return self.engine.stream_interval or min(256, max(16, self.rollout.max_response_tokens // 64))

@@ -34,7 +34,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--port", str(port),
         "--dtype", config.model.dtype,
         "--tp", str(e.tp),
-        "--max-running-requests", str(e.max_running_requests),
+        "--max-running-requests", str(config.max_running_requests),
         "--max-total-tokens", str(e.max_total_tokens),
         "--random-seed", str(config.run.seed + index),
         "--stream-interval", str(config.stream_interval),

@@ -183,7 +183,7 @@ class _Run:
             self._costs,
             lambda seed: self._units(self._lengths.of(seed)),
             self._prompt,
-            config.max_running_requests,
+            self._config.max_running_requests,
             config.max_total_tokens,
             self._grain,
         )
@@ -201,7 +201,7 @@ class _Run:
         samples = [s for t in taken for g in t.groups for s in g.samples]
         tokens = sum(s.tokens for s in samples)
         config = self._config
-        slots = min(config.slots, config.engine.count * config.engine.max_running_requests)
+        slots = min(config.slots, config.engine.count * config.max_running_requests)
         again = sum(max(0, s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids)) for s in samples)
         return Forecast(
             step_seconds=seconds / steps,
