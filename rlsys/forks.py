@@ -54,7 +54,7 @@ def fork(source: Sample, at: int, into: Sample, forced: Forced | None = None) ->
         else:
             into.spans.append(VersionSpan(version, at, at + 1))
     into.mu_sum = sum(into.mu)
-    into.fork, into.given = Fork(source.index, at), into.sampled_tokens
+    into.fork, into.given, into.engine = Fork(source.index, at), into.sampled_tokens, source.engine
 
 
 def cut(sample: Sample, at: int) -> None:

@@ -97,6 +97,15 @@ class RouteSpan:
     place: RoutePlace | None = None
 
 
+@dataclass(slots=True)
+class Tops:
+    """What a turn is to tell of its tokens: the `most` most probable ids in the place of each. In memory only."""
+
+    most: int
+    found: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """By response token: (log-prob, id), the most probable first."""
+
+
 class Fork(NamedTuple):
     """A sample's first `at` response tokens are those of the sample at this `place` of its group."""
 
@@ -131,6 +140,9 @@ class Segment:
     routes: RouteSpan | None = None
     call_spans: list[VersionSpan] | None = None
     support: bytes | None = None  # rows of the ids that sampling kept, one a token (rlsys/support.py)
+    tops: list[list[tuple[float, int]]] | None = (
+        None  # of each token, the most probable ids with their log-probs
+    )
     checks: int = 0  # passes in which the engine checked drafts, and tokens of the call that they gave
     checked: int = 0
 

@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rlsys.config.section import FilePath, Fraction, NonNegative, Positive, Section
 
+TREES = ("latr",)
+"""Generators that make a group's responses together."""
+
 
 class Truncation(NamedTuple):
     """What sampling leaves out, of each token's distribution at the sampling temperature: all but the `top_k` most

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlsys.config.algo import AlgoSection
 from rlsys.config.data import DataConfig, EvalConfig
 from rlsys.config.launch import LaunchConfig, RunConfig
-from rlsys.config.rollout import EngineConfig, RolloutConfig, RouterConfig, WeightsConfig
+from rlsys.config.rollout import TREES, EngineConfig, RolloutConfig, RouterConfig, WeightsConfig
 from rlsys.config.section import Section
 from rlsys.config.trainer import ModelConfig, ParallelConfig, SFTConfig, TrainerConfig
 
@@ -140,12 +140,17 @@ class Config(Section):
         alone = {
             "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": rolling,
             "launch.max_engines": self.launch.max_engines,
-            "rollout.generator": r.generator if r.generator in ("agent", "environment") else None,
+            "rollout.generator": r.generator if r.generator in ("agent", "environment", *TREES) else None,
         }  # fmt: skip
         if r.workers > 1 and (also := [f"{k} = {v}" for k, v in alone.items() if v is not None]):
             raise ValueError(
                 f"rollout.workers = {r.workers} with {', '.join(also)}: expected rollout.workers = 1, where one "
                 "process sees every sample"
+            )
+        if r.repeat is not None and r.generator in TREES:
+            raise ValueError(
+                f"rollout.repeat with rollout.generator = {r.generator}: a record does not say where branches were "
+                "begun and cut off; leave one of them out"
             )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(

@@ -46,6 +46,7 @@ class Meta(msgspec.Struct):
     cached_tokens: int = 0
     completion_tokens: int = 0
     output_token_logprobs: list[LogProb] | None = None
+    output_top_logprobs: list[list[tuple[float, int, Any]]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     weight_versions: list[Made] | None = None
@@ -103,7 +104,10 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
         new = meta.completion_tokens - received
         ids, mu, kept = ids[:new], mu[:new], kept[:new]
-    if len(ids) != len(mu) or meta.weight_version is None:
+    tops = None
+    if meta.output_top_logprobs is not None:
+        tops = [[(value, i) for value, i, _ in place] for place in meta.output_top_logprobs[: len(ids)]]
+    if len(ids) != len(mu) or meta.weight_version is None or (tops is not None and len(tops) != len(ids)):
         raise ValueError(f"{len(ids)} ids, {len(mu)} log-probs, weight version {meta.weight_version}")
     return Segment(
         ids=ids,
@@ -114,6 +118,7 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         prompt_tokens=meta.prompt_tokens,
         call_spans=_call_spans(meta, received + len(ids), version_of) if reason else None,
         support=support.encode(kept, ids) if truncated else None,
+        tops=tops,
         checks=meta.spec_verify_ct if reason else 0,
         checked=meta.completion_tokens if reason and meta.spec_verify_ct else 0,
     )

@@ -66,6 +66,7 @@ class EngineClient(Wire):
         cache_key: str | None = None,
         truncation: Truncation | None = None,
         stop_texts: Sequence[str] = (),
+        tops: int = 0,
     ) -> AsyncGenerator[Segment, None]:
         """Segments as they come; only the last one has `finish` set, and routes if they are asked for.
 
@@ -73,7 +74,7 @@ class EngineClient(Wire):
         been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
         only with those of the same key. `truncation`: each token's `mu` is then its log-prob among the ids that
         sampling kept, which segments name. `stop_texts`: looked for in what this request makes, so not across its
-        beginning.
+        beginning. `tops`: so many of the most probable ids in the place of each token are told as well.
 
         `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
         new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
@@ -91,6 +92,8 @@ class EngineClient(Wire):
             sampling["custom_params"] = {ASK: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
+        if tops:
+            body["top_logprobs_num"] = tops
         if stop_texts:
             sampling["stop"] = list(stop_texts)
         if truncation is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from rlsys.config import Config
@@ -12,7 +13,9 @@ from rlsys.rollout.generator import Generator
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turn_reader import ToolFailed
+from rlsys.rollout.turns import looking_turns
 from rlsys.router.router import Poisonous, RefusedPrompt, Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 
@@ -59,11 +62,16 @@ class Streams:
         self._spans = spans
         self._flush_tokens = flush_tokens
         self._running: dict[int, Sample] = {}
+        self._grown: dict[int, Sample] = {}  # branches of trees that grow; some run by themselves as well
         self._unsaved_tokens = 0  # at most: what came since running samples were saved
         self.counts: Mapping[str, int] = (
-            generator.counts if isinstance(generator, AgentGenerator | EnvironmentGenerator) else {}
+            generator.counts
+            if isinstance(generator, AgentGenerator | EnvironmentGenerator | TreeGenerator)
+            else {}
         )
         """Of the generator, which goes on counting."""
+        if isinstance(generator, TreeGenerator):
+            generator.attach(self, looking_turns(config, router))
         router.on_tokens = self._heard
         router.on_failure = self._remember
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
@@ -71,6 +79,30 @@ class Streams:
     def runs(self, sample: Sample) -> bool:
         """Whether more may be generated of it."""
         return sample.sample_id in self._running
+
+    def siblings(self, sample: Sample) -> Sequence[Sample]:
+        """All samples of its group, in their order."""
+        return self._group_of(sample).samples
+
+    @contextmanager
+    def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
+        """Their tokens are saved for as long as this lasts, whether they run by themselves or not."""
+        grown = {s.sample_id: s for s in samples}
+        self._grown |= grown
+        try:
+            yield
+        finally:
+            for sample_id in grown:
+                del self._grown[sample_id]
+
+    def _live(self) -> list[Sample]:
+        """All that may get tokens now."""
+        return list((self._grown | self._running).values())
+
+    def keep(self, samples: Iterable[Sample]) -> None:
+        """They were forked or cut: save them before they get other tokens."""
+        self._shelf.save(samples)
+        self._shelf.flush_soon()
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Until the sample is terminal, and saved. An interrupt parks it inside this call. Cancel it after an
@@ -97,7 +129,7 @@ class Streams:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them, or that go on
         with them; every token that came is saved. Returns the sequences that were in an engine and are parked now.
         """
-        running = [q for s in self._running.values() for q in s.sequences]
+        running = [q for s in self._live() for q in s.sequences]
         busy = [q for q in running if q.status is Status.IN_FLIGHT]
         try:
             await self._router.interrupt(keep, going_on=going_on)
@@ -107,7 +139,7 @@ class Streams:
 
     async def save_running(self) -> None:
         """With all tokens that they have got so far."""
-        self._shelf.save(s for s in self._running.values() if s.all_tokens)
+        self._shelf.save(s for s in self._live() if s.all_tokens)
         self._unsaved_tokens = 0
 
     def _heard(self, sample: Sample, tokens: int) -> None:
@@ -116,11 +148,12 @@ class Streams:
             self._spans.heard(sample)
         self._unsaved_tokens += tokens
         if self._unsaved_tokens >= self._flush_tokens:
-            self._shelf.save(s for s in self._running.values() if self._shelf.unsaved(s))
+            self._shelf.save(s for s in self._live() if self._shelf.unsaved(s))
             self._unsaved_tokens = 0
             self._shelf.flush()
 
     def _remember(self, sample: Sample) -> None:
         """An engine failed with it: how often that happened must outlive this process, or it never ends."""
-        self._shelf.save([self._running[sample.sample_id]])  # the whole of it, whichever sequence this is
+        # The whole of it, whichever sequence this is.
+        self._shelf.save([(self._running.get(sample.sample_id) or self._grown[sample.sample_id])])
         self._shelf.flush_soon()

@@ -8,7 +8,7 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.rollout.engines import Engines
 from rlsys.router.router import Router
-from rlsys.types import Sample, Status
+from rlsys.types import Sample, Status, Tops
 
 
 class Speak(Protocol):
@@ -21,6 +21,24 @@ class Speak(Protocol):
     def __call__(
         self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
     ) -> Awaitable[None]: ...
+
+
+class Look(Protocol):
+    """As Speak, in training, of at most `most` response tokens, and `tops` gets what else was probable. `greedy`: the
+    most probable ids instead of drawn ones; their `mu` is what it is at temperature 1."""
+
+    def __call__(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> Awaitable[object]: ...
+
+
+def looking_turns(config: Config, router: Router) -> Look:
+    r = config.rollout
+
+    async def look(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+        limit = within(r.max_response_tokens, most)
+        temperature = 0.0 if greedy else r.temperature
+        await router.generate(sample, max_response_tokens=limit, temperature=temperature, tops=tops)
+
+    return look
 
 
 def sampling_turns(config: Config, router: Router) -> Speak:

@@ -17,7 +17,7 @@ from rlsys.router.ladder import Suspects, attempt
 from rlsys.router.pool import Pool
 from rlsys.router.strategy import Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Sample, Status
+from rlsys.types import Sample, Status, Tops
 
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 
@@ -25,13 +25,14 @@ _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 @dataclass(frozen=True)
 class Turn:
     """What a sample asks for until it has ended. `limit`: tokens of its response, over all requests. `pinned`: by the
-    engine that is pinned for an evaluation."""
+    engine that is pinned for an evaluation. `tops`: what is to be told of its tokens beside."""
 
     limit: int
     temperature: float
     truncation: Truncation | None
     ends: TurnEnds
     pinned: bool
+    tops: Tops | None = None
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
         """Before a request, and after one that ended with `finish`. One that is aborted makes a last token, and that
@@ -112,12 +113,17 @@ class Requests:
                     routes_from=self._routes_from(sample),
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
+                    **({} if turn.tops is None else {"tops": turn.tops.most}),
                 )
                 async with aclosing(stream):
                     async for segment in stream:
+                        at = len(sample.response_ids)
                         finish = await self._arrivals.receive(engine, flight, segment, turn.ends)
                         if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
                             engine.received -= flight.arrived
+                        if turn.tops is not None:
+                            kept = (segment.tops or [])[: len(sample.response_ids) - at]
+                            turn.tops.found |= {at + i: place for i, place in enumerate(kept)}
             return self._suspects.blame(made, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)

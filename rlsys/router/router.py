@@ -26,7 +26,7 @@ from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.request import Requests, Turn
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Canary, EngineAddress, Sample, Segment, Status
+from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, Tops
 
 __all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 
@@ -105,10 +105,12 @@ class Router:
         truncation: Truncation | None = None,
         stop_texts: Sequence[str] = (),
         pinned: bool = False,
+        tops: Tops | None = None,
     ) -> Sample:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
 
-        `pinned`: by the engine that is pinned; PinLost when that has died.
+        `pinned`: by the engine that is pinned; PinLost when that has died. `tops`: gets the most probable ids in the
+        place of each token.
 
         `max_response_tokens` counts over all segments. `stop_texts`: further texts that end this turn. Raises
         RefusedPrompt before anything is sent, and Poisonous when too many engines died with the sample or answered
@@ -126,6 +128,7 @@ class Router:
             truncation=truncation,
             ends=self._ends.also(stop_texts),
             pinned=pinned,
+            tops=tops,
         )
         evaluation = sample.sample_id == EVALUATION
 

@@ -346,6 +346,52 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
 
 
+class Forest(World):
+    """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
+
+    def check(self, taken: Taken) -> None:
+        groups = loaded(self.config.run.dir, taken.groups)
+        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
+        assert self.told.setdefault(taken.train_step, told) == told
+        assert taken.metrics["lost"] == 0
+        for group in groups:
+            for s in group.samples:
+                assert len(s.response_ids) == len(s.mu) == s.tokens and s.status.terminal
+                self.happened["forked"] += s.fork is not None
+                if s.fork is None:
+                    first, versions = len(s.prompt_ids), s.versions()
+                    expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
+                    assert list(s.response_ids)[:-1] == expected[:-1]
+                    continue
+                stem, at = group.samples[s.fork.place], s.fork.at
+                shared = min(at, 5)  # the root is cut off there, after the first forks
+                assert list(s.response_ids[:shared]) == list(stem.response_ids[:shared])
+                assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[at] in (
+                    97,
+                    98,
+                    99,
+                )
+
+
+@pytest.mark.gate
+def test_a_hundred_steps_of_trees(folder: Path) -> None:
+    """Forked, cut and pruned between kills: a token that an engine made is in the ledger, or counted as discarded."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:bushes",
+    }  # fmt: skip
+    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    world = Forest(make_config(folder, rollout=rollout, trainer=kept), 0, steps=100)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 200
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    assert ledger.given > 100 and ledger.discarded > 100 and world.happened["forked"] > 100
+    assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
+
+
 @pytest.mark.gate
 @pytest.mark.parametrize("sections", [{}, ROLLING], ids=["all at once", "rolling"])
 def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sections: dict[str, Any]) -> None:

@@ -1,0 +1,122 @@
+"""Generators that make the responses of a group together, as the branches of a tree.
+
+The first sample of a group that runs grows the tree; the others wait for it. Every branch is a sample of the group:
+its tokens are in the ledger as they come, and it goes on with its seed where the tree has left it. What is pruned
+becomes an empty sample again, and its tokens are counted as discarded.
+
+After a restart of the rollout process a tree that was begun is not grown any further: its branches go on as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from rlsys.forks import Forced, cut, fork
+from rlsys.rollout.turns import Look, Speak
+from rlsys.router.router import EVALUATION
+from rlsys.types import Prompt, Sample, Status, Tops
+
+
+class Family(Protocol):
+    """What a tree needs of the samples around it; Streams has it."""
+
+    def siblings(self, sample: Sample) -> Sequence[Sample]:
+        """All samples of its group, in their order."""
+
+    def growing(self, samples: Iterable[Sample]) -> AbstractContextManager[None]:
+        """Their tokens are saved for as long as this lasts, whether they run by themselves or not."""
+
+    def keep(self, samples: Iterable[Sample]) -> None:
+        """They were forked or cut: save them before they get other tokens."""
+
+
+class Tree:
+    """The samples of one group, of which the first is the root. Owns which of them are free."""
+
+    def __init__(self, samples: Sequence[Sample], look: Look, family: Family) -> None:
+        self.root, self._look, self._family = samples[0], look, family
+        self.free = list(samples[1:])
+        """Those that are no branch, in the order in which they become one."""
+        self._tops: dict[int, Tops] = {}
+
+    async def grow(self, branches: Iterable[Sample], most: int, tops: int, *, greedy: bool) -> None:
+        """Each, unless it has ended, to so many response tokens at the most."""
+
+        async def speak(sample: Sample) -> None:
+            told = self._tops.setdefault(sample.sample_id, Tops(tops))
+            await self._look(sample, most, told, greedy=greedy)
+            sample.status = Status.PARKED  # at once: the turn has ended, the sample has not
+
+        turns = [asyncio.ensure_future(speak(s)) for s in branches if s.tokens < most]
+        try:
+            await asyncio.gather(*turns)
+        except BaseException:
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
+            raise
+
+    def tops(self, sample: Sample, at: int) -> list[tuple[float, int]]:
+        """(log-prob, id) of what was most probable in the place of its token `at`; empty where nobody told."""
+        found = self._tops.get(sample.sample_id)
+        return found.found.get(at, []) if found else []
+
+    def fork(self, source: Sample, at: int, forced: Forced) -> Sample:
+        """A new branch."""
+        branch = self.free.pop(0)
+        fork(source, at, branch, forced)
+        self._family.keep([branch])
+        return branch
+
+    def cut(self, sample: Sample, at: int) -> None:
+        """It ends with token `at` - 1; with none, it is free again."""
+        if at < sample.tokens:
+            cut(sample, at)
+            self._family.keep([sample])
+        if not at:
+            self._tops.pop(sample.sample_id, None)
+            self.free.append(sample)
+
+
+class TreeGenerator:
+    """Base of these generators. A subclass grows trees; in an evaluation each response is one turn."""
+
+    def __init__(self, speak: Speak) -> None:
+        self._speak = speak
+        self._family: Family | None = None
+        self._look: Look | None = None
+        self._trees: dict[int, asyncio.Future[None]] = {}
+        self.counts: dict[str, int] = {"tree_forks": 0, "tree_pruned": 0}
+        """Since this process began."""
+
+    def attach(self, family: Family, look: Look) -> None:
+        """Where samples of the ledger run."""
+        self._family, self._look = family, look
+
+    async def grow(self, tree: Tree) -> None:
+        """Until its branches go on by themselves."""
+        raise NotImplementedError
+
+    async def __call__(self, sample: Sample, prompt: Prompt) -> None:
+        if self._family is not None and self._look is not None and sample.sample_id != EVALUATION:
+            await self._grown(sample, self._family, self._look)
+        await self._speak(sample)
+
+    async def _grown(self, sample: Sample, family: Family, look: Look) -> None:
+        """The tree of its group has been grown when this returns."""
+        if (tree := self._trees.get(sample.group_id)) is not None:
+            await asyncio.shield(tree)
+            return
+        samples = family.siblings(sample)
+        if any(s.tokens or s.status.terminal for s in samples):
+            return
+        tree = self._trees[sample.group_id] = asyncio.get_running_loop().create_future()
+        try:
+            with family.growing(samples):
+                await self.grow(Tree(samples, look, family))
+        finally:
+            del self._trees[sample.group_id]
+            tree.set_result(None)

@@ -1,0 +1,28 @@
+"""A generator that forks, cuts and prunes whatever the model says."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.forks import Forced
+from rlsys.rollout.trees import Tree, TreeGenerator
+from rlsys.rollout.turns import Speak
+
+
+class Bushes(TreeGenerator):
+    async def grow(self, tree: Tree) -> None:
+        """The root and two branches; one of these is pruned, becomes another one, and the root loses its end."""
+        root = tree.root
+        await tree.grow([root], 6, 2, greedy=False)
+        if root.tokens < 6:
+            return
+        first, second = tree.fork(root, 2, Forced(99, -1.0)), tree.fork(root, 4, Forced(98, -2.0))
+        await tree.grow([first, second], 9, 2, greedy=False)
+        tree.cut(first, 0)
+        tree.cut(root, 5)
+        await tree.grow([root], 8, 2, greedy=False)
+        if root.tokens == 8:
+            await tree.grow([tree.fork(root, 7, Forced(97, -3.0))], 12, 2, greedy=False)
+
+
+def bushes(config: Config, tokenizer: object, speak: Speak) -> Bushes:
+    return Bushes(speak)

@@ -1,0 +1,80 @@
+"""Trees on a real engine: what branches have of each other is what the weights say, and is computed once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.rollout.generator import build_generator
+from rlsys.rollout.latr import Latr
+from rlsys.rollout.turns import looking_turns, sampling_turns
+from rlsys.types import Prompt, Sample, Status
+from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
+
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
+
+
+class Siblings:
+    """The samples of one group, without a ledger."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = [Sample(70 + i, 7, i, PROMPT, seed=7 + i) for i in range(size)]
+
+    def siblings(self, sample: Sample) -> Sequence[Sample]:
+        return self.samples
+
+    @contextmanager
+    def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
+        yield
+
+    def keep(self, samples: Iterable[Sample]) -> None:
+        pass
+
+
+async def test_every_branch_has_the_log_probs_of_its_tokens(
+    engine_config: Config, engine: str, tiny_moe: Path
+) -> None:
+    """Inherited, forced and its own ones, over an interruption in the middle of the tree."""
+    params = {"second": 0.005, "behind": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
+    rollout = {"generator": "latr", "generator_params": params, "max_response_tokens": 90}
+    config = engine_config.model_copy(update={"rollout": Config.model_validate(
+        {"model": {"path": tiny_moe}, "rollout": rollout}).rollout})  # fmt: skip
+    async with stack(engine_config, engine) as s:
+        await s.push(0)
+        generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
+        assert isinstance(generate, Latr)
+        generate.attach(family := Siblings(6), looking_turns(config, s.router))
+        running = asyncio.gather(*(generate(b, Prompt(0, "", PROMPT, {})) for b in family.samples))
+        while sum(b.tokens > 0 for b in family.samples) < 3:
+            await asyncio.wait({running}, timeout=0.001)
+            assert not running.done(), "a tree of several branches"
+        await s.router.interrupt()
+        s.router.resume()
+        await running
+        forked = [b for b in family.samples if b.fork is not None]
+        assert len(forked) >= 2 and all(
+            b.status in (Status.FINISHED, Status.TRUNCATED) for b in family.samples
+        )
+        gaps = [
+            (abs(mu - logp), place)
+            for b in family.samples
+            for place, (mu, logp) in enumerate(
+                zip(b.mu, logprobs(0, [*PROMPT, *b.response_ids])[len(PROMPT) - 1 :], strict=True)
+            )
+        ]
+        assert max(gaps)[0] <= 1e-5, max(gaps)
+        for b in forked:
+            assert b.fork is not None
+            stem = family.samples[b.fork.place]
+            assert list(b.response_ids[: b.fork.at]) == list(stem.response_ids[: b.fork.at])
+            assert b.response_ids[b.fork.at] != stem.response_ids[b.fork.at]
+            # All but the forced token was in the engine already: the prefix was computed once.
+            first_request = len(PROMPT) + b.given
+            assert b.cached_tokens >= first_request - 1, (b.cached_tokens, first_request)
+            assert EOS not in list(b.response_ids)[:-1]
