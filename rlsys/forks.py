@@ -7,6 +7,7 @@ the sampler did not draw (`Forced`), and then with what engines make for it. Sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlsys.types import Fork, RouteSpan, Sample, TokenSpan, VersionSpan
@@ -19,9 +20,11 @@ class Forced(NamedTuple):
     mu: float
 
 
-def fork(source: Sample, at: int, into: Sample, forced: Forced | None = None) -> None:
+def fork(
+    source: Sample, at: int, into: Sample, forced: Forced | None = None, inserted: Sequence[int] = ()
+) -> None:
     """`into`, which has no token yet, begins with the first `at` response tokens of `source`, and `forced` behind
-    them.
+    them; or behind them ids are `inserted` that are never trained, of the version of the token in their place.
 
     Routes that an engine has put into a file of its own stay the source's: these tokens train without replay here.
     Raises ValueError for samples of different prompts or groups, or a place that is not there.
@@ -53,6 +56,10 @@ def fork(source: Sample, at: int, into: Sample, forced: Forced | None = None) ->
             into.spans[-1].end = at + 1
         else:
             into.spans.append(VersionSpan(version, at, at + 1))
+    if inserted:
+        version = next(s.version for s in source.spans if s.end >= max(at, 1))
+        into.spans = into.spans or [VersionSpan(version, 0, 0)]
+        into.observe(inserted)
     into.mu_sum = sum(into.mu)
     into.fork, into.given, into.engine = Fork(source.index, at), into.sampled_tokens, source.engine
 

@@ -46,6 +46,7 @@ OTHER_STAGES = {
     ("planner", "grpo_roc"): "generate",
     ("planner", "ttrl"): "generate",
     ("planner", "lens"): "generate",
+    ("planner", "scope"): "generate",
     ("selector", "rorecomp"): "filter, replay",
     ("advantage", "outcome_exploration"): "advantage, replay",
     ("hook", "ewma"): "correction",

@@ -37,11 +37,23 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """A new sample begins with the first `at` response tokens of the sample at `place` of its group, and goes on with
+    `ids`, which are not trained."""
+
+    place: int
+    at: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class More:
-    """The group gets `samples` more, from `prompt_ids` instead of its own prompt when given."""
+    """The group gets `samples` more, from `prompt_ids` instead of its own prompt when given; or each with one of the
+    `prefixes`."""
 
     samples: int
     prompt_ids: tuple[int, ...] | None = None
+    prefixes: tuple[Prefix, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,13 @@ class Planner(Plugin):
 
     def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
         """How far policy and reference disagree on each prompt token of a group; which ones must stay."""
+
+    def wants_repairs(self, group: SampleGroup) -> Sequence[int]:
+        """Places of samples of which it is to hear, before it decides, where they go wrong first."""
+        return ()
+
+    def hear_repairs(self, group_id: int, found: Sequence[Prefix]) -> None:
+        """What further samples of a group may begin with."""
 
     def decide(self, group: SampleGroup) -> Decision:
         """What happens to a group whose samples are all done. One that is held is asked for again, once it is

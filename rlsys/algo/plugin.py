@@ -26,6 +26,7 @@ NEEDS: dict[str, str] = {
     "verdicts": "a judge's verdict on each correct response",
     "tool_penalty": "how untidy each response with tools is: failed calls, too many answers or none",
     "transferred": "which samples were drawn from a rewritten prompt",
+    "repairs": "where a response goes wrong first, and what is right there",
     "prompt_scores": "how far policy and reference disagree on each prompt token",
 }
 """Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""

@@ -19,6 +19,7 @@ from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.config import Config
 from rlsys.config.algo import AlgoSection
+from rlsys.config.rollout import TREES
 from rlsys.errors import UserError
 
 
@@ -321,6 +322,12 @@ def _why_not(need: str, config: Config) -> str:
         return "algo.teacher names none"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"
+    if need == "repairs" and config.data.process_judge is None:
+        return "data.process_judge names none"
+    if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):
+        return (
+            f"rollout.generator = {config.rollout.generator} does not go on from tokens of another response"
+        )
     if need == "prompt_scores" and config.engine.reference is None:
         return "engine.reference names no server of the weights to hold them against; own starts one"
     return ""

@@ -54,6 +54,7 @@ TABLE: dict[str, dict[str, str]] = {
         "xrpo": "rlsys.algo.allocation:Xrpo",
         "lens": "rlsys.algo.planners:Lens",
         "ttrl": "rlsys.algo.planners:Votes",
+        "scope": "rlsys.algo.repairs:Scope",
     },
     "group_reward": {
         "ttrl": "rlsys.algo.group_rewards:Ttrl",

@@ -73,6 +73,9 @@ class DataConfig(Section):
     judge: str | None = None
     """Who gives verdicts to group rewards that ask for them: the URL of an OpenAI-compatible server, engines
     (the run's own), chain_sum (a rule), or an import path."""
+    process_judge: str | None = None
+    """Who finds the first wrong step of a failed response, and the right one, for planners that repair (scope):
+    chain_sum (a rule), or an import path."""
     judge_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
     count."""

@@ -22,10 +22,13 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TypeVar
 
+from rlsys.algo.planners import Prefix
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.forks import fork
 from rlsys.owner import Owner
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.samples import SampleQuery, Seen
@@ -122,17 +125,25 @@ class RolloutBuffer:
         return group
 
     def grow(
-        self, group: SampleGroup, seeds: Sequence[int], drawn_from: Sequence[int] | None = None
+        self,
+        group: SampleGroup,
+        seeds: Sequence[int],
+        drawn_from: Sequence[int] | None = None,
+        prefixes: Sequence[Prefix] = (),
     ) -> list[Sample]:
         """Further samples of an ACTIVE group, one a seed; what it has is written with them.
 
-        `drawn_from`: their prompt, where it is not the group's; they are trained on the group's.
+        `drawn_from`: their prompt, where it is not the group's; they are trained on the group's. `prefixes`: what
+        each begins with.
         """
         own = next((s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids)
         samples = self._new_samples(group, own if drawn_from is None else list(drawn_from), seeds)
         if drawn_from is not None:
             for sample in samples:
                 sample.trained_prompt = own
+        for sample, (place, at, ids) in zip(samples, map(astuple, prefixes), strict=False):
+            (source,) = self.load([group.samples[place]])
+            fork(source, at, sample, inserted=ids)
         size = len(group.samples) + len(samples)
         with self._file.writing():
             for sample in (*group.samples, *samples):

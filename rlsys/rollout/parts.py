@@ -13,10 +13,12 @@ from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.owner import Owner
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
+from rlsys.rewards.repairs import build_process_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer, client_maker
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
+from rlsys.rollout.repairs import Repairs
 from rlsys.rollout.workers import Workers, worker_commands
 from rlsys.router.router import Router
 
@@ -66,7 +68,11 @@ class Parts:
             prompt_scores = ReferenceScores(self.asked, self.references[0], protected, config.start_seconds)
         ask = partial(ask_engines, self.asked, self.tokenizer, config.rollout.max_response_tokens)
         judge = build_judge(config, ask, lambda: self.asked.open)
-        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores)
+        repairs = None
+        if (process_judge := build_process_judge(config)) is not None:
+            seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
+            repairs = Repairs(process_judge, self.tokenizer, seconds, budget)
+        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores, repairs)
 
     @property
     def hung(self) -> bool:

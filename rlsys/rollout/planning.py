@@ -22,6 +22,7 @@ from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
 from rlsys.rollout.group_scoring import GroupScorer
+from rlsys.rollout.repairs import Repairs
 from rlsys.types import Prompt, Sample, SampleGroup
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
@@ -32,7 +33,7 @@ FIELDS = ("prompt", "planners", "group_reward")
 
 class Planning:
     """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask, `prompt_scores`
-    what a planner hears of prompts."""
+    what a planner hears of prompts, `repairs` of failed responses."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Planning:
         tokenizer: Tokenizer | None,
         judge: PatientJudge | None = None,
         prompt_scores: PromptScores | None = None,
+        repairs: Repairs | None = None,
     ) -> None:
         made = make_all(config.algo, FIELDS)
         self._chooser: PromptChooser = made["prompt"][0]
@@ -52,7 +54,7 @@ class Planning:
             self._scorer = GroupScorer(name, self._reward, config.rollout.reward_timeout)
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
-        self._prompt_scores = prompt_scores
+        self._prompt_scores, self._repairs = prompt_scores, repairs
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
         """Samples that a group starts with."""
@@ -116,6 +118,8 @@ class Planning:
         counts: dict[str, float] = {}
         if (scorer := self._scorer) is not None:
             counts |= {"group_reward_hung": scorer.hung, "group_reward_failed": scorer.failed}
+        if self._repairs is not None:
+            counts |= self._repairs.counts
         if (judge := self._judge) is not None:
             counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
         return counts
@@ -132,6 +136,16 @@ class Planning:
             scores, protect = await self._prompt_scores(group.samples[0].prompt_ids)
             for planner in curious:
                 planner.hear_scores(group.group_id, scores, protect)
+
+    async def repair(
+        self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
+    ) -> None:
+        """Tell the planners that want it where responses go wrong, and what is right there."""
+        for planner in self._planners:
+            if places := planner.wants_repairs(group):
+                assert self._repairs is not None, "preflight lets no such planner in without a process judge"
+                samples = load([group.samples[place] for place in places])
+                planner.hear_repairs(group.group_id, await self._repairs.of(prompt, samples))
 
     def decide(self, group: SampleGroup) -> Decision:
         """What becomes of a group whose samples all have their rewards."""

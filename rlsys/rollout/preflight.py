@@ -11,11 +11,13 @@ from rlsys.errors import UserError
 from rlsys.plugins import resolve
 from rlsys.rewards import find_reward
 from rlsys.rewards.judges import find_judge
+from rlsys.rewards.repairs import build_process_judge
 from rlsys.rollout.generator import find_generator
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError, one line, for an unknown name or an import path that leads nowhere; makes none of them."""
+    """Raises UserError, one line, for an unknown name or an import path that leads nowhere; makes none of them
+    but the process judge."""
     resolve("data.source", config.data.source, SOURCES)
     for spec in config.data.reward:
         find_reward(spec.name)
@@ -25,6 +27,7 @@ def check_names(config: Config) -> None:
         if "://" in judge or judge.partition(":")[2][:1].isdigit():
             _check_url("data.judge", judge)
         find_judge(judge)
+    build_process_judge(config)
     if (reference := config.engine.reference) not in (None, "own"):
         _check_url("engine.reference", reference)
 

@@ -259,6 +259,7 @@ class SampleRunner:
         if reason is None:
             try:
                 await self._planning.score_prompt(group)
+                await self._planning.repair(self._prompts[group.group_id], group, self._buffer.load)
             except Poisonous as e:
                 reason = str(e)
         if reason is None:
@@ -298,7 +299,8 @@ class SampleRunner:
     def _grow(self, group: SampleGroup, more: More) -> None:
         """The group gets further samples, ahead of all that wait: its siblings are done and grow old."""
         places = range(len(group.samples), len(group.samples) + more.samples)
-        samples = self._buffer.grow(group, self._seeds(group.group_id, places), more.prompt_ids)
+        seeds = self._seeds(group.group_id, places)
+        samples = self._buffer.grow(group, seeds, more.prompt_ids, more.prefixes)
         self._save_planning()
         self._commits.flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))

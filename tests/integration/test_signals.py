@@ -297,7 +297,7 @@ WITHOUT = {
     ),
 }  # fmt: skip
 """Recipe -> itself without its plug-in, where it is more than the quickstart and that, or has a batch of its own."""
-ROLLOUT_SIDE = {"dapo", "dare", "fapo", "fapo_judge", "prompt_augmentation", "vade"}
+ROLLOUT_SIDE = {"dapo", "dare", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade"}
 """Recipes that change what is rolled out: tests/unit/test_planning.py."""
 
 
