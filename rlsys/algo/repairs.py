@@ -17,8 +17,8 @@ class Scope(Planner):
 
     `data.process_judge` finds the step and writes the right one. The tokens before it are the failed response's own,
     with their log-probs; those of the right step are not trained; the model goes on behind them, and the reward
-    function judges the whole. The samples are in the group like any other. The paper's thresholds and its loss on the
-    inserted step are not known: `below`, `repairs` and no gradient there are our reading.
+    function judges the whole. The samples are in the group like any other. Our reading of the abstract: it names no
+    threshold, and no loss on the inserted step.
     """
 
     paper: ClassVar[str] = "SCOPE: step-wise correction for on-policy exploration"
