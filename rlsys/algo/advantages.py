@@ -80,6 +80,11 @@ class Advantage(Plugin):
     compares: ClassVar[bool] = False
     """Whether it compares the samples of a group: of one sample alone it can say nothing."""
 
+    @property
+    def of_turns(self) -> bool:
+        """Whether it looks at the rewards of turns, and not at the sample's alone."""
+        return "turn_rewards" in self.needs()
+
     def __call__(self, samples: Samples) -> Tensor:
         """`[N]`."""
         raise NotImplementedError

@@ -42,6 +42,11 @@ class Samples:
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
     tool_penalty: Tensor | None = None  # [N] in [0, 2]
+    turn_rewards: Tensor | None = (
+        None  # [N, K] of each sample's turns, sequence by sequence; 0 behind the last
+    )
+    turn_matches: Tensor | None = None  # [N, K] bool: the turn did as the trajectory that it follows
+    turn_counts: Tensor | None = None  # [N] turns of each sample, at most K
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
     counted: Tensor | None = (
         None  # [N] bool: not dropped by a `before` selector; None before these have acted
@@ -136,6 +141,9 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
+    turns: Tensor | None = (
+        None  # [T] the number of the token's turn within its sample; -1: no model sampled it
+    )
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None

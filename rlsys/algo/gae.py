@@ -16,7 +16,7 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import discounted_suffix_sum, sum_by
-from rlsys.algo.token_advantages import Unit, last_token, whiten_tokens
+from rlsys.algo.token_advantages import Unit, last_token, turn_ends, whiten_tokens
 
 
 def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
@@ -71,13 +71,16 @@ class Gae(Advantage):
     """Lambda of the critic's targets; that of the advantages when not given."""
     timestep: Literal["token", "turn"] = "token"
     """What gamma and lambda count: tokens, or turns between which others write."""
+    rewards: Literal["response", "turns"] = "response"
+    """What is rewarded: the response, on its last token, or each turn on its own."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, on each token's reward."""
     whiten: bool = True
     """Whiten over all tokens of the step."""
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"values"}) | (frozenset({"old", "ref"}) if self.beta else frozenset())
+        needs = {"values"} | ({"old", "ref"} if self.beta else set())
+        return frozenset(needs | ({"turn_rewards"} if self.rewards == "turns" else set()))
 
     def __call__(self, samples: Samples) -> Tensor:
         return samples.reward
@@ -87,12 +90,20 @@ class Gae(Advantage):
     ) -> list[Tensor]:
         out = []
         for part in parts:
-            rewards = torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
+            rewards = self._rewards(part, advantages, samples)
             if self.beta:
                 rewards = rewards - self.beta * part.masked(part.signal("old") - part.signal("ref"))
             estimate, part.returns = self._estimate(part, rewards)
             out.append(estimate)
         return whiten_tokens(out, parts, reduce) if self.whiten else out
+
+    def _rewards(self, part: Batch, advantages: Tensor, samples: Samples) -> Tensor:
+        """On the tokens that have them, `[T]`."""
+        if self.rewards == "response":
+            return torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
+        table = samples.column("turn_rewards").to(part.mu)
+        of_turn = table[part.rows.to(table.device)[part.ids], part.signal("turns").clamp(min=0)]
+        return torch.where(turn_ends(part), of_turn, torch.zeros_like(part.mu))
 
     def _estimate(self, part: Batch, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and the critic's targets, `[T]`; 0 where masked."""

@@ -43,6 +43,7 @@ from rlsys.algo.shaping import Shaping
 from rlsys.algo.token_baseline import score_norm
 from rlsys.arrays import log_probs, token_ids
 from rlsys.config.algo import AlgoSection, CriticSection
+from rlsys.errors import UserError
 from rlsys.types import Sample, SampleGroup
 
 Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -108,6 +109,11 @@ class Objective:
         self._prepared: dict[int, Any] = {}
 
         putting_off = [s for s in self.selectors if s.defers]
+        if self.advantage.of_turns and (others := [*self.shaping, *putting_off]):
+            raise UserError(
+                f"algo.advantage = {type(self.advantage).__name__} looks at the rewards of turns, which "
+                f"{type(others[0]).__name__} does not change or keep; remove one of them"
+            )
         self._put_off: PutOff[Later] | None = putting_off[0].store() if putting_off else None
 
     # -- one train step -----------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ TABLE: dict[str, dict[str, str]] = {
         "reinforce_pp_baseline": "rlsys.algo.token_advantages:ReinforcePPBaseline",
         "gae": "rlsys.algo.gae:Gae",
         "mssr": "rlsys.algo.token_advantages:Mssr",
+        "mapo": "rlsys.algo.turn_advantages:Mapo",
+        "ui_s1": "rlsys.algo.turn_advantages:UiS1",
         "vcpo": "rlsys.algo.robust_advantages:MinimumVariance",
         "optimal_token_baseline": "rlsys.algo.token_baseline:OptimalTokenBaseline",
         "gapo": "rlsys.algo.robust_advantages:Gapo",

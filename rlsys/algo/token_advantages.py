@@ -54,6 +54,16 @@ def last_token(part: Batch) -> Tensor:
     return out
 
 
+def turn_ends(part: Batch) -> Tensor:
+    """True on the last trained token of each turn, `[T]`."""
+    place, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
+    ids, last = part.ids[part.keep], torch.ones_like(place, dtype=torch.bool)
+    last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
+    out = torch.zeros_like(part.keep)
+    out[place[last]] = True
+    return out
+
+
 class ReinforcePP(Advantage):
     """R minus the KL still to come, whitened over all tokens of the step.
 

@@ -98,7 +98,15 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
         answers=torch.tensor([int(s.answer or -1) for s in samples]),
         transferred=torch.tensor([s.trained_prompt is not None for s in samples]),
         tool_penalty=torch.tensor([(s.index % 4) / 2 for s in samples]),
+        turn_rewards=torch.tensor([[(s.index % 3) / 2, float(_turns(s) > 1)] for s in samples]),
+        turn_matches=torch.tensor([[s.index % 5 > 0, True] for s in samples]),
+        turn_counts=torch.tensor([_turns(s) for s in samples]),
     )
+
+
+def _turns(sample: Sample) -> int:
+    """Of a made-up sample: two where it has tokens for both."""
+    return min(2, len(sample.response_ids))
 
 
 @dataclass
@@ -173,6 +181,9 @@ def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]
         mask=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + [1.0] * len(s.response_ids)]),
         mu=torch.tensor([m for s in chosen for m in [*[0.0] * PROMPT, *s.mu]], dtype=torch.float64),
         versions=torch.tensor([v for s in chosen for v in [-1] * PROMPT + s.versions()]),
+        turns=torch.tensor(
+            [t for s in chosen for t in [-1] * PROMPT + [int(i > 0) for i in range(s.tokens)]]
+        ),
         version=VERSION,
     )
     for name in sorted(passes):

@@ -35,9 +35,10 @@ class TrainSample:
     """One sequence; mu, versions, `trained` and `behaviour` have one entry per response token.
 
     `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
-    in the sample table, `place` the sequence's number within its sample. `transferred`: mu is of the same response to
-    another prompt. `support`: a row for each response token of the ids that sampling had kept (rlsys/support.py);
-    empty: it kept all.
+    in the sample table, `place` the sequence's number within its sample. `turns`: the number of each token's turn
+    within the sample, -1 where no model sampled it; all are of turn 0 where it is not given. `transferred`: mu is of
+    the same response to another prompt. `support`: a row for each response token of the ids that sampling had kept
+    (rlsys/support.py); empty: it kept all.
     """
 
     prompt_ids: Sequence[int]
@@ -51,6 +52,7 @@ class TrainSample:
     transferred: bool = False
     support: bytes | bytearray = b""
     place: int = 0
+    turns: Values = ()
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -65,20 +67,29 @@ class TrainSample:
 
     @classmethod
     def of(
-        cls, sample: Sample, row: int = -1, held: Arrays | Sample | None = None, read: ReadRoutes = list
+        cls,
+        sample: Sample,
+        row: int = -1,
+        held: Arrays | Sample | None = None,
+        read: ReadRoutes = list,
+        first_turn: int = 0,
     ) -> TrainSample:
-        """`held`: has the tokens, where the sample has not. `read`: reads routes that lie elsewhere."""
+        """`held`: has the tokens, where the sample has not. `read`: reads routes that lie elsewhere. `first_turn`:
+        number of the sequence's first turn within its sample."""
         held = sample if held is None else held
         behaviour = np.full(sample.tokens, np.nan, np.float32)
         behaviour[: len(held.behaviour)] = held.behaviour
         lengths = [span.end - span.start for span in sample.spans]
         transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
+        turns = np.full(sample.tokens, -1, np.int64)
+        for number, turn in enumerate(sample.turns(), first_turn):
+            turns[turn.start : turn.end] = number
         return cls(
             sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
-            sample.sequence,
+            sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -97,10 +108,13 @@ class Unread:
     segments: SegmentReader
     layers: Sequence[int] | None = None
     """Of the model, those whose routes the rank replays; None: all."""
+    first_turn: int = 0
 
     def read(self) -> TrainSample:
         """Raises RunError: a segment is not there, or damaged."""
-        return TrainSample.of(self.sample, self.row, self.segments.arrays(self.sample), self._routes)
+        return TrainSample.of(
+            self.sample, self.row, self.segments.arrays(self.sample), self._routes, self.first_turn
+        )
 
     def _routes(self, spans: Sequence[RouteSpan]) -> list[RouteSpan | LayerRoutes]:
         if self.layers is not None and not self.layers:
@@ -291,6 +305,7 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
         mu=per_token(0.0, [s.mu for s in samples], np.float32),
         mask=per_token(0.0, [1.0 if s.trained is None else s.trained for s in samples], np.float32),
         versions=per_token(-1, [s.versions for s in samples], np.int64),
+        turns=per_token(-1, [s.turns if len(s.turns) else 0 for s in samples], np.int64),
         behaviour=per_token(math.nan, [s.behaviour for s in samples], np.float32)
         if all(len(s.behaviour) for s in samples)
         else None,

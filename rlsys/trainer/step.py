@@ -27,6 +27,7 @@ from torch import Tensor
 from rlsys.algo.batch import Samples
 from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
+from rlsys.errors import UserError
 from rlsys.obs.metrics import MISMATCH_EDGES
 from rlsys.route_records import in_hand
 from rlsys.trainer.critic import Critic
@@ -190,7 +191,26 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
         columns["transferred"] = torch.tensor([s.trained_prompt is not None for s in samples])
     if "tool_penalty" in needs:
         columns["tool_penalty"] = torch.tensor([s.tool_penalty for s in samples])
+    if "turn_rewards" in needs:
+        columns |= turn_columns(samples)
     return replace(Samples.of(groups, train_step - 1), **columns)
+
+
+def turn_columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Rewards of turns, and what goes with them. Raises UserError where nobody has said them."""
+    marks = [s.turn_marks for s in samples]
+    if missing := [s.sample_id for s in samples if s.turn_marks is None]:
+        raise UserError(
+            f"algo: sample {missing[0]} has no rewards of its turns, which a plug-in needs; expected "
+            "rollout.generator = environment, or a data.reward that gives turn_rewards beside the score"
+        )
+    counts = torch.tensor([len(m or ()) for m in marks])
+    shape = len(samples), max(1, int(counts.max()))
+    rewards, matches = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    for row, found in enumerate(marks):
+        for turn, mark in enumerate(found or ()):
+            rewards[row, turn], matches[row, turn] = mark.reward, mark.matched
+    return {"turn_rewards": rewards, "turn_matches": matches, "turn_counts": counts}
 
 
 def answer_id(answer: str | None) -> int:
@@ -211,8 +231,13 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
-    sequences = [(q, r) for r in rows for q in samples[r].trained_sequences]
-    batch = trainer.passes.pack([Unread(q, r, trainer.segments, layers) for q, r in sequences])
+    unread = []
+    for row in rows:
+        turns = 0
+        for q in samples[row].trained_sequences:
+            unread.append(Unread(q, row, trainer.segments, layers, turns))
+            turns += len(q.turns())
+    batch = trainer.passes.pack(unread)
     teachers = None
     if taken.sources and isinstance(trainer.teacher, Teachers):
         places = [trainer.teacher.place(source) for source in taken.sources]

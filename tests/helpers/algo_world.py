@@ -91,6 +91,10 @@ class World:
             tool_penalty=torch.rand(count, generator=g, dtype=DOUBLE),
             transferred=torch.rand(count, generator=g) > 0.8,
             truncated=torch.rand(count, generator=g) > 0.8,
+            turn_counts=lengths.clamp(max=3),
+            turn_rewards=torch.rand((count, 3), generator=g, dtype=DOUBLE)
+            * (torch.arange(3)[None] < lengths[:, None]),
+            turn_matches=torch.rand((count, 3), generator=g) > 0.3,
         )
 
     def _sequence(self, n: int, randn: Callable[[int], Tensor], g: torch.Generator) -> dict[str, Tensor]:
@@ -101,6 +105,7 @@ class World:
         behaviour = torch.where(versions < 5, torch.full_like(mu, torch.nan), old + 0.1 * randn(n + 2))
         return {
             "mask": torch.cat([torch.zeros(2, dtype=DOUBLE), torch.ones(n, dtype=DOUBLE)]),
+            "turns": torch.tensor([-1, -1, *(min(i, 2) for i in range(n))]),
             "mu": mu, "old": old, "now": now, "ewma": now - 0.1, "ref": old + 0.2 * randn(n + 2),
             "behaviour": behaviour, "versions": versions,
             "entropy": randn(n + 2).abs(), "values": randn(n + 2),

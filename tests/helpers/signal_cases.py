@@ -24,7 +24,7 @@ from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Status, Taken
+from rlsys.types import Sample, SampleGroup, Status, Taken, TokenSpan, TurnMark
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
@@ -95,6 +95,20 @@ def partly_transferred(taken: Taken) -> Taken:
     return replace(taken, groups=[drawn(g) for g in taken.groups])
 
 
+def in_turns(taken: Taken) -> Taken:
+    """Each response of six tokens or more has two turns, with one token that was told between them; every third first
+    turn did not match."""
+
+    def played(sample: Sample) -> Sample:
+        if sample.tokens < 6:
+            return replace(sample, turn_marks=[TurnMark(sample.reward or 0.0)])
+        told = sample.tokens // 2
+        marks = [TurnMark(float(sample.index % 2), sample.index % 3 > 0), TurnMark(sample.reward or 0.0)]
+        return replace(sample, observed=[TokenSpan(told, told + 1)], turn_marks=marks)
+
+    return replace(taken, groups=[replace(g, samples=[played(s) for s in g.samples]) for g in taken.groups])
+
+
 def cut_off(taken: Taken) -> Taken:
     """The last response of each group was cut off."""
 
@@ -108,7 +122,10 @@ def cut_off(taken: Taken) -> Taken:
 def batch_of(recipe: str) -> Taken:
     taken = stale(recorded())
     taken = taken if recipe == "gdpo" else single_rewards(taken)
-    change = {"mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off}.get(recipe)
+    change = {
+        "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off,
+        **dict.fromkeys(("mapo", "ui_s1", "gae_turn_rewards"), in_turns),
+    }.get(recipe)  # fmt: skip
     return taken if change is None else change(taken)
 
 

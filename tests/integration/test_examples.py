@@ -20,7 +20,9 @@ pytestmark = pytest.mark.integration
 SMALL = ("trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4", "eval.every=2")
 
 
-@pytest.mark.parametrize("name", ["own_agent", "own_data", "own_environment", "own_loss", "own_reward"])
+@pytest.mark.parametrize(
+    "name", ["own_agent", "own_data", "own_environment", "own_loss", "own_reward", "second_try"]
+)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

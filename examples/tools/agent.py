@@ -1,0 +1,27 @@
+"""An agent with OpenAI's client and a tool: the model calls it, an environment answers.
+
+Each response is one run of it; the tool stands in a process of its own, which outlives none of what may happen to it:
+a killed one is started anew, and the calls so far are made again.
+"""
+
+import openai.resources  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
+from openai import OpenAI
+
+from rlsys.environments.client import RemoteEpisode
+
+
+def solve(task: dict) -> None:
+    client = OpenAI()
+    messages: list = [{"role": "user", "content": task["question"]}]
+    with RemoteEpisode.of_agent(task) as episode:
+        while True:
+            said = client.chat.completions.create(
+                model="policy", messages=messages, tools=episode.tools
+            ).choices[0]
+            if said.finish_reason != "tool_calls":
+                return
+            calls = [
+                {"id": c.id, "name": c.function.name, "arguments": c.function.arguments}
+                for c in said.message.tool_calls
+            ]
+            messages += [said.message, *episode.step("", calls)["messages"]]
