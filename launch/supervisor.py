@@ -110,7 +110,7 @@ class Supervisor:
             for role in self._plan.roles:
                 if role.kind != "engine":
                     self._start(role)
-            while not self._trainer_done():
+            while any(p.exit_code != 0 for p in self._processes.values() if p.role.kind == "trainer"):
                 if number := self._stop_signal():
                     if number in (signal.SIGTERM, signal.SIGUSR1):
                         self._leave()
@@ -139,9 +139,6 @@ class Supervisor:
         if self._stop.count:
             return self._stop.number
         return signal.SIGTERM if self._backend.preempted() else 0
-
-    def _trainer_done(self) -> bool:
-        return all(p.exit_code == 0 for p in self._processes.values() if p.role.kind == "trainer")
 
     def _watch(self) -> None:
         for process in self._processes.values():  # first: one that answered and died has worked

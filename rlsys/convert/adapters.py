@@ -67,7 +67,8 @@ def check_lora(config: Config, hf: HFConfig) -> None:
             )
     of_experts = any(entry.expert is not None for entry, _ in adapted(hf, lora))
     if of_experts and hf.family.stacks:
-        of_attention = [name for name in known if name not in _of_experts(hf)]
+        stacked = {_last(name) for entry in entries(hf) if entry.expert is not None for name in entry.hf}
+        of_attention = [name for name in known if name not in stacked]
         raise UserError(
             f"trainer.lora.targets: the experts of {path} are stacked with their biases, which PEFT has no "
             f"adapters for; expected targets among {', '.join(of_attention)}"
@@ -82,10 +83,6 @@ def check_lora(config: Config, hf: HFConfig) -> None:
             f"parallel.etp = {config.parallel.expert_tp} with adapters of experts: expected at most parallel.tp = "
             f"{config.parallel.tp}, for megatron-core would count the gradients of ranks that share one twice"
         )
-
-
-def _of_experts(hf: HFConfig) -> set[str]:
-    return {_last(name) for entry in entries(hf) if entry.expert is not None for name in entry.hf}
 
 
 def _last(name: str) -> str:

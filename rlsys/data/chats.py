@@ -92,7 +92,8 @@ class _Rows:
         traces: Callable[[Entry, str], list[Trace]],
     ) -> None:
         """`keys`: a row has the first of them, at least. `traces`: of a row and its place, for messages."""
-        self._table: Table = _read(params)
+        read = read_parquet if params.path[0].suffix == ".parquet" else read_lines
+        self._table: Table = read(params.path)
         for i in range(len(self._table)):  # now, not in the middle of the run
             row = self._table.row(i)
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):
@@ -121,10 +122,6 @@ class _Rows:
 
     def _epoch_order(self, epoch: int) -> list[int]:
         return sorted(range(len(self._table)), key=lambda i: stable_hash(*self._seed, epoch, i, bits=64))
-
-
-def _read(params: AnswerParams) -> Table:
-    return (read_parquet if params.path[0].suffix == ".parquet" else read_lines)(params.path)
 
 
 def _answer(

@@ -25,14 +25,9 @@ class Places:
             await turn
             yield
         finally:
-            if turn.cancelled():  # gave up waiting: those behind it may fit
-                self._serve()
-            else:
-                self._give(n)
-
-    def _give(self, n: int) -> None:
-        self._free += n
-        self._serve()
+            if not turn.cancelled():
+                self._free += n
+            self._serve()  # also when it gave up waiting: those behind it may fit
 
     def _serve(self) -> None:
         while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
