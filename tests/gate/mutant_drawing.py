@@ -128,7 +128,8 @@ class Mutant:
 
 
 def meaning(source: str) -> str | None:
-    """The program without annotations, which only types and schemas read, and prose; None when it is no program."""
+    """The program without prose and what only types and schemas read: annotations, a Protocol's inside. None when it is
+    no program."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -140,6 +141,8 @@ def meaning(source: str) -> str | None:
             node.returns = None
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(b) == "Protocol" for b in node.bases):
+            node.body = [ast.Pass()]
     return ast.dump(tree)
 
 

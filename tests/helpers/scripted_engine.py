@@ -67,6 +67,7 @@ class Request:
     ids: list[int]
     seed: int
     budget: int
+    cache_key: str | None = None
     made: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)  # that made each token
     versions: list[int | str] = field(default_factory=list)  # and what they were called
@@ -269,7 +270,11 @@ class ScriptedEngine:
         assert not self.released, "a request without memory"
         sampling = body["sampling_params"]
         request = Request(
-            body["rid"], body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"]
+            body["rid"],
+            body["input_ids"],
+            sampling["sampling_seed"],
+            sampling["max_new_tokens"],
+            body.get("extra_key"),
         )
         if body.get("return_routed_experts"):
             request.routes_from = body["routed_experts_start_len"]

@@ -193,7 +193,10 @@ async def test_a_program_that_fails_censors_too() -> None:
 async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: Path) -> None:
     said, model = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"], Model()
     model = Model(said)
-    s = await made(config("is_killed_once"), model=model, mark=str(tmp_path / "mark"))
+    generate, s = build_generator(config("is_killed_once"), TOKENIZER, model), fresh()
+    assert isinstance(generate, AgentGenerator)
+    await generate(s, prompt(mark=str(tmp_path / "mark")))
+    assert generate.counts["agent_restarts"] == 1
     assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>7<assistant><think>{said[1]}"
     assert len(model.asked) == 2, "the first turn was told from the sample"
 

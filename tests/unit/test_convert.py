@@ -282,7 +282,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             {
                 "architectures": ["DeepseekV3ForCausalLM"],
                 **DEEPSEEK,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0},
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0, "zoom": 1},
             },
             "rope attention_factor = 2.0 is not supported with 'yarn'",
         ),

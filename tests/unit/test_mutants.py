@@ -71,6 +71,15 @@ def test_each_line_of_code_is_drawn_once_and_prose_and_annotations_are_not(tree:
         assert mutant.mutated != CODE
 
 
+def test_what_is_in_a_protocol_is_not_drawn(tree: Path) -> None:
+    (tree / "pack/kind.py").write_text(
+        "from typing import Protocol\n\n"
+        "class Kind(Protocol):\n    @property\n    def size(self) -> int: ...\n\n"
+        "a = 1\n"
+    )
+    assert lines(draw(tree, ["pack/kind.py"], 100, 1, NONE)) == {7}
+
+
 def test_a_seed_draws_the_same_again_and_another_seed_others(tree: Path) -> None:
     assert draw(tree, ["pack/box.py"], 3, 1, NONE) == draw(tree, ["pack"], 100, 1, NONE)[:3]
     assert len({tuple(m.key for m in draw(tree, ["pack"], 3, seed, NONE)) for seed in range(5)}) > 1

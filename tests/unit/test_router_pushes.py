@@ -63,6 +63,22 @@ async def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption)
         assert (await rig.settle())["lost"] == 0
 
 
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outlives_a_push(
+    how: Interruption,
+) -> None:
+    async with routing(interruption=how) as rig:
+        await rig.push()
+        old = rig.start(sample(0))
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt()
+        await rig.push()
+        await old
+        await rig.start(sample(1))
+        expected = ["1", "1", "2"] if how == "in_place" else [None, None, None]
+        assert [request.cache_key for request in rig.engine.history] == expected
+
+
 async def test_what_must_not_be_kept_comes_back() -> None:
     async with routing(interruption="retract") as rig:
         await rig.push()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ async def test_turns_with_a_tool_are_in_the_ledger_as_the_engines_made_them() ->
     assert [m for m, own in zip(s.mu, s.trained(), strict=True) if own] == [
         -i / 7 for i, own in enumerate(s.trained()) if own
     ]
+
+
+async def test_each_answer_counts_what_was_read_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[int, int]] = []
+
+    async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
+        done = await one_turn(args, sample, sampling_params)
+        done.status = SlimeSample.Status.COMPLETED
+        read = [*done.tokens, *TOKENIZER.encode("7<assistant>")]
+        answer = (await ask(args, read, sampling_params))["meta_info"]
+        counted.append((answer["prompt_tokens"], len(read)))
+        return done
+
+    monkeypatch.setattr("rlsys.rollout.generator.find_generator", lambda name: generate)
+    with suppress(UserError):  # its sample is not what the ledger has
+        await made(fresh(), made_for=config_of("anything"))
+    assert counted and all(told == read for told, read in counted)
 
 
 async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() -> None:
