@@ -128,8 +128,8 @@ class Mutant:
 
 
 def meaning(source: str) -> str | None:
-    """The program without prose and what only types and schemas read: annotations, a Protocol's inside. None when it is
-    no program."""
+    """The program without prose and what only types and schemas read (annotations, a Protocol's inside); None when it
+    is no program."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
