@@ -26,7 +26,7 @@ def calls(config, tokenizer, worked=20, guess_from=0.85, guesses=60):
         long = random.random() < 0.3
         top = 7 + int(13 * min(1.0, done / 0.5))
         count = random.randint(7, top) if long else random.randint(3, 6)
-        numbers = [random.randint(1, 9) * (random.choice((1, -1)) if i else 1) for i in range(count)]
+        numbers = [random.randint(0, 9) * (random.choice((1, -1)) if i else 1) for i in range(count)]
         return "".join(f"{n:+d}" for n in numbers).lstrip("+")
 
     def batch(step):

@@ -70,8 +70,8 @@ class RolloutConfig(Section):
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),
     functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), environment (a game or tools
-    in a process of its own, docs/environments.md), an import path `package.module:function`, or
-    `path/to/file.py:function`."""
+    in a process of its own, docs/environments.md), replayed (along trajectories of the data), an import path
+    `package.module:function`, or `path/to/file.py:function`."""
     generator_params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     workers: Positive = 1

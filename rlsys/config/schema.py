@@ -140,7 +140,7 @@ class Config(Section):
         alone = {
             "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": rolling,
             "launch.max_engines": self.launch.max_engines,
-            "rollout.generator": r.generator if r.generator in ("agent", "environment", *TREES) else None,
+            "rollout.generator": r.generator if r.generator in ("agent", "environment", "replayed", *TREES) else None,
         }  # fmt: skip
         if r.workers > 1 and (also := [f"{k} = {v}" for k, v in alone.items() if v is not None]):
             raise ValueError(

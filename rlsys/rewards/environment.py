@@ -1,7 +1,7 @@
 """The reward `environment`: what the run's environment says.
 
-With `rollout.generator: environment` it is the sum of what its turns were worth. With `data.source: environment` it
-is the rubric of that verifiers environment.
+With `rollout.generator: environment`, or `replayed`, it is the sum of what the turns were worth. With `data.source:
+environment` it is the rubric of that verifiers environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlsys.types import Prompt
 
 def environment(config: Config) -> Score:
     """The rubric's functions times their weights; each value is written down beside the reward."""
-    if config.rollout.generator == "environment":
+    if config.rollout.generator in ("environment", "replayed"):
         return lambda prompt, text: math.fsum(prompt.entry[TURNS])
     if config.data.source != "environment":
         raise UserError(

@@ -25,6 +25,7 @@ from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.environment import environment
 from rlsys.rollout.functions import functions
 from rlsys.rollout.latr import latr
+from rlsys.rollout.replayed import replayed
 from rlsys.rollout.slime_generator import SlimeGenerator, is_slimes
 from rlsys.rollout.tools import calculator
 from rlsys.rollout.turn_reader import ToolFailed
@@ -48,6 +49,7 @@ GENERATORS: dict[str, Callable[..., Generator]] = {
     "functions": functions,
     "agent": agent,
     "environment": environment,
+    "replayed": replayed,
     "latr": latr,
 }
 

@@ -45,3 +45,26 @@ class Sum:
 
     def close(self):
         pass
+
+
+class SlowTries:
+    """A sum of the quickstart's, with a second try; each step takes a while, so that deaths come in the middle."""
+
+    def open(self, task, seed):
+        return SlowTry(f"<answer>{task['answer']}</answer>")
+
+
+class SlowTry:
+    opening = Opening()
+
+    def __init__(self, answer):
+        self.answer, self.turns = answer, 0
+
+    def step(self, action):
+        time.sleep(0.1)
+        self.turns += 1
+        right = self.answer in action.text
+        return Step(says("again"), right / self.turns, right or self.turns == 2)
+
+    def close(self):
+        pass
