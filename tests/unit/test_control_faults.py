@@ -115,7 +115,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
         await asyncio.wait(tasks)
         with pytest.raises(
             Poisonous,
-            match="8 answers in a row were server errors, the last one: .*shape mismatch in the",
+            match=r"8 answers in a row were server errors, the last one: .*shape mismatch in the",
         ):
             tasks[0].result()
         assert sum(e.choked for e in engines) == 8
@@ -127,7 +127,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
 async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_again() -> None:
     async with routing(Choking("http://e0:1")) as stage:
         await stage.push()
-        with pytest.raises(Poisonous, match="^8 answers in a row were server errors$"):
+        with pytest.raises(Poisonous, match=r"^8 answers in a row were server errors$"):
             await stage.start(replace(sample(0, seed=POISON), faults=8))
         assert stage.engine.choked == 0  # type: ignore[attr-defined]
 
@@ -270,7 +270,7 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
     assert "rollout.over_provision: up to 2000 requests in flight need 2256 file descriptors" in done.stderr
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        with pytest.raises(UserError, match=f"the hard limit is {hard}"):
+        with pytest.raises(UserError, match=r"the hard limit is {hard}"):
             raise_descriptors(hard, "x")
 
 
