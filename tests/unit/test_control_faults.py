@@ -167,7 +167,7 @@ async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
         await stage.push()
         with pytest.raises(
             Poisonous,
-            match="8 answers in a row were server errors, the last one: .*out of memory",
+            match=r"8 answers in a row were server errors, the last one: .*out of memory",
         ):
             await stage.router.prompt_logprobs([POISON % 100] * 3)
 
@@ -270,7 +270,7 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
     assert "rollout.over_provision: up to 2000 requests in flight need 2256 file descriptors" in done.stderr
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        with pytest.raises(UserError, match=r"the hard limit is {hard}"):
+        with pytest.raises(UserError, match=f"the hard limit is {hard}"):
             raise_descriptors(hard, "x")
 
 
