@@ -48,6 +48,9 @@ class Samples:
     turn_matches: Tensor | None = None  # [N, K] bool: the turn did as the trajectory that it follows
     turn_counts: Tensor | None = None  # [N] turns of each sample, at most K
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
+    place: Tensor | None = None  # [N] in its group
+    stem: Tensor | None = None  # [N] the place of the sample that it branches off; -1: none
+    fork_at: Tensor | None = None  # [N] response tokens that it shares with that one
     counted: Tensor | None = (
         None  # [N] bool: not dropped by a `before` selector; None before these have acted
     )
@@ -115,6 +118,15 @@ class Samples:
                 [total / max(n, 1) for total, n in zip(mu_sums, lengths, strict=True)]
             ),
         )
+
+
+def fork_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """What the signal `forks` stands for."""
+    return {
+        "place": torch.tensor([s.index for s in samples]),
+        "stem": torch.tensor([-1 if s.fork is None else s.fork.place for s in samples]),
+        "fork_at": torch.tensor([0 if s.fork is None else s.fork.at for s in samples]),
+    }
 
 
 def _rewards(samples: Sequence[Sample]) -> Tensor:

@@ -322,6 +322,9 @@ def _why_not(need: str, config: Config) -> str:
         return "algo.teacher names none"
     if need == "verdicts" and config.data.judge is None:
         return "data.judge names none"
+    forks = config.rollout.generator in TREES or any(p.name == "scope" for p in config.algo.planners)
+    if need == "forks" and not forks:
+        return f"rollout.generator = {config.rollout.generator} makes no trees; use latr"
     if need == "repairs" and config.data.process_judge is None:
         return "data.process_judge names none"
     if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):

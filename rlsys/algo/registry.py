@@ -77,6 +77,7 @@ TABLE: dict[str, dict[str, str]] = {
         "gpg": "rlsys.algo.group_baselines:Gpg",
         "reinforce_pp": "rlsys.algo.token_advantages:ReinforcePP",
         "reinforce_pp_baseline": "rlsys.algo.token_advantages:ReinforcePPBaseline",
+        "branch_grpo": "rlsys.algo.tree_advantages:BranchGrpo",
         "gae": "rlsys.algo.gae:Gae",
         "mssr": "rlsys.algo.token_advantages:Mssr",
         "mapo": "rlsys.algo.turn_advantages:Mapo",

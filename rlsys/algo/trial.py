@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.batch import Batch, Samples, fork_columns
 from rlsys.algo.figures import loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.planners import start_size
@@ -28,7 +28,7 @@ from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
 from rlsys.errors import RlsysError, UserError
-from rlsys.types import Sample, SampleGroup, Segment, Status, VersionSpan
+from rlsys.types import Fork, Sample, SampleGroup, Segment, Status, VersionSpan
 
 GROUPS = 4
 LARGEST = 8
@@ -85,6 +85,7 @@ def _sample(number: int, group: int, place: int, won: bool, rewards: Sequence[st
     mu = [-0.1 - 0.2 * ((number + t) % 5) for t in range(length)]
     sample.append(Segment([1] * length, mu, spans))
     sample.reward, sample.answer = float(won), str(place % 3)
+    sample.fork = Fork(place - 1, 1) if place % 3 == 1 else None
     if rewards:
         sample.named_rewards = {name: float(won) / len(rewards) for name in rewards}
     return sample
@@ -93,6 +94,7 @@ def _sample(number: int, group: int, place: int, won: bool, rewards: Sequence[st
 def _table(groups: Sequence[SampleGroup]) -> Samples:
     """With every optional column."""
     samples = [s for group in groups for s in group.samples]
+    places, stems, forks = fork_columns(samples).values()
     return replace(
         Samples.of(groups, step=3),
         answers=torch.tensor([int(s.answer or -1) for s in samples]),
@@ -101,6 +103,9 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
         turn_rewards=torch.tensor([[(s.index % 3) / 2, float(_turns(s) > 1)] for s in samples]),
         turn_matches=torch.tensor([[s.index % 5 > 0, True] for s in samples]),
         turn_counts=torch.tensor([_turns(s) for s in samples]),
+        place=places,
+        stem=stems,
+        fork_at=forks,
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algo.batch import Samples
+from rlsys.algo.batch import Samples, fork_columns
 from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.errors import UserError
@@ -189,6 +189,8 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
         columns["answers"] = torch.tensor([answer_id(s.answer) for s in samples])
     if "transferred" in needs:
         columns["transferred"] = torch.tensor([s.trained_prompt is not None for s in samples])
+    if "forks" in needs:
+        columns |= fork_columns(samples)
     if "tool_penalty" in needs:
         columns["tool_penalty"] = torch.tensor([s.tool_penalty for s in samples])
     if "turn_rewards" in needs:

@@ -95,7 +95,11 @@ class World:
             turn_rewards=torch.rand((count, 3), generator=g, dtype=DOUBLE)
             * (torch.arange(3)[None] < lengths[:, None]),
             turn_matches=torch.rand((count, 3), generator=g) > 0.3,
+            place=torch.arange(count) % self.size,
+            stem=torch.arange(count) % self.size - torch.randint(1, 3, (count,), generator=g),
+            fork_at=torch.randint(1, 3, (count,), generator=g),
         )
+        self.samples.stem.clamp_(min=-1)  # type: ignore[union-attr]
 
     def _sequence(self, n: int, randn: Callable[[int], Tensor], g: torch.Generator) -> dict[str, Tensor]:
         mu = -randn(n + 2).abs() - 0.1

@@ -24,7 +24,7 @@ from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Status, Taken, TokenSpan, TurnMark
+from rlsys.types import Fork, Sample, SampleGroup, Status, Taken, TokenSpan, TurnMark
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
@@ -119,11 +119,23 @@ def cut_off(taken: Taken) -> Taken:
     return replace(taken, groups=[closed(g) for g in taken.groups])
 
 
+def forked(taken: Taken) -> Taken:
+    """Of each group, every third response branches off the one before it, at its second token."""
+
+    def tree(group: SampleGroup) -> SampleGroup:
+        def branch(s: Sample) -> Sample:
+            return replace(s, fork=Fork(s.index - 1, 1)) if s.index % 3 == 1 else s
+
+        return replace(group, samples=[branch(s) for s in group.samples])
+
+    return replace(taken, groups=[tree(g) for g in taken.groups])
+
+
 def batch_of(recipe: str) -> Taken:
     taken = stale(recorded())
     taken = taken if recipe == "gdpo" else single_rewards(taken)
     change = {
-        "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off,
+        "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off, "branch_grpo": forked,
         **dict.fromkeys(("mapo", "ui_s1", "gae_turn_rewards"), in_turns),
     }.get(recipe)  # fmt: skip
     return taken if change is None else change(taken)

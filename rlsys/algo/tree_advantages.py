@@ -1,0 +1,120 @@
+"""Advantages of responses that are branches of a tree: BranchGRPO's, by depth.
+
+Shapes: N samples, T packed tokens. A node is a stretch of tokens between two places where branches fork; all samples
+that have it share it. A node's depth is the number of forks before it on the way from the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, Eps
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.reduction import Reduce
+from rlsys.algo.segments import groups_of
+
+
+class Node(NamedTuple):
+    """Response tokens from `start` on of the sample at `owner`, which is the first that has them."""
+
+    owner: int
+    start: int
+
+
+def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
+    """The nodes of each sample of a group, from the prompt to its end.
+
+    `stems`: the place of the sample that each branches off, -1 for none. `forks`: at which of its tokens.
+    """
+    owners = list(stems)
+    for place, at in enumerate(
+        forks
+    ):  # one that forks within what its stem was given branches off that one's stem
+        while owners[place] >= 0 and stems[owners[place]] >= 0 and at <= forks[owners[place]]:
+            owners[place] = stems[owners[place]]
+    cuts: list[set[int]] = [set() for _ in stems]  # where others branch off it
+    for owner, at in zip(owners, forks, strict=True):
+        if owner >= 0 and at > 0:
+            cuts[owner].add(at)
+
+    def path(place: int, end: float) -> list[Node]:
+        """Of its tokens before `end`."""
+        shared = forks[place] if owners[place] >= 0 else 0
+        before = path(owners[place], min(shared, end)) if shared else []
+        own = [] if shared >= end else [shared, *sorted(c for c in cuts[place] if shared < c < end)]
+        return before + [Node(place, start) for start in own]
+
+    return [path(place, float("inf")) for place in range(len(stems))]
+
+
+def by_depth(
+    rewards: Tensor, stems: Sequence[int], forks: Sequence[int], eps: float = 1e-8
+) -> list[list[tuple[int, float]]]:
+    """Of each sample of a group, (first token, advantage) of its nodes in order.
+
+    A node's reward is the mean over the samples `[n]` that have it. Its advantage is (R - mean) / (std + eps) among
+    the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
+    """
+    found = paths(stems, forks)
+    members: dict[Node, list[int]] = {}
+    depth: dict[Node, int] = {}
+    for place, nodes in enumerate(found):
+        for level, node in enumerate(nodes):
+            members.setdefault(node, []).append(place)
+            depth[node] = level
+    advantages: dict[Node, float] = {}
+    for level in set(depth.values()):
+        nodes = [node for node, at in depth.items() if at == level]
+        means = torch.stack([rewards[members[node]].mean() for node in nodes])
+        spread = means.std() if len(nodes) > 1 else means.new_zeros(())
+        scaled = (means - means.mean()) / (spread + eps) if spread > 1e-6 else torch.zeros_like(means)
+        advantages |= dict(zip(nodes, scaled.tolist(), strict=True))
+    return [[(node.start, advantages[node]) for node in nodes] for nodes in found]
+
+
+class BranchGrpo(Advantage):
+    """The responses of a group as the branches of a tree: each stretch of tokens between two forks is compared with
+    the stretches that have as many forks before them.
+
+    A stretch has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
+    denoising step; that a depth is a number of forks is our reading for text. Without forks it is GRPO.
+    """
+
+    paper: ClassVar[str] = "BranchGRPO (arXiv 2509.06040), depth-wise advantage"
+    evidence: ClassVar[str] = "R"
+    compares: ClassVar[bool] = True
+    eps: Eps = 1e-8
+    """Added to the standard deviation."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"forks"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return samples.reward
+
+    def per_token(
+        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
+    ) -> list[Tensor]:
+        nodes: dict[int, list[tuple[int, float]]] = {}
+        for rows in groups_of(samples.group_ids):
+            rows = rows[samples.column("counted")[rows]]
+            place = {int(p): i for i, p in enumerate(samples.column("place")[rows])}
+            stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
+            forks = [int(f) for f in samples.column("fork_at")[rows]]
+            found = by_depth(advantages[rows], stems, forks, self.eps)
+            nodes |= dict(zip(rows.tolist(), found, strict=True))
+        return [part.masked(self._spread(part, nodes)) for part in parts]
+
+    def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:
+        out = torch.zeros_like(part.mu)
+        response = (part.versions >= 0).long().cpu()
+        bounds = part.cu_seqlens.tolist()
+        for row, start, end in zip(part.rows.tolist(), bounds[:-1], bounds[1:], strict=True):
+            first = end - int(response[start:end].sum())
+            for at, advantage in nodes.get(row, []):
+                out[min(first + at, end) : end] = advantage
+        return out
