@@ -1,10 +1,11 @@
-"""Do look-ahead trees find more distinct answers than sampling does with the same tokens? Prints JSON.
+"""What trees and repairs are good for, on a real engine and the quickstart's task. Prints JSON.
 
-    python bench/trees.py --prompts 32 --json
+    python bench/trees.py --json                  distinct answers: LATR against sampling with as many tokens
+    python bench/trees.py --part scope --json     groups without success, before and after SCOPE's repairs
 
-For each prompt of the quickstart's task LATR grows a tree and completes it; then responses are sampled one after
-the other until as many tokens have been made, those that trees discard included. Distinct answers are counted of
-both, and of as many sampled responses as a group has, whatever they took.
+Tokens count as engines make them, those that trees discard included. `tree`: of a group of LATR. `sampled`: of
+responses that are sampled one after the other until as many tokens have been made. `sampled_group`: of as many
+sampled responses as a group has, whatever they took.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
 from measure import ROOT, running_engine
 
+from rlsys.algo.repairs import Scope
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.forks import fork
 from rlsys.rewards.answer import final_answer
+from rlsys.rewards.repairs import build_process_judge
 from rlsys.rollout.assembly import build_router
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.repairs import Repairs
 from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.router.router import Router
@@ -59,7 +64,11 @@ def answers(tokenizer: Tokenizer, samples: Iterable[Sample]) -> set[str]:
     return {a for a in told if a is not None}
 
 
-async def compare(config: Config, url: str, prompts: int, size: int) -> dict[str, float]:
+Part = Callable[[Config, Tokenizer, Router, int, Prompt, int], Awaitable[dict[str, float]]]
+
+
+async def measure(part: Part, config: Config, url: str, prompts: int, size: int) -> dict[str, float]:
+    """Means over prompts."""
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source, rows = build_source(config, tokenizer), []
     async with make_session() as session:
@@ -68,14 +77,43 @@ async def compare(config: Config, url: str, prompts: int, size: int) -> dict[str
         router.resume()
         try:
             for number in range(prompts):
-                prompt = source.train(number)
-                rows.append(await _of_prompt(config, tokenizer, router, number, prompt, size))
+                rows.append(await part(config, tokenizer, router, number, source.train(number), size))
         finally:
             watch.cancel()
     return {name: round(mean(row[name] for row in rows), 3) for name in rows[0]}
 
 
-async def _of_prompt(
+async def repaired(
+    config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
+) -> dict[str, float]:
+    """A group, and SCOPE's further samples where it has no success."""
+    speak, judge = sampling_turns(config, router), build_process_judge(config)
+    assert judge is not None
+    group = Group(number, prompt, size, 1000 * number).samples
+    await asyncio.gather(*(speak(s) for s in group))
+    right = str(prompt.entry["answer"])
+    solved = right in answers(tokenizer, group)
+    repairs = Repairs(judge, tokenizer, 60, config.rollout.max_response_tokens)
+    found = [] if solved else await repairs.of(prompt, group[: Scope().repairs])
+    extra = []
+    for prefix in found:
+        extra.append(
+            Sample(10**6 + size * number + prefix.place, number, size + prefix.place, prompt.ids, seed=7)
+        )
+        fork(group[prefix.place], prefix.at, extra[-1], inserted=prefix.ids)
+    await asyncio.gather(*(speak(s) for s in extra))
+    won = [right in answers(tokenizer, [s]) for s in extra]
+    return {
+        "without_success": float(not solved),
+        "without_success_repaired": float(not solved and not any(won)),
+        "repairs": len(extra),
+        "repairs_that_won": sum(won),
+        "tokens": sum(s.received_tokens for s in group),
+        "repair_tokens": sum(s.received_tokens for s in extra),
+    }
+
+
+async def distinct(
     config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
 ) -> dict[str, float]:
     speak = sampling_turns(config, router)
@@ -113,16 +151,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--part", choices=("latr", "scope"), default="latr")
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--size", type=int, default=8, help="samples of a group")
     parser.add_argument("--quick", action="store_true", help="2 prompts: shows that it runs")
     parser.add_argument("--json", action="store_true", help="one line")
-    parser.add_argument("overrides", nargs="*", help="of configs/algorithms/latr.yaml")
+    parser.add_argument("overrides", nargs="*", help="of the part's recipe in configs/algorithms")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(ROOT / "configs/algorithms/latr.yaml", [f"run.dir={folder}", *args.overrides])
+        config = load_config(
+            ROOT / "configs/algorithms" / f"{args.part}.yaml", [f"run.dir={folder}", *args.overrides]
+        )
         with running_engine(config, Path(folder)) as url:
-            found = asyncio.run(compare(config, url, 2 if args.quick else args.prompts, args.size))
+            part = distinct if args.part == "latr" else repaired
+            prompts = 2 if args.quick else args.prompts
+            found = asyncio.run(measure(part, config, url, prompts, args.size))
     print(json.dumps(found, indent=None if args.json else 2))
 
 
