@@ -1,0 +1,108 @@
+"""Trees and repairs in a real run, over kill -9; and what forked samples give the trainer."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.algo.objective import Objective
+from rlsys.forks import fork
+from rlsys.obs.metrics import read_metrics
+from rlsys.rollout.reader import RunReader
+from rlsys.trainer.trainer import Trainer
+from rlsys.types import Fork, Sample, SampleGroup, Segment, Status, VersionSpan
+from tests.helpers import signal_cases as cases
+from tests.helpers.sessions import GROUPS, Session, as_json, check_ledger
+from tests.integration.test_passes import gradients
+
+pytestmark = pytest.mark.integration
+
+STEPS = 5
+TREES = (
+    "rollout.generator=latr",
+    "rollout.generator_params={second: 0.02, behind: 0.9}",
+    "algo.advantage=branch_grpo",
+    "algo.planners=[scope]",
+    "data.process_judge=chain_sum",
+    f"trainer.steps={STEPS}",
+)
+
+
+def test_a_run_of_trees_and_repairs_outlives_its_rollout_process(tmp_path: Path) -> None:
+    """Trainer and engine agree on inherited, forced and repaired tokens, and no token is lost."""
+    run = tmp_path / "run"
+    session = Session(run, *TREES)
+    try:
+        session.wait_for_steps(1)
+        session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+        session.wait_for_steps(2)
+        session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
+        code, output = session.end()
+    finally:
+        session.kill()
+    assert code == 0, output
+    figures = check_ledger(run)
+    assert figures["trained"] == STEPS * GROUPS and figures["given"] > 0
+    _, summary = as_json("report", str(run))
+    assert summary["tokens_lost"] == 0
+    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
+    steps = read_metrics(run).steps
+    assert max(s["tree_forks"] for s in steps) > 0
+    samples = [s for g in RunReader(run).groups("train_step = ?", STEPS) for s in g.samples]
+    for s in samples:
+        if s.fork is None:
+            continue
+        stem = next(other for other in samples if (other.group_id, other.index) == (s.group_id, s.fork.place))
+        assert list(s.response_ids[: s.fork.at]) == list(stem.response_ids[: s.fork.at])
+        assert list(s.mu[: s.fork.at]) == list(stem.mu[: s.fork.at])
+    assert any(s.fork is not None for s in samples)
+
+
+def test_a_forked_sample_gives_the_gradient_of_one_that_is_built_by_hand(tmp_path: Path) -> None:
+    taken = cases.single_rewards(cases.recorded())
+    forked = replace(taken, groups=[branched(g, by_hand=False) for g in taken.groups])
+    by_hand = replace(taken, groups=[branched(g, by_hand=True) for g in taken.groups])
+    assert sum(s.fork is not None for g in forked.groups for s in g.samples) >= 12
+    config = cases.config_of(None, tmp_path / "run")
+    trainer, objective = Trainer(config, frozenset({"old"})), Objective(config.algo)
+    try:
+        (loss, expected, _), (found_loss, found, _) = (
+            gradients(trainer, objective, t) for t in (by_hand, forked)
+        )
+        assert found_loss == pytest.approx(loss, abs=1e-6)
+        assert float(expected.abs().max()) > 0
+        assert float(torch.max(torch.abs(expected - found))) <= 1e-6
+    finally:
+        trainer.close()
+
+
+def branched(group: SampleGroup, *, by_hand: bool) -> SampleGroup:
+    """Every second sample begins with half of the one before it, and goes on with its own last tokens."""
+    samples = [replace(s, routes=[]) for s in group.samples]
+    for source, own in zip(samples[::2], samples[1::2], strict=False):
+        at, last = source.tokens // 2, own.tokens // 2
+        rest = Segment(
+            own.response_ids[last:], own.mu[last:], [VersionSpan(own.versions()[-1], 0, own.tokens - last)]
+        )
+        made = Sample(
+            own.sample_id, own.group_id, own.index, own.prompt_ids, own.seed, status=Status.FINISHED
+        )
+        made.reward = own.reward
+        if by_hand:
+            first = Segment(source.response_ids[:at], source.mu[:at], parts(source.spans, at))
+            made.append(first)
+        else:
+            fork(source, at, made)
+            made.behaviour = []
+            assert made.fork == Fork(source.index, at)
+        made.append(rest)
+        samples[own.index] = made
+    return replace(group, samples=samples)
+
+
+def parts(spans: list[VersionSpan], at: int) -> list[VersionSpan]:
+    return [VersionSpan(s.version, s.start, min(s.end, at)) for s in spans if s.start < at]
