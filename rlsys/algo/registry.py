@@ -110,6 +110,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "loss": {
         "clip": "rlsys.algo.losses:Clip",
+        "echo_clip": "rlsys.algo.echo:EchoClip",
         "dual_clip": "rlsys.algo.losses:DualClip",
         "gspo": "rlsys.algo.losses:Gspo",
         "cispo": "rlsys.algo.losses:Cispo",

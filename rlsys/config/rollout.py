@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlsys.config.section import FilePath, Fraction, NonNegative, Positive, Section
 
-TREES = ("latr",)
+TREES = ("latr", "echo")
 """Generators that make a group's responses together."""
 
 

@@ -22,6 +22,7 @@ from rlsys.plugins import call, expect_function, resolve
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.agent import agent
 from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.echo import echo
 from rlsys.rollout.environment import environment
 from rlsys.rollout.functions import functions
 from rlsys.rollout.latr import latr
@@ -51,6 +52,7 @@ GENERATORS: dict[str, Callable[..., Generator]] = {
     "environment": environment,
     "replayed": replayed,
     "latr": latr,
+    "echo": echo,
 }
 
 

@@ -255,7 +255,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 CLAIMS = {
-    "branch_grpo": "loss",
+    "branch_grpo": "loss", "echo": "loss",
     "adaptive_entropy": "loss", "adaptive_kl": "loss", "clip_cov": "clip_share", "dppo": "clip_share",
     "dppo_kl": "clip_share", "dro": "loss", "gmpo": "clip_share", "kimi": "loss", "kl_cov": "clip_share",
     "distill": "loss",

@@ -1,0 +1,79 @@
+"""ECHO's loss: a clip that is wider for responses whose end the policy is unsure of, and advantages that grow there.
+
+Shapes: T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import Figures, Loss, View, Width
+from rlsys.algo.segments import sum_by
+
+Weight = Annotated[float, Field(ge=0)]
+
+
+def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
+    """Mean of `values` `[T]` over the last `tail` trained tokens of each sequence, at each of its tokens, `[T]`."""
+    keep = batch.keep.to(values.dtype)
+    upto = keep.cumsum(0)
+    whole = sum_by(keep, batch.ids, batch.sequences)
+    before = whole.cumsum(0) - whole
+    from_end = whole[batch.ids] - (upto - before[batch.ids])  # trained tokens behind this one
+    last = batch.keep & (from_end < tail)
+    counts = sum_by(last.to(values.dtype), batch.ids, batch.sequences).clamp(min=1)
+    sums = sum_by(torch.where(last, values, torch.zeros_like(values)), batch.ids, batch.sequences)
+    return (sums / counts)[batch.ids]
+
+
+class EchoClip(Loss):
+    """PPO's clip with a radius for each response, wider the less confident its end: eps = narrow + (wide - narrow)
+    sigmoid(steep (1 - C_tail)). Advantages become A (1 + shape (alpha H + beta (1 - C))).
+
+    H is the entropy at a token, and its confidence C the sum of the squared probabilities there. The paper says
+    neither how it measures confidence nor its coefficients: both, and all defaults, are ours.
+    """
+
+    paper: ClassVar[str] = "ECHO: entropy-confidence hybrid optimisation for test-time RL, clip and shaping"
+    evidence: ClassVar[str] = "P"
+    narrow: Width = 0.1
+    """Radius towards which confident responses go."""
+    wide: Width = 0.3
+    """Radius of unsure ones, at the most."""
+    steep: Weight = 4.0
+    """How fast the radius grows."""
+    tail: Annotated[int, Field(gt=0)] = 64
+    """Trained tokens at a response's end whose confidence counts."""
+    shape: Weight = 0.0
+    """Weight of the change of advantages; 0 leaves them as they are."""
+    alpha: Weight = 1.0
+    """Weight of the entropy in it."""
+    beta: Weight = 1.0
+    """Weight of the lack of confidence in it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.narrow > self.wide:
+            raise ValueError(f"narrow = {self.narrow} must not be above wide = {self.wide}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy", "sum_pi_squared"})
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        batch = view.batch
+        confidence = batch.masked(batch.signal("sum_pi_squared"))
+        radius = torch.sigmoid(self.steep * (1 - tail_means(batch, confidence, self.tail)))
+        radius = self.narrow + (self.wide - self.narrow) * radius
+        unsure = self.alpha * batch.masked(batch.signal("entropy")) + self.beta * (1 - confidence)
+        advantages = view.advantages * (1 + self.shape * unsure)
+        ratio, low, high = view.ratio, 1 - radius, 1 + radius
+        loss = -torch.minimum(ratio * advantages, torch.clamp(ratio, low, high) * advantages)
+        now = ratio.detach()
+        clipped = ((advantages > 0) & (now > high)) | ((advantages < 0) & (now < low))
+        return loss, {"clipped": clipped, "clip_radius": radius}
