@@ -63,7 +63,7 @@ def of_other_rewards(config: Config, made: Mapping[str, Sequence[Any]]) -> list[
     for field, plugins in made.items():
         for i, plugin in enumerate(plugins):
             what = f"algo.{field}[{i}] ({type(plugin).__name__})"
-            if (correct := getattr(plugin, "correct", None)) is not None:
+            if isinstance(correct := getattr(plugin, "correct", None), float):
                 found.append(
                     f"{what} counts a reward above its parameter correct = {correct:g} as a success; see that this "
                     f"fits data.reward = {config.data.reward_name}"

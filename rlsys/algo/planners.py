@@ -92,6 +92,13 @@ class Planner(Plugin):
     def hear_repairs(self, group_id: int, found: Sequence[Prefix]) -> None:
         """What further samples of a group may begin with."""
 
+    def wants_guidance(self, group: SampleGroup) -> Sequence[int]:
+        """Places of failed samples from which a judge is to make a hint, before it decides."""
+        return ()
+
+    def hear_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:
+        """The group's prompt with that hint."""
+
     def decide(self, group: SampleGroup) -> Decision:
         """What happens to a group whose samples are all done. One that is held is asked for again, once it is
         released; after a restart at any time."""

@@ -28,6 +28,7 @@ NEEDS: dict[str, str] = {
     "turn_rewards": "what each turn is worth: rollout.generator: environment says it, or data.reward as turn_rewards",
     "transferred": "which samples were drawn from a rewritten prompt",
     "forks": "which sample of its group a response branches off, and where",
+    "guidance": "what a judge makes of failed responses: a hint for the prompt",
     "repairs": "where a response goes wrong first, and what is right there",
     "prompt_scores": "how far policy and reference disagree on each prompt token",
 }

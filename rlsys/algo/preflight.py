@@ -283,10 +283,11 @@ def _check_batch_scaling(config: Config, made: Mapping[str, Sequence[Any]]) -> N
 
 
 def _check_judge(config: Config) -> None:
-    if config.data.judge is not None and config.algo.group_reward is None:
+    guided = any(spec.name == "aoi" for spec in config.algo.planners)
+    if config.data.judge is not None and config.algo.group_reward is None and not guided:
         raise UserError(
-            f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, or no "
-            "judge"
+            f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, the "
+            "planner aoi, or no judge"
         )
 
 
@@ -320,11 +321,13 @@ def _why_not(need: str, config: Config) -> str:
         return "trainer.lora trains nothing but adapters, and values need a layer of their own; leave out one of them"
     if need == "divergence" and config.algo.teacher is None:
         return "algo.teacher names none"
-    if need == "verdicts" and config.data.judge is None:
+    if need in ("verdicts", "guidance") and config.data.judge is None:
         return "data.judge names none"
     forks = config.rollout.generator in TREES or any(p.name == "scope" for p in config.algo.planners)
     if need == "forks" and not forks:
         return f"rollout.generator = {config.rollout.generator} makes no trees; use latr"
+    if need == "guidance" and config.rollout.generator not in ("single_turn", "calculator", "functions"):
+        return f"rollout.generator = {config.rollout.generator} makes its prompt itself"
     if need == "repairs" and config.data.process_judge is None:
         return "data.process_judge names none"
     if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):

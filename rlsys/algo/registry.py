@@ -54,6 +54,7 @@ TABLE: dict[str, dict[str, str]] = {
         "xrpo": "rlsys.algo.allocation:Xrpo",
         "lens": "rlsys.algo.planners:Lens",
         "ttrl": "rlsys.algo.planners:Votes",
+        "aoi": "rlsys.algo.miners:Aoi",
         "scope": "rlsys.algo.repairs:Scope",
     },
     "group_reward": {
@@ -93,6 +94,7 @@ TABLE: dict[str, dict[str, str]] = {
     "selector": {
         "d3s": "rlsys.algo.selectors:D3S",
         "overlong_filter": "rlsys.algo.selectors:OverlongFilter",
+        "unsure_turns": "rlsys.algo.turn_selectors:UnsureTurns",
         "top_entropy": "rlsys.algo.entropy_control:TopEntropy",
         "grpo_roc": "rlsys.algo.selectors:GrpoRoc",
         "lens": "rlsys.algo.selectors:Lens",

@@ -22,6 +22,7 @@ from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
 from rlsys.rollout.group_scoring import GroupScorer
+from rlsys.rollout.guidance import Guidance
 from rlsys.rollout.repairs import Repairs
 from rlsys.types import Prompt, Sample, SampleGroup
 
@@ -55,6 +56,7 @@ class Planning:
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
         self._prompt_scores, self._repairs = prompt_scores, repairs
+        self._guidance = None if judge is None or tokenizer is None else Guidance(judge, tokenizer)
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
         """Samples that a group starts with."""
@@ -120,6 +122,8 @@ class Planning:
             counts |= {"group_reward_hung": scorer.hung, "group_reward_failed": scorer.failed}
         if self._repairs is not None:
             counts |= self._repairs.counts
+        if self._guidance is not None and any("guidance" in p.needs() for p in self._planners):
+            counts |= self._guidance.counts
         if (judge := self._judge) is not None:
             counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
         return counts
@@ -146,6 +150,17 @@ class Planning:
                 assert self._repairs is not None, "preflight lets no such planner in without a process judge"
                 samples = load([group.samples[place] for place in places])
                 planner.hear_repairs(group.group_id, await self._repairs.of(prompt, samples))
+
+    async def guide(
+        self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
+    ) -> None:
+        """Tell the planners that want it how a judge would have the prompt put, after what failed."""
+        for planner in self._planners:
+            if places := planner.wants_guidance(group):
+                assert self._guidance is not None, "preflight lets no such planner in without a judge"
+                ids = await self._guidance.of(prompt, load([group.samples[place] for place in places]))
+                if ids is not None:
+                    planner.hear_guidance(group.group_id, ids)
 
     def decide(self, group: SampleGroup) -> Decision:
         """What becomes of a group whose samples all have their rewards."""

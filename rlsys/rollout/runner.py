@@ -260,6 +260,7 @@ class SampleRunner:
             try:
                 await self._planning.score_prompt(group)
                 await self._planning.repair(self._prompts[group.group_id], group, self._buffer.load)
+                await self._planning.guide(self._prompts[group.group_id], group, self._buffer.load)
             except Poisonous as e:
                 reason = str(e)
         if reason is None:

@@ -23,6 +23,9 @@ class Lengths:
     def decode(self, response_ids: Sequence[int]) -> str:
         return "x" * len(response_ids)
 
+    def without_special(self, text: str) -> str:
+        return text
+
     def encode(self, text: str) -> list[int]:
         return [ord(c) % 100 for c in text]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.config import Config, identity
+from rlsys.rewards.judges import PatientJudge
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
@@ -66,10 +67,12 @@ class Rig:
         length: Callable[[Sample], int],
         reward: Reward,
         prompt_scores: PromptScores | None = None,
+        judge: PatientJudge | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.folder = config.run.dir
         self.router = ScriptedRouter(length)
-        planning = Planning(config, Numbers(), None, prompt_scores=prompt_scores)
+        planning = Planning(config, Numbers(), tokenizer, judge, prompt_scores)
         self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         self.scorer = Scorer(
             lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
@@ -121,9 +124,11 @@ async def rig(
     length: Callable[[Sample], int] = lambda s: 3,
     reward: Reward = length_reward,
     prompt_scores: PromptScores | None = None,
+    judge: PatientJudge | None = None,
+    tokenizer: Any = None,
 ) -> AsyncIterator[Rig]:
     """At the end: the ledger adds up, and every token that the router received is in it."""
-    made = Rig(config, length, reward, prompt_scores)
+    made = Rig(config, length, reward, prompt_scores, judge, tokenizer)
     before = sum(made.buffer.ledger().tokens.values())
     try:
         yield made

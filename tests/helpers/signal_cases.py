@@ -136,7 +136,7 @@ def batch_of(recipe: str) -> Taken:
     taken = taken if recipe == "gdpo" else single_rewards(taken)
     change = {
         "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off, "branch_grpo": forked,
-        **dict.fromkeys(("mapo", "ui_s1", "gae_turn_rewards"), in_turns),
+        **dict.fromkeys(("dart", "mapo", "ui_s1", "gae_turn_rewards"), in_turns),
     }.get(recipe)  # fmt: skip
     return taken if change is None else change(taken)
 

@@ -273,7 +273,7 @@ CLAIMS = {
     "reinforce_pp": "loss", "reinforce_pp_baseline": "loss", "rloo": "loss", "rorecomp": "loss", "sapo": "loss",
     "gae_turn": "loss", "vapo": "loss", "gae_critic": "loss", "sync_ref": "kl", "optimal_token_baseline": "loss",
     "gpg": "loss", "grpo_passk": "loss", "lite_ppo": "loss", "maxrl": "loss", "opo": "loss",
-    "mapo": "loss", "ui_s1": "loss", "gae_turn_rewards": "loss",
+    "dart": "grad_norm", "mapo": "loss", "ui_s1": "loss", "gae_turn_rewards": "loss",
     "tis": "weight_mean", "ttrl": "effective_groups", "vcpo": "lr", "vcpo_baseline": "loss", "xrpo": "loss",
 }  # fmt: skip
 """Recipe -> the metric of the step that it changes."""
@@ -288,7 +288,7 @@ WITHOUT = {
     "brorl": ("algo.hooks=[]",), "entropy": ("algo.loss=[clip]",), "kl": ("algo.loss=[clip]",),
     "kl_reward": ("algo.shaping=[]",), "gae": (CLIP,), "lens": ("algo.selectors=[]", "algo.corrections=[]"),
     "grpo": ("algo.reducer=token_mean",),
-    "mapo": ("algo.advantage=grpo",), "ui_s1": ("algo.advantage=grpo",),
+    "dart": ("algo.selectors=[]",), "mapo": ("algo.advantage=grpo",), "ui_s1": ("algo.advantage=grpo",),
     "gae_turn_rewards": ("algo.advantage={name: gae, timestep: turn, rewards: response}",),
     "gae_turn": ("algo.advantage=gae",), "vapo": ("algo.advantage=gae",), "gae_critic": ("algo.critic=null",),
     "optimal_token_baseline": ("algo.advantage=grpo",), "sync_ref": ("algo.hooks=[]",),
@@ -301,7 +301,7 @@ WITHOUT = {
     ),
 }  # fmt: skip
 """Recipe -> itself without its plug-in, where it is more than the quickstart and that, or has a batch of its own."""
-ROLLOUT_SIDE = {"dapo", "dare", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade"}
+ROLLOUT_SIDE = {"aoi", "dapo", "dare", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade"}
 """Recipes that change what is rolled out: tests/unit/test_planning.py."""
 
 

@@ -358,3 +358,63 @@ async def test_steps_get_their_groups_whatever_the_size_of_a_round(
                 await r.push()
         assert len(set(seen)) == len(seen)
         assert sizes >= {2, 4}
+
+
+async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_trained_without_it(
+    tmp_path: Path,
+) -> None:
+    asked: list[str] = []
+
+    async def judge(text: str) -> str:
+        asked.append(text)
+        return "go slowly"
+
+    def wrong_in_group_zero(sample: Sample) -> int:
+        return 4 if sample.group_id == 0 else 3
+
+    config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 3, "shown": 1}])
+    patient = PatientJudge(judge, 5.0)
+    async with rig(config, wrong_in_group_zero, judge=patient, tokenizer=Lengths()) as r:
+        await r.start()
+        taken = await r.take(1)
+        hard, easy = taken.groups
+        assert (
+            len(asked) == 1 and "Wrong solution 1:\nxxxx\n" in asked[0] and "Wrong solution 2" not in asked[0]
+        )
+        own = hard.samples[0].prompt_ids
+        hint = Lengths().encode("Hint: go slowly")
+        assert [s.trained_prompt for s in hard.samples] == [None, None, own, own, own]
+        assert all(s.prompt_ids[-len(hint) :] == hint for s in hard.samples[2:])
+        assert {s.trained_prompt for s in easy.samples} == {None}
+        assert (taken.metrics["guided"], taken.metrics["guidance_missing"]) == (1, 0)
+
+
+async def test_a_judge_that_says_nothing_leaves_the_group_as_it_is(tmp_path: Path) -> None:
+    async def judge(text: str) -> str:
+        raise OSError("no judge")
+
+    config = config_of(tmp_path, planners=["aoi"])
+    async with rig(config, lambda s: 4, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+        await r.start()
+        assert [len(g.samples) for g in (await r.take(1)).groups] == [2, 2]
+
+
+async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_path: Path) -> None:
+    async def judge(text: str) -> str:
+        return "go slowly"
+
+    def slow_second_stage(sample: Sample) -> int:
+        return 4 if sample.index < 2 else 12
+
+    config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 2}])
+    async with rig(config, slow_second_stage, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+        await r.start()
+        take = asyncio.create_task(r.manager.take(1))
+        for _ in range(6):
+            await settle()
+            r.router.tick()
+        take.cancel()
+        assert [len(g.samples) for g in r.buffer.active()] == [4, 4]
+    async with rig(config, slow_second_stage, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+        await r.start()
+        assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
