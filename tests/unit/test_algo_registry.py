@@ -44,6 +44,12 @@ def test_every_method_of_the_issue_has_a_plugin_and_a_recipe(name: str) -> None:
         ("loss", "grpo", {}, "loss = 'grpo': unknown loss; grpo is of kind advantage; of this kind: clip"),
         ("loss", "clip", {"clip_hgh": 1}, "loss.clip_hgh: unknown key; did you mean clip_high?"),
         ("loss", "clip", {"clip_low": 2}, "loss.clip_low = 2: expected less than 1"),
+        (
+            "preference",
+            "simpo",
+            {"margin": -0.5},
+            "preference.margin = -0.5: expected greater than or equal to 0",
+        ),
         ("lossy", "clip", {}, "unknown kind of plug-in 'lossy'; did you mean loss?"),
         ("loss", "no.such:thing", {}, "loss = 'no.such:thing': cannot import no.such"),
         ("loss", "rlsys.types:thing", {}, "rlsys.types has no class or function 'thing'"),

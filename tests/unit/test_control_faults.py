@@ -456,3 +456,15 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
         with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
             await r.manager._waiting.watched(asyncio.Event().wait(), "an engine")
         assert loop.time() - start >= 0.25
+
+
+async def test_a_failure_in_the_last_moment_of_a_wait_is_told(tmp_path: Path) -> None:
+    async with rig(make_config(tmp_path)) as r:
+        await r.manager.restore(0)
+
+        async def fails_while_it_ends() -> str:
+            r.manager._runner._fail(RunError("the disk is full"))
+            return "done"
+
+        with pytest.raises(RunError, match="the disk is full"):
+            await r.manager._waiting.watched(fails_while_it_ends(), "nothing")

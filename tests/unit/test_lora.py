@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from launch.memory import budget, checkpoint_host, describe_memory, model_size
 from launch.push import short
@@ -22,7 +23,7 @@ from rlsys.config.mistakes import ConfigError
 from rlsys.config.trainer import LoraConfig
 from rlsys.convert.adapters import adapted, check_lora, factors, matrices
 from rlsys.convert.config import HFConfig
-from rlsys.convert.peft import adapter_config
+from rlsys.convert.peft import adapter_config, write_adapter
 from rlsys.engine import launch_args
 from rlsys.errors import UserError
 from rlsys.types import EngineAddress, PushTicket
@@ -64,6 +65,16 @@ def test_targets_choose_by_the_last_part_of_a_name() -> None:
     )
     assert adapter_config(Path("base"), lora, model("qwen3"))["target_modules"] == ["q_proj", "v_proj"]
     assert matrices(model("deepseek-v3"))[:3] == ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
+
+
+def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    lora, weight = LoraConfig(rank=4), torch.arange(6.0).view(2, 3)
+    for factor in (weight, weight.T):  # the second takes the place of the first
+        write_adapter(tmp_path / "adapter", Path("base"), lora, model("qwen3"), [("a.lora_A.weight", factor)])
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    assert torch.equal(load_file(tmp_path / "adapter/adapter_model.safetensors")["a.lora_A.weight"], weight.T)
+    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (told["r"], told["base_model_name_or_path"]) == (4, "base")
 
 
 @pytest.mark.parametrize(
