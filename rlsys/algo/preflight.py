@@ -283,8 +283,9 @@ def _check_batch_scaling(config: Config, made: Mapping[str, Sequence[Any]]) -> N
 
 
 def _check_judge(config: Config) -> None:
-    guided = any(spec.name == "aoi" for spec in config.algo.planners)
-    if config.data.judge is not None and config.algo.group_reward is None and not guided:
+    asked = any(spec.name == "aoi" for spec in config.algo.planners)
+    asked |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
+    if config.data.judge is not None and config.algo.group_reward is None and not asked:
         raise UserError(
             f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, the "
             "planner aoi, or no judge"

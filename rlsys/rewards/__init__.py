@@ -23,6 +23,7 @@ from rlsys.rewards.answer import (
     reasoning_gym_partial,
 )
 from rlsys.rewards.code import code
+from rlsys.rewards.consistency import reasoning_answer_consistency
 from rlsys.rewards.environment import environment
 from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.marks import Mark, join_marks, read_mark
@@ -42,6 +43,7 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
     "exact_answer": exact_answer,
     "answer_and_format": answer_and_format,
     "fapo_judge": fapo_judge,
+    "reasoning_answer_consistency": reasoning_answer_consistency,
     "environment": environment,
     "math": math,
     "code": code,
