@@ -27,8 +27,9 @@ from rlsys.rollout.turns import Speak
 from rlsys.types import Sample
 
 Share = Annotated[float, Field(gt=0, le=1)]
-MATHS = frozenset("+-*/\\<>=()[]{}_^&%$0123456789")
-"""Where the older branch goes on with one of these, the newer one differs in what counts, and stays."""
+MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
+"""Where the older branch goes on with a part of this text, or with a blank, the newer one differs in what counts, and
+stays."""
 
 
 class LatrParams(Section):

@@ -38,7 +38,7 @@ class ToyModel:
         if r.random() < self.ends:
             first = EOS
         p = r.uniform(0.3, 0.8)
-        return [(math.log(p), first), (math.log(min(p, r.uniform(0.05, 1 - p))), second)]
+        return [(math.log(p), first), (math.log(min(0.98 * p, r.uniform(0.05, 1 - p))), second)]
 
     async def look(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
         assert greedy and tops.most == 2
