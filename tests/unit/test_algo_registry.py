@@ -48,7 +48,7 @@ def test_every_method_of_the_issue_has_a_plugin_and_a_recipe(name: str) -> None:
             "preference",
             "simpo",
             {"margin": -0.5},
-            "preference.margin = -0.5: expected greater than or equal to 0",
+            "preference.margin = -0.5: expected at least 0",
         ),
         ("lossy", "clip", {}, "unknown kind of plug-in 'lossy'; did you mean loss?"),
         ("loss", "no.such:thing", {}, "loss = 'no.such:thing': cannot import no.such"),
