@@ -60,6 +60,8 @@ class RemoteEpisode:
         self._told: list[tuple[Answer, Answer]] = []
         self.restarts = 0
         """How often it was opened anew."""
+        self.given_up = False
+        """Nobody waits for an answer any more: a question that has none yet is not asked again. Set by any thread."""
         opened = self._within_deaths(self._open)
         self.messages: list[dict[str, Any]] = opened["messages"]
         self.tools: list[dict[str, Any]] = opened["tools"]
@@ -135,6 +137,8 @@ class RemoteEpisode:
         has died: the same question is asked once more first."""
         end, pause, gone = time.monotonic() + self._seconds, FIRST_PAUSE, 0
         while True:
+            if self.given_up:
+                raise EnvironmentFailed("nobody waits for it")
             try:
                 status, said = self._ask(path, body, end)
             except OSError as e:

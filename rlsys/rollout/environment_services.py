@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,7 +34,9 @@ from rlsys.errors import UserError
 from rlsys.workers import KEPT_VARIABLES
 
 START_SECONDS = 120.0
-PROBE_SECONDS = 10.0
+PROBES, PROBE_PART = 6, 3
+"""Health checks within `step_seconds`, and the part of these that one may take: a service that hangs is started anew
+before its clients give up."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 """Seconds before a service is started anew; doubled while it dies within STEADY_SECONDS."""
 STEADY_SECONDS = 60.0
@@ -129,8 +132,11 @@ class Service:
         p = self._params
         named = {*KEPT_VARIABLES, *p.env}
         env = {name: value for name, value in os.environ.items() if name in named}
+        python = p.python or sys.executable
+        if shutil.which(python) is None:
+            raise UserError(f"the environment {p.name}: python = {python!r} is no program")
         process = await asyncio.create_subprocess_exec(
-            p.python or sys.executable, "-u", start.__file__, _absolute(p.connector or ""),
+            python, "-u", start.__file__, _absolute(p.connector or ""),
             "--params", json.dumps(p.params), "--socket", str(self._listening.fileno()),
             "--leases", str(p.leases), "--idle", str(p.idle_seconds),
             stdin=asyncio.subprocess.PIPE,
@@ -161,7 +167,7 @@ class Service:
         ended = asyncio.ensure_future(process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait([ended], timeout=PROBE_SECONDS)
+                done, _ = await asyncio.wait([ended], timeout=self._params.step_seconds / PROBES)
                 if done:
                     return
                 if not await self._answers():
@@ -171,7 +177,7 @@ class Service:
             ended.cancel()
 
     async def _answers(self) -> bool:
-        times = aiohttp.ClientTimeout(total=self._params.step_seconds)
+        times = aiohttp.ClientTimeout(total=self._params.step_seconds / PROBE_PART)
         headers = {"Authorization": f"Bearer {self.key}"}
         try:
             async with (
@@ -191,7 +197,7 @@ class Services:
         self._params, self._field = params, field
         self._services: list[Service] = []
         self._keepers: list[asyncio.Task[None]] = []
-        self._began: asyncio.Future[None] | None = None
+        self._began: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(params.leases * params.processes)
         self._threads = concurrent.futures.ThreadPoolExecutor(
             min(MOST_THREADS, params.leases * params.processes), thread_name_prefix="environment"
@@ -221,25 +227,30 @@ class Services:
             make = functools.partial(
                 RemoteEpisode, service.url, service.key, task, seed, self._params.step_seconds
             )
-            remote = await self._in_thread(make)
+            opening = self._in_thread(make)
+            try:
+                remote: RemoteEpisode = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(self._leave)
+                raise
             try:
                 yield LeasedEpisode(remote, self._in_thread)
             finally:
-                self._threads.submit(remote.close)
+                self._leave(opening)
 
-    async def _in_thread(self, call: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    def _in_thread(self, call: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _leave(self, opening: asyncio.Future[RemoteEpisode]) -> None:
+        """Close an episode that was opened; nobody waits for it."""
+        if not opening.cancelled() and opening.exception() is None:
+            remote = opening.result()
+            remote.given_up = True
+            self._threads.submit(remote.close)
 
     async def _started(self) -> None:
-        if self._began is None:
-            self._began = asyncio.get_running_loop().create_future()
-            try:
-                await self._begin()
-            except BaseException as e:
-                self._began.set_exception(e if isinstance(e, UserError) else UserError(str(e)))
-                self._began.exception()
-                raise
-            self._began.set_result(None)
+        if self._began is None:  # a task of its own: whoever comes first may be cancelled
+            self._began = asyncio.create_task(self._begin(), name="environments")
         await asyncio.shield(self._began)
 
     async def _begin(self) -> None:
@@ -259,9 +270,10 @@ class Services:
             raise UserError(f"{self._field}: {e}") from None
 
     async def close(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        tasks = [*self._keepers, *([] if self._began is None else [self._began])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

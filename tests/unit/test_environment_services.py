@@ -152,6 +152,29 @@ async def test_a_step_that_hangs_fails_in_time_and_a_paused_service_is_waited_fo
 
 
 @pytest.mark.gate
+async def test_a_service_that_hangs_as_a_whole_is_started_anew_before_its_clients_give_up() -> None:
+    async with running(step_seconds=6) as services, services.episode(TASK, 0) as episode:
+        assert (await episode.step("3"))["reward"] == 1.0
+        (process,) = processes()
+        process.send_signal(signal.SIGSTOP)
+        assert [(await episode.step(t))["reward"] for t in ("7", "12")] == [1.0, 1.0]
+        assert (episode.restarts, services.restarts, process.is_running()) == (1, 1, False)
+
+
+@pytest.mark.gate
+async def test_an_episode_that_nobody_waits_for_frees_its_lease() -> None:
+    async with running(leases=1, params={"slow": 0.3}) as services:
+        for _ in range(3):
+            work = asyncio.ensure_future(played(services, TASK))
+            await asyncio.sleep(0)
+            while not processes():
+                await asyncio.sleep(0.01)
+            work.cancel()
+            await asyncio.wait([work])
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.gate
 async def test_strangers_are_refused_and_mistakes_told() -> None:
     async with running() as services, services.service() as service:
         stranger = await asyncio.to_thread(
@@ -174,6 +197,9 @@ async def test_strangers_are_refused_and_mistakes_told() -> None:
         UserError, match=r"rollout.generator_params: the environment gymnasium: ModuleNotFoundError"
     ):
         async with running(connector="gymnasium", params={"id": "FrozenLake-v1"}) as services:
+            await played(services, TASK)
+    with pytest.raises(UserError, match=r"python = '/no/python' is no program"):
+        async with running(python="/no/python") as services:
             await played(services, TASK)
     for params, words in (
         ({"connector": "gymnasum"}, "expected one of gymnasium"),
