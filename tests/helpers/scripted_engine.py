@@ -116,6 +116,7 @@ class ScriptedEngine:
         self.aborting = 0  # so many of the requests that do not stream
         self.requests: dict[str, Request] = {}
         self.history: list[Request] = []
+        self.cached = 0  # so many tokens of a prompt it says to have read before
         self._boot()
 
     def _boot(self) -> None:
@@ -355,7 +356,11 @@ class ScriptedEngine:
             meta["completion_tokens"] = len(made)
         else:
             ids, probs = request.made[request.sent :], probs[request.sent :]
-            meta |= {"prompt_tokens": first, "cached_tokens": 0, "completion_tokens": len(request.made)}
+            meta |= {
+                "prompt_tokens": first,
+                "cached_tokens": self.cached,
+                "completion_tokens": len(request.made),
+            }
             request.sent = len(request.made)
             if finish:
                 self.generated += len(request.made)

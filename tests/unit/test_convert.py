@@ -22,6 +22,7 @@ from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.rope import Rope
 from rlsys.convert.table import check_names, entries
+from rlsys.convert.torch_dist import Box, DistWriter
 from rlsys.errors import UserError
 from tests.helpers import tiny
 
@@ -521,3 +522,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
     """The defaults of the configuration classes in transformers 5.19."""
     config = HFConfig.of({"architectures": [architecture], **SIZES, **given}, "config.json")
     assert {name: getattr(config, name) for name in (SHARED | meant)} == {**SHARED, **meant}
+
+
+def test_a_checkpoint_file_is_whole_when_its_writer_ends(tmp_path: Path) -> None:
+    with DistWriter(tmp_path) as writer:
+        writer.put(0, "weight", (2, 3), Box((0, 0), (2, 3)), torch.ones(2, 3))
+    assert len((tmp_path / "__0_0.distcp").read_bytes()) > 24, "nothing of it waits in memory"

@@ -89,6 +89,19 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
         assert rig.router._pool.engines[0].received == rig.engine.generated < len(s.response_ids)
 
 
+async def test_what_came_from_a_cache_is_counted_by_what_could_have_put_it_there() -> None:
+    async with routing(ScriptedEngine(A)) as rig:
+        (s,), (task,) = await rig.at_work()
+        await rig.router.interrupt()
+        before = len(s.response_ids)
+        rig.engine.cached = 3
+        rig.router.resume()
+        await task
+        counted = rig.router.tally()[1]
+        assert counted["sibling"] == (0, len(PROMPT))
+        assert counted["resume"] == (3, len(PROMPT) + before)
+
+
 async def test_waiting_in_the_engines_queue_costs_no_token() -> None:
     async with routing(ScriptedEngine(A, max_running=1)) as rig:
         await rig.push()
