@@ -14,7 +14,7 @@ import asyncio
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +54,9 @@ class Record:
             }
             self.stops = _stops(db, steps)
             """Of each (sample, sequence) that got a token, in order."""
+            terminal = ", ".join(f"'{s}'" for s in Status if s.terminal)
+            ended = db.execute(f"SELECT sample_id FROM samples WHERE status IN ({terminal})")
+            self.ended = {row[0] for row in ended}
         for (sample_id, _), stops in self.stops.items():
             if any(a.trained_steps > b.trained_steps for a, b in pairwise(stops)):
                 raise UserError(
@@ -73,17 +76,21 @@ def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int
     for sample_id, sequence, tokens in db.execute("SELECT sample_id, sequence, tokens FROM interrupts"):
         interrupts[sample_id, sequence].add(tokens)
     out: dict[tuple[int, int], list[Stop]] = {}
-    for sample_id, sequence, status, text in db.execute(
+    rows = db.execute(
         "SELECT sample_id, 0, samples.status, spans FROM samples UNION ALL "
         "SELECT sample_id, sequence, samples.status, sequences.spans FROM sequences JOIN samples USING (sample_id)"
-    ):
+    ).fetchall()
+    several = {sample_id for sample_id, sequence, *_ in rows if sequence}
+    for sample_id, sequence, status, text in rows:
         spans: list[tuple[int, int, int]] = json.loads(text)
         if not spans:
             continue
         ends = {end for _, _, end in spans} | interrupts[sample_id, sequence]
         step_of = {i: steps[version] for version, start, end in spans for i in range(start + 1, end + 1)}
         stops = [Stop(step_of[end], end, False) for end in sorted(ends & step_of.keys())]
-        if Status(status).terminal:
+        # Of several sequences some have ended while their sample has not.
+        ended = sample_id in several and stops[-1].end not in interrupts[sample_id, sequence]
+        if Status(status).terminal or ended:
             stops[-1] = stops[-1]._replace(last=True)
         out[sample_id, sequence] = stops
     return out
@@ -97,6 +104,9 @@ class Repeat:
         self._buffer = buffer
         self._trained_steps = -1
         self._moved = asyncio.Event()
+        self._sequences: dict[int, dict[int, list[Stop]]] = defaultdict(dict)  # of each sample
+        for (sample_id, sequence), stops in record.stops.items():
+            self._sequences[sample_id][sequence] = stops
 
     def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps."""
@@ -138,21 +148,25 @@ class Repeat:
 
     def lacks_tokens(self, trained_steps: int) -> bool:
         """Whether a sample still lacks tokens that the weights after so many train steps gave it."""
-        return any(self._lacks(i, stops, trained_steps) for i, stops in self._record.stops.items())
+        return any(self._lacks(i, sequences, trained_steps) for i, sequences in self._sequences.items())
 
-    def _lacks(self, whose: tuple[int, int], stops: list[Stop], trained_steps: int) -> bool:
-        due = [s for s in stops if s.trained_steps <= trained_steps]
-        sample_id, sequence = whose
+    def _lacks(self, sample_id: int, sequences: Mapping[int, list[Stop]], trained_steps: int) -> bool:
+        due = {k: [s for s in stops if s.trained_steps <= trained_steps] for k, stops in sequences.items()}
         group_id, place = divmod(sample_id, self._record.largest_group)
-        if not due or (group_id not in self._buffer.groups and group_id < self._buffer.next_group_id):
+        if not any(due.values()) or (
+            group_id not in self._buffer.groups and group_id < self._buffer.next_group_id
+        ):
             return False
         group = self._buffer.groups.get(group_id)
         if group is None or place >= len(group.samples):
             return True
         sample = group.samples[place]
-        if sample.status.terminal or sequence > len(sample.further):
-            return not sample.status.terminal
-        return due[-1].last or sample.sequences[sequence].tokens < due[-1].end
+        if sample.status.terminal:
+            return False
+        if sample_id in self._record.ended and all(len(due[k]) == len(sequences[k]) for k in due):
+            return True
+        have = {q.sequence: q.tokens for q in sample.sequences}
+        return any(stops and have.get(k, 0) < stops[-1].end for k, stops in due.items())
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
         """Those that the step after `trained_steps` took; None while they are not ready, or others lack tokens."""

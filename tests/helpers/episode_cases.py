@@ -74,3 +74,21 @@ def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
             q.status = end
 
     return generate
+
+
+def one_after_the_other(config: Config, tokenizer: object, speak: Speak) -> Generator:
+    """The same conversations in turn; each begins when the one before it has ended."""
+
+    async def generate(sample: Sample, prompt: Prompt) -> None:
+        for number in range(3):
+            q = (
+                sample.sequences[number]
+                if number <= len(sample.further)
+                else sample.begin([7, 8, 8 + number])
+            )
+            await speak(q)
+            if number < 2:
+                q.status = Status.PARKED
+        sample.status = Status.FINISHED
+
+    return generate

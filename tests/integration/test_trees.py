@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.rollout.generator import build_generator
-from rlsys.rollout.latr import Latr
+from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.types import Prompt, Sample, Status
 from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
@@ -37,18 +38,22 @@ class Siblings:
         pass
 
 
+LATR = {"second": 0.005, "behind": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
+ECHO = {"window": 8, "widest": 6, "most_steps": 60}
+
+
+@pytest.mark.parametrize(("generator", "params"), [("latr", LATR), ("echo", ECHO)])
 async def test_every_branch_has_the_log_probs_of_its_tokens(
-    engine_config: Config, engine: str, tiny_moe: Path
+    engine_config: Config, engine: str, tiny_moe: Path, generator: str, params: dict[str, Any]
 ) -> None:
     """Inherited, forced and its own ones, over an interruption in the middle of the tree."""
-    params = {"second": 0.005, "behind": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
-    rollout = {"generator": "latr", "generator_params": params, "max_response_tokens": 90}
+    rollout = {"generator": generator, "generator_params": params, "max_response_tokens": 90}
     config = engine_config.model_copy(update={"rollout": Config.model_validate(
         {"model": {"path": tiny_moe}, "rollout": rollout}).rollout})  # fmt: skip
     async with stack(engine_config, engine) as s:
         await s.push(0)
         generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
-        assert isinstance(generate, Latr)
+        assert isinstance(generate, TreeGenerator)
         generate.attach(family := Siblings(6), looking_turns(config, s.router))
         running = asyncio.gather(*(generate(b, Prompt(0, "", PROMPT, {})) for b in family.samples))
         while sum(b.tokens > 0 for b in family.samples) < 3:

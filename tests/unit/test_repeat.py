@@ -74,9 +74,10 @@ async def done(r: Rig, work: Any, clock: Clock) -> Any:
 def what(taken: list[Taken]) -> list[Any]:
     return [
         [
-            (s.sample_id, s.response_ids, s.mu, s.versions(), s.status, s.reward)
+            (q.sample_id, q.sequence, q.response_ids, q.mu, q.versions(), s.status, s.reward)
             for g in t.groups
             for s in g.samples
+            for q in s.sequences
         ]
         for t in taken
     ]
@@ -102,6 +103,22 @@ async def test_another_clock_repeats_every_token(
     assert what(again) == what(first)
     assert groups_again["expired"] == groups["expired"]
     assert any(s.resumes for t in first for g in t.groups for s in g.samples)
+
+
+async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+
+    def config(name: str, **more: Any) -> Config:
+        (tmp_path / name).mkdir()
+        generator = "tests.helpers.episode_cases:one_after_the_other"
+        rollout = {"over_provision": 3, "max_staleness": 2, "generator": generator, **more}
+        return make_config(tmp_path, rollout=rollout, run={"dir": tmp_path / name})
+
+    first, _ = await trained(config("first"), random_clock(1))
+    again, _ = await trained(config("again", repeat=tmp_path / "first"), random_clock(2))
+    assert what(again) == what(first)
+    sequences = [q for t in first for g in t.groups for s in g.samples for q in s.sequences]
+    assert {q.sequence for q in sequences} == {0, 1, 2} and any(q.resumes for q in sequences if q.sequence)
 
 
 async def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
