@@ -50,7 +50,15 @@ def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 def test_every_example_has_a_config() -> None:
     parts = {p.stem for p in (ROOT / "examples").iterdir()} - {"README", "__pycache__", "tools"}
     assert {p.stem for p in EXAMPLES} == parts
-    assert parts == {"own_agent", "own_data", "own_environment", "own_loss", "own_reward", "second_try"}
+    assert parts == {
+        "own_agent",
+        "own_data",
+        "own_environment",
+        "own_loss",
+        "own_reward",
+        "replayed",
+        "second_try",
+    }
     for file in (ROOT / "examples").iterdir():
         assert file.is_dir() or len(file.read_text().splitlines()) < 60
 
