@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from rlsys.algo.plugin import EVIDENCE, evidence_of
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, load
@@ -21,6 +22,7 @@ from rlsys.config.shipped import folder
 from rlsys.config.trainer import SFTConfig
 from rlsys.errors import UserError
 
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 RECIPES = folder() / "algorithms"
 SFT = folder() / "preferences", folder() / "imitation"
 
@@ -57,7 +59,7 @@ OTHER_STAGES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One plug-in. `fields` are (name, type, default, sentence)."""
+    """One plug-in. `fields` are (name, type and limits, default, sentence)."""
 
     kind: str
     name: str
@@ -99,7 +101,12 @@ def _entry(kind: str, name: str, path: str) -> Entry:
         stage=OTHER_STAGES.get((kind, name), STAGES[kind]),
         needs=tuple(sorted(plugin().needs())),
         fields=tuple(
-            (field, _type_name(info.annotation), _told(field, info.default), info.description or "")
+            (
+                field,
+                ", ".join([_type_name(info.annotation), *_bounds(info)]),
+                _told(field, info.default),
+                info.description or "",
+            )
             for field, info in plugin.model_fields.items()
         ),
     )
@@ -133,6 +140,19 @@ def _type_name(annotation: Any) -> str:
         return "None"
     plain = isinstance(annotation, type) and not get_args(annotation)
     return annotation.__name__ if plain else str(annotation).replace("typing.", "")
+
+
+def _bounds(known: Any) -> Iterator[str]:
+    """In words, of a field or of a part of its type: `int | None` may bind its `int`."""
+    if isinstance(known, FieldInfo):
+        for limit in known.metadata:
+            for name, words in _LIMITS.items():
+                if (value := getattr(limit, name, None)) is not None:
+                    yield f"{words} {value:,}"
+        yield from _bounds(known.annotation)
+    else:
+        for part in get_args(known):
+            yield from _bounds(part)
 
 
 def render_list() -> str:

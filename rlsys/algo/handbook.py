@@ -177,7 +177,10 @@ def render_docs() -> str:
         for e in (e for e in entries() if e.kind == kind):
             lines += ["", f"### {e.kind} {e.name}", "", e.doc]
             lines += [""] if e.fields else []
-            lines += [f"- `{field}` (default `{default}`): {text}" for field, _, default, text in e.fields]
+            lines += [
+                f"- `{field}` ({values}, default `{default}`): {text}"
+                for field, values, default, text in e.fields
+            ]
     return "\n".join(lines) + "\n"
 
 

@@ -140,7 +140,7 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
 
 
 def test_show_names_types_as_they_are_written() -> None:
-    assert "floor_low (float | None, default None)" in render_show("m2po")
+    assert "floor_low (float | None, at least 0, below 1, default None)" in render_show("m2po")
     assert "weights (list[float] | None, default None)" in render_show("gdpo")
 
 
