@@ -49,16 +49,15 @@ class SavedSamples:
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
         self._stored: dict[int, list[Stored]] = {}  # by sample id, of live groups; of each of its sequences
-        self._rows: dict[
-            tuple[int, int], tuple[object, ...]
-        ] = {}  # of further sequences, as the file has them
+        self._rows: dict[tuple[int, int], tuple[object, list[int]]] = {}
+        """Of further sequences, what the file has: all that changes while one goes on, and its prompt."""
         self.added_tokens = 0
         """Tokens that a model sampled, written since the file was opened."""
 
     def know(self, sample: Sample) -> None:
         """All of it is in the file."""
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._rows |= {(q.sample_id, q.sequence): row_of_sequence(q) for q in sample.further}
+        self._rows |= {(q.sample_id, q.sequence): (_changing(q), q.prompt_ids) for q in sample.further}
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `write` has not seen."""
@@ -103,12 +102,14 @@ class SavedSamples:
 
     def _write_further(self, sequence: Sample) -> None:
         """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
-        row, key = row_of_sequence(sequence), (sequence.sample_id, sequence.sequence)
-        if self._rows.get(key) != row:
+        key, now = (sequence.sample_id, sequence.sequence), _changing(sequence)
+        before, prompt_ids = self._rows.get(key, (None, None))
+        if before != now or prompt_ids is not sequence.prompt_ids:
+            row = row_of_sequence(sequence)
             self._file.db.execute(
                 f"INSERT OR REPLACE INTO sequences VALUES ({', '.join('?' * len(row))})", row
             )
-            self._rows[key] = row
+            self._rows[key] = now, sequence.prompt_ids
 
     def _write_row(self, sample: Sample) -> None:
         """In flight is stored as parked: what would be resumed."""
@@ -165,6 +166,15 @@ class SavedSamples:
             self._file.db.execute(f"DELETE FROM {table} WHERE {taken}", (after, upto))
         self._file.db.execute(f"UPDATE sequences SET prompt_ids = x'' WHERE {taken}", (after, upto))
         self._file.forget_unused()
+
+
+def _changing(q: Sample) -> tuple[object, ...]:
+    """Cheap to compare: an agent has hundreds of conversations with long prompts, of which one or two go on."""
+    last = q.spans[-1].version if q.spans else None
+    return (
+        q.status, q.tokens, len(q.spans), last, len(q.observed), q.spoke, q.parent, q.aside, q.resumes, q.engine,
+        q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
+    )  # fmt: skip
 
 
 def _json(value: object) -> str:
