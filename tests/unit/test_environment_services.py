@@ -220,6 +220,18 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 
 
 @pytest.mark.gate
+async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as theirs, theirs.service() as service:
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", service.key)
+        async with running(connector=None, url=service.url) as services:
+            assert await played(services, TASK) == [1.0, 1.0, 1.0]
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", "another")
+        async with running(connector=None, url=service.url) as services:
+            with pytest.raises(EnvironmentFailed, match="a wrong key"):
+                await played(services, TASK)
+
+
+@pytest.mark.gate
 async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as services, services.service() as service:
         monkeypatch.setenv("RLSYS_ENVIRONMENT_URL", service.url)
