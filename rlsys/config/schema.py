@@ -147,6 +147,11 @@ class Config(Section):
                 f"rollout.workers = {r.workers} with {', '.join(also)}: expected rollout.workers = 1, where one "
                 "process sees every sample"
             )
+        if self.engine.ngram_drafts and r.generator in TREES:
+            raise ValueError(
+                f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees need "
+                "the most probable ids of each token, which nobody has seen an engine tell of drafted ones; expected 0"
+            )
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
                 f"rollout.repeat with rollout.generator = {r.generator}: a record does not say where branches were "

@@ -175,5 +175,7 @@ def test_latr_needs_the_whole_distribution_at_temperature_one() -> None:
     with pytest.raises(UserError, match="needs a tokenizer"):
         build_generator(config(), None, never)
     two = {"model": {"path": MODEL}, "engine": {"count": 2}, "rollout": {"generator": "latr", "workers": 2}}
+    with pytest.raises(ValueError, match=r"engine\.ngram_drafts = 4: .*; expected 0"):
+        Config.model_validate({**two, "engine": {"ngram_drafts": 4}, "rollout": {"generator": "latr"}})
     with pytest.raises(ValueError, match=r"generator = latr: expected rollout\.workers = 1"):
         Config.model_validate(two)
