@@ -149,8 +149,8 @@ class Config(Section):
             )
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
-                f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees need "
-                "the most probable ids of each token, which nobody has seen an engine tell of drafted ones; expected 0"
+                f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
+                "need the most probable ids of each token, which nobody has seen told of drafted ones; expected 0"
             )
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
