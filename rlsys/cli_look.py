@@ -174,6 +174,11 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
         *([f"answer {sample.answer}"] if sample.answer is not None else []),
         *([f"advantage {advantage:+.3g}"] if advantage is not None else []),
         f"{seen.tokens} tokens",
+        *(
+            [f"branches off place {fork.place} at token {fork.at}"]
+            if (fork := sample.fork) is not None
+            else []
+        ),
         *([f"{turns} turns"] if (turns := turns_of(seen)) > 1 else []),
         *([sample.status.value] if sample.reward is not None else []),
     ]

@@ -106,7 +106,8 @@ class RunTexts:
             "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
             "response": self.response(seen) if seen.kept else None,
             "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
-            "sequences": sequences_of(seen, self.tokenizer.decode),
+            "branches_off": None if sample.fork is None else sample.fork._asdict(), "given": sample.given,
+            "discarded": sample.discarded, "sequences": sequences_of(seen, self.tokenizer.decode),
         }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ from rlsys.rollout.saved import Stored, append_tokens
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.segments import SegmentFile
 from rlsys.rollout.streams import Streams
+from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import sampling_turns
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
@@ -288,6 +289,11 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
         ]
         router = build_router(config, engines, tokenizer, sole=False)
         generator = build_generator(config, tokenizer, sampling_turns(config, router))
+        if isinstance(generator, TreeGenerator):
+            raise UserError(
+                f"rollout.workers = {workers}: rollout.generator = {config.rollout.generator!r} makes a group's "
+                "responses together; expected rollout.workers = 1"
+            )
         parts = WorkerParts(
             config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers)
         )
