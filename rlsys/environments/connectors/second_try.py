@@ -1,0 +1,31 @@
+"""A toy for recipes whose turns have rewards: after a wrong answer the model may try again, for half the reward.
+
+It opens without a word, so the prompt is that of the data's row, and the row's `answer` is the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlsys.environments.contract import Action, Opening, Step, says
+
+
+class SecondTry:
+    def open(self, task: Mapping[str, Any], seed: int) -> Try:
+        return Try(f"<answer>{task['answer']}</answer>")
+
+
+class Try:
+    opening = Opening()
+
+    def __init__(self, answer: str) -> None:
+        self._answer, self._turns = answer, 0
+
+    def step(self, action: Action) -> Step:
+        self._turns += 1
+        right = action.text.endswith(self._answer)
+        return Step(says("again"), right / self._turns, right or self._turns == 2)
+
+    def close(self) -> None:
+        """Nothing is held."""
