@@ -63,7 +63,7 @@ class EchoClip(Loss):
         return self
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"entropy", "sum_pi_squared"})
+        return frozenset({"entropy", "old", "sum_pi_squared"})
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
