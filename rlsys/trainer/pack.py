@@ -81,9 +81,10 @@ class TrainSample:
         behaviour[: len(held.behaviour)] = held.behaviour
         lengths = [span.end - span.start for span in sample.spans]
         transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
-        turns = np.full(sample.tokens, -1, np.int64)
-        for number, turn in enumerate(sample.turns(), first_turn):
-            turns[turn.start : turn.end] = number
+        turns = np.full(sample.tokens, -1 if sample.observed else first_turn, np.int64)
+        if sample.observed:
+            for number, turn in enumerate(sample.turns(), first_turn):
+                turns[turn.start : turn.end] = number
         return cls(
             sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
             np.repeat([span.version for span in sample.spans], lengths), row,

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -235,10 +236,11 @@ def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[Micro
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
     unread = []
     for row in rows:
-        turns = 0
-        for q in samples[row].trained_sequences:
-            unread.append(Unread(q, row, trainer.segments, layers, turns))
-            turns += len(q.turns())
+        sequences = samples[row].trained_sequences
+        first_turns = accumulate((len(q.turns()) for q in sequences[:-1]), initial=0)
+        unread += [
+            Unread(q, row, trainer.segments, layers, n) for q, n in zip(sequences, first_turns, strict=False)
+        ]
     batch = trainer.passes.pack(unread)
     teachers = None
     if taken.sources and isinstance(trainer.teacher, Teachers):
