@@ -56,7 +56,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
-from rlsys.types import Canary, Prompt, Sample, SampleGroup, Taken
+from rlsys.tickets import Canary
+from rlsys.types import Prompt, Sample, SampleGroup, Taken
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 

@@ -19,7 +19,8 @@ from rlsys.rollout.canaries import CANARIES, CANARY_TOKENS
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt, Sample
+from rlsys.tickets import Canary
+from rlsys.types import Prompt, Sample
 
 BATCH, GROUP_SIZE = 40, 2
 """Samples of a train step, N: the same in every mode, since it belongs to the algorithm. N' divides into whole groups

@@ -20,7 +20,8 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Sample, Segment, Status
 
 PROMPT = 32
 VOCAB = 128

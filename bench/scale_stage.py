@@ -36,7 +36,8 @@ from rlsys.rollout.protocol import encode
 from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt
+from rlsys.tickets import Canary
+from rlsys.types import Prompt
 
 PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 """Tokens of a prompt; of one event of a stream, where the rollout's config does not say (rlsys before it derived

@@ -33,12 +33,13 @@ from launch.memory import model_size
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.spans import VersionSpan
 from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
 from rlsys.trainer.step import micro_loss, ready, sample_table
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Segment, Status, Taken, VersionSpan
+from rlsys.types import Sample, SampleGroup, Segment, Status, Taken
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
 LR = 1e-5

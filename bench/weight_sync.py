@@ -27,7 +27,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.holdings import Checksums
-from rlsys.types import EngineAddress, PushTicket
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 

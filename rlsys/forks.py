@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlsys.types import Fork, RouteSpan, Sample, TokenSpan, VersionSpan
+from rlsys.spans import Fork, RouteSpan, TokenSpan, VersionSpan
+from rlsys.types import Sample
 
 
 class Forced(NamedTuple):

@@ -35,7 +35,8 @@ from numpy.typing import NDArray
 
 from rlsys.arrays import log_probs, token_ids
 from rlsys.errors import RunError
-from rlsys.types import Piece, RouteSpan, Sample
+from rlsys.spans import Piece, RouteSpan
+from rlsys.types import Sample
 
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")

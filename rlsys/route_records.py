@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from rlsys.errors import RunError
 from rlsys.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, Whose, decode_head, head
-from rlsys.types import RoutePlace, RouteSpan, Sample
+from rlsys.spans import RoutePlace, RouteSpan
+from rlsys.types import Sample
 
 ROUTES_VARIABLE = "RLSYS_ROUTES"
 """Tells an engine's process its folder but for EPOCH and START: RUN/segments/UNIT."""

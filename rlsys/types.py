@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlsys.arrays import LogProbs, TokenIds, log_probs, token_ids
+from rlsys.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
 
 
 class Status(StrEnum):
@@ -44,81 +45,6 @@ class GroupState(StrEnum):
 
 
 LARGEST_SEED = 2**31 - 1
-
-
-@dataclass(slots=True)
-class VersionSpan:
-    """Response tokens [start, end) were sampled by weights `version` (a push counter, never reused)."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class TokenSpan:
-    """Response tokens [start, end)."""
-
-    start: int
-    end: int
-
-
-class TurnMark(NamedTuple):
-    """What one turn of the model is worth. `matched`: it did as the trajectory that it follows (replayed ones)."""
-
-    reward: float
-    matched: bool = True
-
-
-class RoutePlace(NamedTuple):
-    """Where an engine has written routes: a segment file of its own, and a record in it (rlsys/route_records.py)."""
-
-    segment: str
-    offset: int
-    length: int
-    checksum: int
-    """The record's, which tells it from any other."""
-
-
-@dataclass(slots=True)
-class RouteSpan:
-    """The experts that the engine chose at sequence positions [start, end) of prompt + response.
-
-    Position p is the forward pass that read token p and predicted token p + 1, so a whole sequence of n tokens has
-    n - 1 of them. `experts`: unsigned little-endian integers `[end - start, layers, topk]`, of one byte where no id
-    of the span exceeds 255 and of two elsewhere: the width is len(experts) / ((end - start) * layers * topk).
-    `layers` counts all layers of the model; a dense one has zeros. Where `place` says where they lie, `experts` is
-    empty.
-    """
-
-    start: int
-    end: int
-    experts: bytes
-    place: RoutePlace | None = None
-
-
-@dataclass(slots=True)
-class Tops:
-    """What a turn is to tell of its tokens: the `most` most probable ids in the place of each. In memory only."""
-
-    most: int
-    found: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """By response token: (log-prob, id), the most probable first."""
-
-
-class Fork(NamedTuple):
-    """A sample's first `at` response tokens are those of the sample at this `place` of its group."""
-
-    place: int
-    at: int
-
-
-class Piece(NamedTuple):
-    """Where some of a sample's tokens lie: a segment file of the run and bytes in it (rlsys/records.py)."""
-
-    segment: str
-    offset: int
-    length: int
 
 
 @dataclass(slots=True)
@@ -433,40 +359,3 @@ class Taken:
     metrics: dict[str, int | float]
     sources: list[str] = field(default_factory=list)
     """Of each group the `data_source` of its prompt; empty unless algo.teacher asks for it."""
-
-
-@dataclass(slots=True)
-class EngineAddress:
-    """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
-
-    `index`: its number in the run's layout, None for one that joined later. `key`: its admin key; empty: it asks for
-    none.
-    """
-
-    url: str
-    tp: int
-    holds: int = -1
-    index: int | None = None
-    key: str = field(default="", repr=False)
-
-
-@dataclass(slots=True)
-class PushTicket:
-    """Permission to send weights: made by begin_push, ended by end_push with the same version and engines. A rolling
-    push has a ticket for every round.
-
-    `canaries`: token sequences that trainer and engines are compared on; real prompts and responses, because on
-    random tokens log-probs are so large that rounding alone exceeds a useful bound.
-    """
-
-    weight_version: int
-    engines: list[EngineAddress]
-    canaries: list[list[int]]
-
-
-@dataclass(slots=True)
-class Canary:
-    """A token sequence and the trainer's log-probs of its tokens 1.., for attestation (invariant 8)."""
-
-    ids: list[int]
-    logp: list[float]

@@ -28,7 +28,8 @@ from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
 from rlsys.errors import RlsysError, UserError
-from rlsys.types import Fork, Sample, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import Fork, VersionSpan
+from rlsys.types import Sample, SampleGroup, Segment, Status
 
 GROUPS = 4
 LARGEST = 8

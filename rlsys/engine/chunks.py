@@ -11,7 +11,8 @@ import pybase64
 
 from rlsys import support
 from rlsys.route_records import read_pointer
-from rlsys.types import RouteSpan, Segment, VersionSpan
+from rlsys.spans import RouteSpan, VersionSpan
+from rlsys.types import Segment
 
 VersionOf = Callable[[str], int]
 """The version that a label stands for."""

@@ -30,7 +30,8 @@ from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt, PushTicket, Taken
+from rlsys.tickets import Canary, PushTicket
+from rlsys.types import Prompt, Taken
 
 _NEVER = 1e9
 """Seconds: no limit of a run is met in here."""

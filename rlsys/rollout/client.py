@@ -27,7 +27,8 @@ from rlsys.rollout.protocol import (
     decode_error,
     encode,
 )
-from rlsys.types import Canary, PushTicket, Scored, Taken, Unscored
+from rlsys.tickets import Canary, PushTicket
+from rlsys.types import Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
 PROBE_TIMEOUT = 5.0

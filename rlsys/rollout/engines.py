@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from rlsys.types import Canary, EngineAddress, Segment
+from rlsys.tickets import Canary, EngineAddress
+from rlsys.types import Segment
 
 
 class Engines(Protocol):

@@ -24,7 +24,8 @@ from rlsys.rollout.environment_services import EnvironmentFailed, LeasedEpisode,
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
-from rlsys.types import Prompt, Sample, Status, TurnMark
+from rlsys.spans import TurnMark
+from rlsys.types import Prompt, Sample, Status
 
 FIELD = "rollout.generator_params"
 _TAIL_IDS = 64

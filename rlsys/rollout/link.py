@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from rlsys.rollout.scoring import Verdict
-from rlsys.types import Piece, RouteSpan, Sample, Status, TokenSpan, VersionSpan
+from rlsys.spans import Piece, RouteSpan, TokenSpan, VersionSpan
+from rlsys.types import Sample, Status
 
 _LENGTH = struct.Struct("<I")
 

@@ -40,7 +40,8 @@ from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.waiting import Waiting
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
-from rlsys.types import Canary, GroupState, PushTicket, Sample, SampleGroup, Scored, Taken, Unscored
+from rlsys.tickets import Canary, PushTicket
+from rlsys.types import GroupState, Sample, SampleGroup, Scored, Taken, Unscored
 
 
 class RolloutManager:

@@ -17,7 +17,8 @@ import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.samples import Seen
-from rlsys.types import Canary, PushTicket, Scored, Taken, Unscored
+from rlsys.tickets import Canary, PushTicket
+from rlsys.types import Scored, Taken, Unscored
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409

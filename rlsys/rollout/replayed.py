@@ -26,7 +26,8 @@ from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
-from rlsys.types import Prompt, Sample, Status, TurnMark
+from rlsys.spans import TurnMark
+from rlsys.types import Prompt, Sample, Status
 
 FIELD = "rollout.generator_params"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rlsys.errors import UserError, disk_errors
 from rlsys.records import FOLDER
 from rlsys.route_records import RouteFile, written_bytes
-from rlsys.types import RouteSpan
+from rlsys.spans import RouteSpan
 
 STILL_OPEN = 2
 """Of a living process's files, so many of the newest stay: it writes the last one, and answers are on their way."""

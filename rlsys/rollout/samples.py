@@ -11,7 +11,8 @@ from typing import Literal, get_args
 from rlsys.errors import UserError
 from rlsys.records import SegmentReader
 from rlsys.rollout.store import blob_to_ids, sample_of_row, sequence_of_row
-from rlsys.types import GroupState, Piece, Sample, Status
+from rlsys.spans import Piece
+from rlsys.types import GroupState, Sample, Status
 
 Order = Literal["newest", "worst", "best", "longest"]
 ORDERS: tuple[str, ...] = get_args(Order)

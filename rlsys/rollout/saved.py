@@ -14,7 +14,8 @@ from rlsys.records import Kind, Whose, encode
 from rlsys.rollout.segments import SegmentFile
 from rlsys.rollout.store import ids_to_blob, row_of_sequence
 from rlsys.rollout.writer import StoreWriter
-from rlsys.types import Piece, RouteSpan, Sample, Scored, Status
+from rlsys.spans import Piece, RouteSpan
+from rlsys.types import Sample, Scored, Status
 
 Told = tuple[Sample, Sequence[Piece], Sequence[RouteSpan]]
 """What a worker says of a sample: itself, where new tokens lie, and where engines have put new routes."""

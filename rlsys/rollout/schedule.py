@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rlsys.data.source import stable_hash
-from rlsys.types import Sample, SampleGroup, TokenSpan
+from rlsys.spans import TokenSpan
+from rlsys.types import Sample, SampleGroup
 
 ResumeOrder = Literal["oldest", "nearest_done", "longest"]
 

@@ -12,7 +12,8 @@ from typing import Any
 from rlsys.plugins import place
 from rlsys.rewards.marks import TURNS, NoMark, read_mark
 from rlsys.rewards.workers import RewardError
-from rlsys.types import Prompt, Sample, TurnMark
+from rlsys.spans import TurnMark
+from rlsys.types import Prompt, Sample
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.records import FOLDER
-from rlsys.types import Piece
+from rlsys.spans import Piece
 
 SEGMENT_BYTES = 64 * 2**20
 """A file that has so many gets no further record. What a late sample still needs keeps the whole file."""

@@ -41,17 +41,8 @@ import numpy as np
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
-from rlsys.types import (
-    Fork,
-    GroupState,
-    Piece,
-    Sample,
-    SampleGroup,
-    Status,
-    TokenSpan,
-    TurnMark,
-    VersionSpan,
-)
+from rlsys.spans import Fork, Piece, TokenSpan, TurnMark, VersionSpan
+from rlsys.types import GroupState, Sample, SampleGroup, Status
 
 FILE_NAME = "rollouts.sqlite"
 

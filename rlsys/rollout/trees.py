@@ -17,7 +17,8 @@ from typing import Protocol
 from rlsys.forks import Forced, cut, fork
 from rlsys.rollout.turns import Look, Speak
 from rlsys.router.router import EVALUATION
-from rlsys.types import Prompt, Sample, Status, Tops
+from rlsys.spans import Tops
+from rlsys.types import Prompt, Sample, Status
 
 
 class Family(Protocol):

@@ -34,7 +34,8 @@ from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import within
 from rlsys.router.router import RefusedPrompt
-from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status
 
 RESPONSE = "<answer>0</answer>"
 """What the model is taken to say."""

@@ -8,7 +8,8 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.rollout.engines import Engines
 from rlsys.router.router import Router
-from rlsys.types import Sample, Status, Tops
+from rlsys.spans import Tops
+from rlsys.types import Sample, Status
 
 
 class Speak(Protocol):

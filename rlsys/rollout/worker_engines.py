@@ -12,7 +12,8 @@ from rlsys.errors import RunError
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
 from rlsys.router.arrivals import with_shares
 from rlsys.router.push import PROBE_SECONDS, worst
-from rlsys.types import Canary, EngineAddress, Segment
+from rlsys.tickets import Canary, EngineAddress
+from rlsys.types import Segment
 
 READ = (
     "received_tokens", "evaluation_tokens", "cached_tokens", "prefilled_tokens", "resumes", "lost", "engine_tokens",

@@ -18,7 +18,7 @@ from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.engine_state import NEVER, EngineState
 from rlsys.router.holdings import Checksums, Match
 from rlsys.router.pool import Pool
-from rlsys.types import Canary, EngineAddress
+from rlsys.tickets import Canary, EngineAddress
 
 PROBE_SECONDS = 1.0
 TRIES = 5

@@ -17,7 +17,8 @@ from rlsys.router.ladder import Suspects, attempt
 from rlsys.router.pool import Pool
 from rlsys.router.strategy import Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Sample, Status, Tops
+from rlsys.spans import Tops
+from rlsys.types import Sample, Status
 
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 

@@ -26,7 +26,9 @@ from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.request import Requests, Turn
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, Tops
+from rlsys.spans import Tops
+from rlsys.tickets import Canary, EngineAddress
+from rlsys.types import Sample, Segment, Status
 
 __all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 

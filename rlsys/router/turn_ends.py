@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from rlsys.types import Sample, Segment, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Sample, Segment
 
 LONGEST_CHARACTER = 4
 """Tokens that may be needed for one character: as many as it has bytes."""

@@ -22,7 +22,8 @@ from rlsys import support
 from rlsys.algo.batch import Batch
 from rlsys.records import Arrays, SegmentReader
 from rlsys.route_records import LayerRoutes, read_routes
-from rlsys.types import RouteSpan, Sample
+from rlsys.spans import RouteSpan
+from rlsys.types import Sample
 
 T = TypeVar("T")
 Values = Sequence[float] | NDArray[Any]

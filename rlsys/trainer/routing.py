@@ -24,9 +24,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rlsys.route_records import LayerRoutes
+from rlsys.spans import RouteSpan
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.share import Share
-from rlsys.types import RouteSpan
 
 ABSENT = -1
 """Instead of an expert: this token has no route to replay."""

@@ -36,6 +36,7 @@ from rlsys.convert.stack import stacked
 from rlsys.errors import RunError
 from rlsys.owner import Owner
 from rlsys.records import SegmentReader
+from rlsys.tickets import Canary
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
 from rlsys.trainer.chunks import Chunks
@@ -48,7 +49,6 @@ from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import LossFn, Passes, ScoresOf
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.weights import LocalWeights, gather_hf
-from rlsys.types import Canary
 
 T = TypeVar("T")
 

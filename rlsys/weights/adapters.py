@@ -13,7 +13,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.peft import adapter_config
 from rlsys.engine.weight_calls import forget_adapter, load_adapter
 from rlsys.errors import RunError
-from rlsys.types import PushTicket
+from rlsys.tickets import PushTicket
 from rlsys.weights.receivers import Gone, Receivers
 from rlsys.weights.transports import flatten, prepare_sglang, serializer
 

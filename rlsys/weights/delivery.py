@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import PushTicket
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
 from rlsys.weights.fp8 import for_engines

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
 from rlsys.obs.direct import opener
-from rlsys.types import EngineAddress
+from rlsys.tickets import EngineAddress
 
 log = logging.getLogger("rlsys.weights")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.types import PushTicket
+from rlsys.tickets import PushTicket
 from rlsys.weights.groups import Groups
 from rlsys.weights.peers import Peers
 from rlsys.weights.receivers import Receivers

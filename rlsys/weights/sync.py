@@ -22,7 +22,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
 from rlsys.engine.weight_calls import load_from_disk
-from rlsys.types import EngineAddress, PushTicket
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.weights.groups import Groups
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers

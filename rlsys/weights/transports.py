@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlsys.engine.weight_calls import join_group, leave_group, load_from_group, load_from_memory
 from rlsys.errors import RunError
-from rlsys.types import EngineAddress
+from rlsys.tickets import EngineAddress
 from rlsys.weights.peers import Peers
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Gone, Receivers

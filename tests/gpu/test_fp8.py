@@ -16,8 +16,9 @@ from rlsys.errors import UserError
 from rlsys.precision import check_device
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import PushTicket, Sample
+from rlsys.types import Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync

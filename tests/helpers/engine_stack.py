@@ -20,7 +20,8 @@ from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.types import Canary, PushTicket, Sample
+from rlsys.tickets import Canary, PushTicket
+from rlsys.types import Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.servers import TINY_MOE, tiny_moe_model

@@ -11,7 +11,8 @@ from itertools import pairwise
 from rlsys.config import Config
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.turns import Speak
-from rlsys.types import Prompt, Sample, SampleGroup, Status, TokenSpan, VersionSpan
+from rlsys.spans import TokenSpan, VersionSpan
+from rlsys.types import Prompt, Sample, SampleGroup, Status
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:

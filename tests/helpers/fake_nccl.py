@@ -27,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from launch.layout import lay_out
 from launch.plan import Node, Ports, Role, build_plan
 from rlsys.config import Config
+from rlsys.tickets import EngineAddress
 from rlsys.trainer import setup
-from rlsys.types import EngineAddress
 from rlsys.weights import receivers, transports
 
 Gpu = tuple[int, int]

@@ -37,7 +37,8 @@ from rlsys.rollout.service import EngineWatch, make_app
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, EngineAddress, PushTicket, Taken
+from rlsys.tickets import Canary, EngineAddress, PushTicket
+from rlsys.types import Taken
 from tests.helpers.history import Saved, Training
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed

@@ -38,7 +38,8 @@ from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rollout.client import RolloutClient
-from rlsys.types import Canary, EngineAddress, Taken
+from rlsys.tickets import Canary, EngineAddress
+from rlsys.types import Taken
 from tests.helpers.history import Emission, Saved, Training, to_line
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed

@@ -12,7 +12,8 @@ from rlsys.identity import NOBODY, Identity
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.types import Canary, Sample, Status
+from rlsys.tickets import Canary
+from rlsys.types import Sample, Status
 from tests.helpers.scripted_engine import (
     EOS,
     Network,

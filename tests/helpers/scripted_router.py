@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.router.router import RefusedPrompt
-from rlsys.types import Canary, EngineAddress, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.tickets import Canary, EngineAddress
+from rlsys.types import Sample, Segment, Status
 
 URL = "http://engine:1"
 

@@ -16,7 +16,8 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.obs.trained import TokenFigures, to_floats, write_trained
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from tests.helpers.rollout_rig import make_config
 
 ROOT = Path(__file__).resolve().parents[2]

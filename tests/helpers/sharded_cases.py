@@ -23,8 +23,8 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.tickets import Canary, PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Canary, PushTicket
 from rlsys.weights import delivery
 from rlsys.weights.delivery import Delivered, Delivery
 from tests.helpers.push_cases import CANARIES, Sent

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights import delivery
 from rlsys.weights.delivery import Delivery
 from rlsys.weights.plan import PushPlan

@@ -20,11 +20,12 @@ from rlsys.arrays import log_probs
 from rlsys.config import Config, load_config
 from rlsys.config.algo import CriticSection
 from rlsys.rollout.protocol import decode
+from rlsys.spans import Fork, TokenSpan, TurnMark
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Fork, Sample, SampleGroup, Status, Taken, TokenSpan, TurnMark
+from rlsys.types import Sample, SampleGroup, Status, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from rlsys import support
 from rlsys.config import Config
+from rlsys.spans import RouteSpan
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.trainer.weights import shard
-from rlsys.types import RouteSpan
 from tests.helpers import tiny
 
 BUDGET = 128

@@ -14,8 +14,8 @@ from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import PushTicket
 from rlsys.weights.delivery import Delivery
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases

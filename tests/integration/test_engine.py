@@ -22,7 +22,8 @@ from rlsys.records import SegmentReader
 from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.types import EngineAddress, PushTicket, Status
+from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.types import Status
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.engine_stack import (
     CANARIES,

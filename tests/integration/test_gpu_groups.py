@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from launch.layout import lay_out, push_plan
 from rlsys.config import Config, load_config
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.trainer import setup
-from rlsys.types import EngineAddress, PushTicket
 from rlsys.weights import transports
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.sync import WeightSync

@@ -16,8 +16,8 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync, buckets
 from tests.helpers import tiny

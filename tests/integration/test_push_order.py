@@ -11,10 +11,10 @@ import torch
 
 from rlsys.owner import claim
 from rlsys.rollout.protocol import EvalResult
+from rlsys.tickets import PushTicket
 from rlsys.train import Loop
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints
-from rlsys.types import PushTicket
 from tests.helpers import trainer_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]

@@ -24,7 +24,8 @@ from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt, Sample
+from rlsys.tickets import Canary
+from rlsys.types import Prompt, Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap

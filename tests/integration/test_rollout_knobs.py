@@ -34,7 +34,8 @@ from rlsys.rollout.turns import sampling_turns
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt, Sample, Taken
+from rlsys.tickets import Canary
+from rlsys.types import Prompt, Sample, Taken
 from rlsys.weights.sync import WeightSync
 from tests.helpers.engine_stack import (
     EOS,

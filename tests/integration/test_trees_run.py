@@ -13,8 +13,9 @@ from rlsys.algo.objective import Objective
 from rlsys.forks import fork
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.reader import RunReader
+from rlsys.spans import Fork, VersionSpan
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Fork, Sample, SampleGroup, Segment, Status, VersionSpan
+from rlsys.types import Sample, SampleGroup, Segment, Status
 from tests.helpers import signal_cases as cases
 from tests.helpers.sessions import GROUPS, Session, as_json, check_ledger
 from tests.integration.test_passes import gradients

@@ -29,7 +29,8 @@ from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.tools import ToolFailed
 from rlsys.rollout.trial import try_rollout
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 from tests.helpers.rollout_rig import make_config
 
 pytestmark = pytest.mark.gate  # each starts a process that agents are forked from

@@ -15,6 +15,8 @@ OURS = ("rlsys", "launch", "megatron_patches")
 BASE = {
     "arrays",
     "forks",
+    "spans",
+    "tickets",
     "types",
     "errors",
     "owner",
@@ -35,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "starter": {"errors"},
     "config": BASE | {"foreign"},
     "foreign": {"errors"},
-    "algo": {"arrays", "types", "errors", "config", "plugins"},
+    "algo": {"arrays", "spans", "types", "errors", "config", "plugins"},
     "rewards": {"types", "errors", "config", "plugins", "workers", "data"},  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins"},
     "engine": BASE,
@@ -80,6 +82,8 @@ FREE = {
 }  # may import every room
 
 TORCH_FREE = (
+    "spans",
+    "tickets",
     "foreign",
     "arrays",
     "forks",

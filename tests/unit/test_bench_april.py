@@ -12,7 +12,9 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
-from rlsys.types import Canary, Sample, SampleGroup, Taken, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.tickets import Canary
+from rlsys.types import Sample, SampleGroup, Taken
 from tests.helpers.scripted_engine import Network, ScriptedEngine, canary_logprobs
 from tests.integration.test_bench_april_quick import IN_THE_SUMMARY, MODES
 

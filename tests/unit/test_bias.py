@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.rollout.bias import WARM_UP_STEPS, by_rank, by_resumes, mean_length
-from rlsys.types import Sample, SampleGroup, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Sample, SampleGroup
 from tests.helpers.rollout_rig import make_config, rig
 
 

@@ -22,7 +22,8 @@ from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status
 
 SIZE = 2
 

@@ -20,7 +20,8 @@ from rlsys.obs.direct import opener
 from rlsys.owner import claim
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.reader import RunReader
-from rlsys.types import EngineAddress, Prompt
+from rlsys.tickets import EngineAddress
+from rlsys.types import Prompt
 from rlsys.weights.receivers import post
 
 

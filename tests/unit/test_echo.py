@@ -15,7 +15,8 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.rollout.echo import Certainty, Echo, width
 from rlsys.rollout.generator import build_generator
-from rlsys.types import Sample, Segment, Status, Tops, VersionSpan
+from rlsys.spans import Tops, VersionSpan
+from rlsys.types import Sample, Segment, Status
 from tests.helpers.algo_world import DOUBLE, packed
 from tests.unit.test_agent import MODEL, TOKENIZER
 from tests.unit.test_trees import Siblings, never

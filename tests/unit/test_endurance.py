@@ -19,7 +19,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import Call
 from rlsys.engine.wire import Limits
 from rlsys.errors import RunError
-from rlsys.types import EngineAddress, PushTicket
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.weights import sync, transports
 from rlsys.weights.receivers import Gone, Receivers
 from tests.helpers.router_rig import routing

@@ -20,7 +20,8 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import asked_about, take_turns
 from rlsys.rollout.trial import try_rollout
 from rlsys.rollout.turn_reader import ToolFailed
-from rlsys.types import Prompt, Sample, Segment, Status, TurnMark, VersionSpan
+from rlsys.spans import TurnMark, VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 from tests.unit.test_agent import rig_buffer
 
 pytestmark = pytest.mark.gate  # each starts a process of the environment

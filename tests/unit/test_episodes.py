@@ -21,18 +21,9 @@ from rlsys.rollout.reading import sequences_of
 from rlsys.rollout.samples import SampleQuery
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.tools import ToolFailed
+from rlsys.spans import RouteSpan, VersionSpan
 from rlsys.trainer.pack import TrainSample, pack
-from rlsys.types import (
-    GroupState,
-    Prompt,
-    RouteSpan,
-    Sample,
-    SampleGroup,
-    Scored,
-    Segment,
-    Status,
-    VersionSpan,
-)
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Scored, Segment, Status
 from tests.helpers.episode_cases import split_groups
 from tests.unit.test_agent import TOKENIZER, Model, config, fresh, prompt
 

@@ -27,8 +27,9 @@ from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.pass_at import ks, pass_at, pass_figures, wilson
 from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.router.router import PinLost
+from rlsys.spans import VersionSpan
 from rlsys.starter import write_starter
-from rlsys.types import Sample, VersionSpan
+from rlsys.types import Sample
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, rig

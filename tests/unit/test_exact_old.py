@@ -13,7 +13,8 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import RunError
-from rlsys.types import RouteSpan, Sample, Scored, Unscored
+from rlsys.spans import RouteSpan
+from rlsys.types import Sample, Scored, Unscored
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 from tests.helpers.service_rig import served, ticking
 

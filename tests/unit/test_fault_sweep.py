@@ -26,7 +26,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check_conservation
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import GroupState, Prompt, Segment, Status
 from tests.helpers.faults import Sites, python_calls, sqlite_calls, sqlite_library
 
 Scenario = Callable[[Path, Sites], None]

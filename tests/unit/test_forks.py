@@ -16,7 +16,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Fork, Prompt, RouteSpan, Sample, Scored, Segment, VersionSpan
+from rlsys.spans import Fork, RouteSpan, VersionSpan
+from rlsys.types import Prompt, Sample, Scored, Segment
 
 
 def stem(sample_id: int = 0) -> Sample:

@@ -19,7 +19,8 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.preflight import check_names
 from rlsys.rollout.turn_reader import Call, ToolFailed, Turn, TurnReader
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 
 OWN = """
 import os, time

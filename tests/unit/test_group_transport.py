@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
-from rlsys.types import EngineAddress
+from rlsys.tickets import EngineAddress
 from rlsys.weights import transports
 from rlsys.weights.groups import Groups
 from rlsys.weights.receivers import Gone, Receivers

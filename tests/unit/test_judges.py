@@ -22,7 +22,8 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.preflight import check_names
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt
+from rlsys.tickets import Canary
+from rlsys.types import Prompt
 from tests.helpers.planning_cases import Lengths, config_of, group_of
 from tests.helpers.rollout_rig import Numbers, rig
 from tests.helpers.scripted_engine import EOS, Network, ScriptedEngine, token

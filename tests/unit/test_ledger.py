@@ -13,7 +13,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.peft import adapter_config, write_adapter
 from rlsys.engine import launch_args
 from rlsys.errors import UserError
-from rlsys.types import EngineAddress, PushTicket
+from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import under_adapter
 from tests.helpers import tiny

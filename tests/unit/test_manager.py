@@ -19,7 +19,8 @@ from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.route_records import in_hand, read_pointer
-from rlsys.types import Prompt, RouteSpan, Sample, SampleGroup, Segment, Status
+from rlsys.spans import RouteSpan
+from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import (
     APRIL,

@@ -28,7 +28,8 @@ from rlsys.router import ladder
 from rlsys.router.attest import Agreement
 from rlsys.router.ladder import DEATHS_CENSORED
 from rlsys.router.push import WeightPush
-from rlsys.types import Prompt, Segment, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Segment
 from tests.helpers import nemesis_launch
 from tests.helpers.history import History, judge
 from tests.helpers.nemesis import FAULTS, Fault, Outcome, draw, play

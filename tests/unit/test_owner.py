@@ -19,7 +19,9 @@ from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, claim, current,
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Prompt, PushTicket, Segment, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.tickets import PushTicket
+from rlsys.types import Prompt, Segment
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.service_rig import OWNER, served, ticking
 from tests.helpers.takeovers import between_look_and_commit, take_locks_away

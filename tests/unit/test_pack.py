@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algo.figures import carried_over, comparable
+from rlsys.spans import RouteSpan, TokenSpan, VersionSpan
 from rlsys.trainer.pack import MicroBatch, TrainSample, fill, pack
-from rlsys.types import RouteSpan, Sample, Segment, TokenSpan, VersionSpan
+from rlsys.types import Sample, Segment
 
 
 def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:

@@ -14,8 +14,9 @@ from rlsys.errors import RunError
 from rlsys.records import SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.spans import RouteSpan, VersionSpan
 from rlsys.trainer.step import sample_table
-from rlsys.types import GroupState, Prompt, RouteSpan, Segment, Status, VersionSpan
+from rlsys.types import GroupState, Prompt, Segment, Status
 
 SIZE = 8
 

@@ -19,7 +19,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.preflight import check_names
 from rlsys.rollout.repairs import Repairs
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Fork, Prompt, Sample, SampleGroup, Segment, Status, TokenSpan, VersionSpan
+from rlsys.spans import Fork, TokenSpan, VersionSpan
+from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status
 from tests.helpers.rollout_rig import make_config
 from tests.helpers.runs import ROOT
 

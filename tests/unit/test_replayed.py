@@ -16,7 +16,8 @@ from rlsys.rewards import make_score
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import asked_about
 from rlsys.rollout.turn_reader import ToolFailed
-from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/quickstart-moe"

@@ -13,7 +13,8 @@ import torch
 
 from rlsys.config import Config
 from rlsys.router.dispatch import Interruption
-from rlsys.types import Canary, EngineAddress, PushTicket, Sample, Status
+from rlsys.tickets import Canary, EngineAddress, PushTicket
+from rlsys.types import Sample, Status
 from rlsys.weights import sync
 from rlsys.weights.receivers import Receivers
 from tests.helpers.rollout_rig import make_config, settle

@@ -38,7 +38,8 @@ from rlsys.rollout.store import FILE_NAME
 from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Canary, Prompt, Sample, Status, Taken
+from rlsys.tickets import Canary
+from rlsys.types import Prompt, Sample, Status, Taken
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
 from tests.helpers.scripted_engine import (

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Sample, Segment, Status
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 
 APRIL = {"over_provision": 2, "max_staleness": 4}

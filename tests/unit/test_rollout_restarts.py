@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import Prompt, SampleGroup, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, SampleGroup, Segment, Status
 from tests.helpers.rollout_rig import Numbers, Rig, ids, length_reward, make_config, rig
 
 

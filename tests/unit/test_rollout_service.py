@@ -26,7 +26,7 @@ from rlsys.owner import KEY_HEADER, START_HEADER, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import serve
-from rlsys.types import Canary
+from rlsys.tickets import Canary
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow_group_zero
 from tests.helpers.service_rig import OWNER, served, ticking

@@ -36,19 +36,10 @@ from rlsys.route_records import (
     read_pointer,
     read_routes,
 )
+from rlsys.spans import RoutePlace, RouteSpan, VersionSpan
 from rlsys.trainer.pack import Unread, pack
 from rlsys.trainer.routing import decode
-from rlsys.types import (
-    GroupState,
-    Prompt,
-    RoutePlace,
-    RouteSpan,
-    Sample,
-    SampleGroup,
-    Segment,
-    Status,
-    VersionSpan,
-)
+from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from tests.helpers.route_cases import LAYERS, TOPK, chosen, writer
 
 ROOT = Path(__file__).resolve().parents[2]

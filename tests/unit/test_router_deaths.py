@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.types import Canary, Status
+from rlsys.tickets import Canary
+from rlsys.types import Status
 from tests.helpers.router_rig import (
     CANARY_IDS,
     PROMPT,

@@ -8,7 +8,8 @@ import pytest
 
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.types import Canary, Status
+from rlsys.tickets import Canary
+from rlsys.types import Status
 from tests.helpers.router_rig import (
     CANARY_IDS,
     PROMPT,

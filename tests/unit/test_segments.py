@@ -22,7 +22,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, RouteSpan, SampleGroup, Scored, Segment, Status, VersionSpan
+from rlsys.spans import RouteSpan, VersionSpan
+from rlsys.types import GroupState, Prompt, SampleGroup, Scored, Segment, Status
 from tests.helpers.takeovers import between_look_and_commit, take_locks_away
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,8 @@ from rlsys.rewards.slime_names import post
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/quickstart-moe"

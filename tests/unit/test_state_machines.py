@@ -23,7 +23,8 @@ from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.store import FILE_NAME
-from rlsys.types import GroupState, Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import GroupState, Prompt, Sample, Segment, Status
 from tests.helpers.rollout_rig import abandon
 from tests.helpers.router_rig import A, B, Rig, sample
 from tests.helpers.router_rig import check as check_response

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rlsys.rollout.figures import step_metrics
-from rlsys.types import Sample, SampleGroup, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Sample, SampleGroup, Status
 
 
 def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, resumes: int) -> Sample:

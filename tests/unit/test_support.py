@@ -15,9 +15,10 @@ from rlsys import support
 from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.spans import VersionSpan
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.share import Share
-from rlsys.types import Prompt, Sample, Segment, VersionSpan
+from rlsys.types import Prompt, Sample, Segment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,9 @@ from rlsys.obs.progress import LiveProgress, PlainProgress
 from rlsys.obs.report import render_page
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import QUIET, RULES, History, Watch, find_symptoms
+from rlsys.spans import VersionSpan
 from rlsys.trainer.recorder import Recorder, told_samples
-from rlsys.types import Sample, SampleGroup, Status, VersionSpan
+from rlsys.types import Sample, SampleGroup, Status
 
 CURVES = Path(__file__).parents[1] / "data" / "curves"
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart-moe"

@@ -21,7 +21,8 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.tools import CALCULATOR, Calculator, ToolTurns, around_answer
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.types import Prompt, Sample, Segment, Status, VersionSpan
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, settle
 
 # The calculator

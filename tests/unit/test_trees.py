@@ -14,7 +14,8 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.latr import Latr, rouge_l, suffix_match
-from rlsys.types import Prompt, Sample, Segment, Status, Tops, VersionSpan
+from rlsys.spans import Tops, VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 from tests.unit.test_agent import MODEL, TOKENIZER
 
 EOS = TOKENIZER.eos_id

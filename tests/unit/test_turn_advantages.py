@@ -16,9 +16,10 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.algo.turn_advantages import mapo, turn_returns, ui_s1
 from rlsys.errors import UserError
+from rlsys.spans import TurnMark, VersionSpan
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.step import sample_table
-from rlsys.types import Sample, SampleGroup, Segment, Status, TurnMark, VersionSpan
+from rlsys.types import Sample, SampleGroup, Segment, Status
 from tests.helpers.algo_world import DOUBLE, packed, section, table
 
 AUTHORS = Path(__file__).resolve().parents[1] / "data/peers/ui_s1.json"

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.router.turn_ends import TurnEnds, shortened
-from rlsys.types import RouteSpan, Segment, Status, VersionSpan
+from rlsys.spans import RouteSpan, VersionSpan
+from rlsys.types import Segment, Status
 from tests.helpers.router_rig import A, Rig, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine, token
 

@@ -26,7 +26,8 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.workers import Workers
-from rlsys.types import Canary, Sample, Taken
+from rlsys.tickets import Canary
+from rlsys.types import Sample, Taken
 from tests.helpers.engine_server import served
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, make_config
