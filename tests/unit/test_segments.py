@@ -316,3 +316,21 @@ def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path
     assert [s.tokens for s in back.load(back.active()[0].samples)] == [6, 6]
     assert back.ledger().torn_bytes == 0
     back.close()
+
+
+def test_a_commit_waits_for_the_files_that_have_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = segments._sync_file
+    monkeypatch.setattr(segments, "_sync_file", lambda path: (synced.append(path.name), sync(path)))
+    buffer = opened(tmp_path)
+    group = issue(buffer)
+    grow(group, buffer.versions.new(0), 1)
+    buffer.save(group.samples)
+    buffer.flush()
+    assert len(synced) == 1
+    buffer.add_lost(1)
+    buffer.flush()
+    assert len(synced) == 1, "nothing new lies in it"
+    buffer.close()

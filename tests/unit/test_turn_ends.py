@@ -65,6 +65,8 @@ def test_a_segment_is_shortened_with_all_that_belongs_to_its_tokens() -> None:
     assert cut.routes == RouteSpan(10, 12, bytes(range(4)))
     assert cut.call_spans == [VersionSpan(1, 0, 9), VersionSpan(2, 9, 10)]
     assert cut.support == b"\1\0\0"
+    at_the_seam = shortened(whole, 3, 3)
+    assert (at_the_seam.spans, at_the_seam.call_spans) == ([VersionSpan(1, 0, 3)], [VersionSpan(1, 0, 9)])
 
 
 def stopping_at(*ids: int) -> tuple[str, ...]:
