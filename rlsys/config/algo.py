@@ -44,7 +44,8 @@ class TeacherSection(Section):
     part of it, in `model.dtype`, beside the policy's."""
     by_source: dict[str, FilePath] = Field(default_factory=dict)
     """Folders of further teachers, by the `data_source` of a prompt's entry, as a mixture's parts have it; prompts of
-    other sources keep the teacher of `path`. Each takes its memory, and a pass over the whole step."""
+    other sources keep the teacher of `path`. A name that no prompt has is refused. Each takes its memory, and a pass
+    over the whole step."""
     top_k: Annotated[int, Field(ge=1, le=65536)] | None = 64
     """How many of the teacher's most probable tokens are compared at each place; the others are compared together.
     null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step."""

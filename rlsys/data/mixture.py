@@ -7,6 +7,7 @@ many of every source as its weight says, in an order of its own.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.section import Section
 from rlsys.data.row_source import RowSource
-from rlsys.data.source import PromptSource, stable_hash
+from rlsys.data.source import PromptSource, ReasoningGymSource, stable_hash
 from rlsys.errors import UserError
 from rlsys.types import Prompt
 
@@ -59,6 +60,16 @@ class Mixture:
         held = {key for table in tables for key in table.held_keys}
         for table in tables:
             table.leave_out(held)
+
+    @property
+    def data_sources(self) -> frozenset[str] | None:
+        """What prompts' entries have as `data_source`; None where a part's are not known before they are drawn."""
+        found: set[str] = set()
+        for name, source in zip(self._names, self._sources, strict=True):
+            if (own := known_data_sources(source)) is None:
+                return None
+            found |= {said or name for said in own}
+        return frozenset(found)
 
     def train(self, index: int) -> Prompt:
         part, place = self._turn(index)
@@ -107,6 +118,25 @@ class Mixture:
 
     def _as(self, index: int, part: int, prompt: Prompt) -> Prompt:
         return replace(prompt, index=index, entry={"data_source": self._names[part], **prompt.entry})
+
+
+def known_data_sources(source: PromptSource) -> frozenset[str] | None:
+    """What prompts of a source have as `data_source`; None for a source of somebody's own, which does not tell."""
+    return source.data_sources if isinstance(source, Mixture | RowSource | ReasoningGymSource) else None
+
+
+def check_teachers(config: Config, source: PromptSource) -> None:
+    """Raises UserError for a name in algo.teacher.by_source that no prompt has."""
+    teacher = config.algo.teacher
+    if teacher is None or not teacher.by_source or (known := known_data_sources(source)) is None:
+        return
+    names = sorted(known - {""})
+    for name in teacher.by_source:
+        if name not in known:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            expected = f"expected some of {', '.join(names)}" if names else "no prompt has one"
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"algo.teacher.by_source names the data_source {name!r}: {expected}{hint}")
 
 
 def shares(weights: Sequence[float]) -> list[int]:

@@ -82,6 +82,13 @@ class RowSource:
             )
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
+    @property
+    def data_sources(self) -> frozenset[str] | None:
+        """What its training rows have as `data_source`; "" for none."""
+        return frozenset(
+            str(self._read(self._rows, number).entry.get("data_source", "")) for number in self._train
+        )
+
     def train(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._train))
         number = self._train[self._order(epoch)[place]]

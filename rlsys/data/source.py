@@ -67,6 +67,9 @@ class Task:
 class ReasoningGymSource:
     """Prompts from one or several reasoning-gym tasks; `render` makes the user's message of an entry."""
 
+    data_sources: frozenset[str] | None = frozenset([""])
+    """What its prompts' entries have as `data_source`: nothing."""
+
     def __init__(
         self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int
     ) -> None:

@@ -8,6 +8,7 @@ from aiohttp import ClientSession
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer, build_source
+from rlsys.data.mixture import check_teachers
 from rlsys.engine.client import EngineClient
 from rlsys.identity import NOBODY, Identity, engine_identity
 from rlsys.owner import Owner
@@ -44,6 +45,7 @@ class Parts:
         """Of an engine that joins later."""
         self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
         self.source = build_source(config, self.tokenizer)
+        check_teachers(config, self.source)
         self.rewards = Rewards(config)
         self.rewards.begin()  # beside the engines' start
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)

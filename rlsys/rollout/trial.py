@@ -17,6 +17,7 @@ from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
 from rlsys.config.data import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
+from rlsys.data.mixture import check_teachers
 from rlsys.errors import UserError
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
@@ -85,6 +86,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     with tried(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
+        check_teachers(config, source)
         source.heldout(min(config.eval.prompts, HELDOUT))
     return tokenizer, source
 

@@ -18,7 +18,7 @@ import pytest
 from rlsys.config import Config, dump_config, load_config
 from rlsys.config.data import KeysConfig
 from rlsys.data import PromptSource, Tokenizer, build_source
-from rlsys.data.mixture import BLOCK, shares
+from rlsys.data.mixture import BLOCK, check_teachers, shares
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.rows import read_row
 from rlsys.errors import UserError
@@ -299,3 +299,34 @@ def test_shares_are_largest_remainders() -> None:
     assert shares([2, 0.5]) == [800, 200]
     with pytest.raises(UserError, match=r"sources\[1\].weight = 0.0001: less than one prompt in 1000"):
         shares([1, 1e-4])
+
+
+@pytest.mark.parametrize(
+    ("rows", "mixes", "name", "told"),
+    [
+        ([{}], True, "sumz", "expected some of gym, sums; did you mean sums?"),
+        ([{"data_source": "code"}, {}], True, "sums", None),
+        ([{"data_source": "code"}], True, "code", None),
+        ([{"data_source": "code"}], True, "sums", "expected some of code, gym"),
+        ([{}], False, "sums", "no prompt has one"),
+    ],
+)
+def test_a_teacher_of_prompts_that_nobody_asks_is_refused(
+    model: Path, tmp_path: Path, rows: list[dict[str, Any]], mixes: bool, name: str, told: str | None
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    asked = [{"prompt": q, "answer": str(a), **rows[a % len(rows)]} for q, a in SUMS.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    own = {"source": "jsonl", "params": {"path": str(path)}}
+    data = mixed({**own, "name": "sums"}, {"source": "chain_sum_tail", "name": "gym"}) if mixes else own
+    teacher = {"path": model, "by_source": {name: model}}
+    config = Config.model_validate(
+        {"model": {"path": model}, "data": data, "algo": {"loss": ["distill"], "teacher": teacher}}
+    )
+    source = build_source(config, Tokenizer(model))
+    if told is None:
+        check_teachers(config, source)
+        return
+    with pytest.raises(UserError) as caught:
+        check_teachers(config, source)
+    assert str(caught.value) == f"algo.teacher.by_source names the data_source {name!r}: {told}"
