@@ -323,7 +323,12 @@ def test_a_commit_waits_for_the_files_that_have_something_new(
 ) -> None:
     synced: list[str] = []
     sync = segments._sync_file
-    monkeypatch.setattr(segments, "_sync_file", lambda path: (synced.append(path.name), sync(path)))
+
+    def noted(path: Path) -> None:
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(segments, "_sync_file", noted)
     buffer = opened(tmp_path)
     group = issue(buffer)
     grow(group, buffer.versions.new(0), 1)
