@@ -131,7 +131,7 @@ def meaning(source: str) -> str | None:
     """The program without prose and what only types and schemas read (annotations, a Protocol's inside); None when it
     is no program."""
     try:
-        tree = ast.parse(source)
+        tree = _Types().visit(ast.parse(source))
     except SyntaxError:
         return None
     for node in ast.walk(tree):
@@ -144,6 +144,13 @@ def meaning(source: str) -> str | None:
         elif isinstance(node, ast.ClassDef) and any(ast.unparse(b) == "Protocol" for b in node.bases):
             node.body = [ast.Pass()]
     return ast.dump(tree)
+
+
+class _Types(ast.NodeTransformer):
+    """Leaves out what an attribute is said to be before it has a value."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        return ast.Pass() if node.value is None and isinstance(node.target, ast.Attribute) else node
 
 
 def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[range, str]]:

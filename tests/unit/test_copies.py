@@ -69,7 +69,9 @@ async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() 
 
 
 @pytest.mark.parametrize("who", ["nobody can", "the one that gives dies", "the one that takes dies"])
-async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(who: str) -> None:
+async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(
+    who: str, caplog: pytest.LogCaptureFixture
+) -> None:
     passed: list[int] | None = None if who == "nobody can" else []
     async with routing(*pair(passed), peers=True) as r:
         await push(r)
@@ -90,6 +92,8 @@ async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(who: s
         await asyncio.gather(*tasks)
         assert [(e.paused, e.update_open) for e in r.engines] == [(None, False)] * 3
         assert set(r.router.engine_states().values()) == {"version 1"}
+        failed = any(m.startswith(f"{C}: no copy of the weights of ") for m in caplog.messages)
+        assert failed == (who == "the one that takes dies")
 
 
 def _die(engine: ScriptedEngine) -> tuple[int, str]:

@@ -132,5 +132,6 @@ async def test_auto_moves_the_slots_and_goes_on_where_it_was(tmp_path: Path) -> 
         assert factors[0] == 2
         assert factors[1] > 2  # nothing can be off-policy in the first step
         assert factors[-1] < 1.8
+        assert r.manager._runner.slots == r.manager._over_provision._slots != taken.metrics["slots"]
     async with rig(config) as r:
         assert r.manager._over_provision.figures["over_provision"] <= factors[-1]

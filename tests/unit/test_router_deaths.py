@@ -103,7 +103,7 @@ async def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
             check(await task, versions={1})
 
 
-async def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
+async def test_an_engine_that_is_stopped_is_found_by_probes(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody interrupts: without them its samples would wait for ever, while another engine has room."""
 
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
@@ -113,6 +113,7 @@ async def test_an_engine_that_is_stopped_is_found_by_probes() -> None:
         assert rig.router.engine_states()[A] == "version 1", "it may still come to itself"
         await asyncio.sleep(20)
         assert rig.router.engine_states()[A] == "dead"
+        assert f"{A}: has not answered 5 probes of 5 s" in caplog.messages
         for task in tasks:
             check(await task, versions={1})
         rig.engines[0].wake()

@@ -103,7 +103,7 @@ async def test_each_answer_counts_what_was_read_before_it(monkeypatch: pytest.Mo
         done.status = SlimeSample.Status.COMPLETED
         read = [*done.tokens, *TOKENIZER.encode("7<assistant>")]
         answer = (await ask(args, read, sampling_params))["meta_info"]
-        counted.append((answer["prompt_tokens"], len(read)))
+        counted.append((answer["prompt_tokens"] + answer["cached_tokens"], len(read)))
         return done
 
     monkeypatch.setattr("rlsys.rollout.generator.find_generator", lambda name: generate)

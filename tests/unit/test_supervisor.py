@@ -293,6 +293,7 @@ def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
             stage.role("trainer", interrupt),
         )
     assert stopped.value.exit_code == 130
+    assert "stopping" in stage.display.phases
     ends = [n for n in stage.notes if n.endswith("ended")]
     assert ends == ["trainer ended", "rollout ended", "engine-0 ended"]
 
