@@ -295,6 +295,9 @@ def columns(n: int) -> dict[str, torch.Tensor]:
         "transferred": torch.zeros(n, dtype=torch.bool),
         "log_weight": torch.linspace(-1, 1, n, dtype=DOUBLE),
         "score_norm": torch.linspace(1, 3, n, dtype=DOUBLE),
+        "turn_rewards": torch.linspace(0, 1, 2 * n, dtype=DOUBLE).view(n, 2),
+        "turn_matches": torch.ones(n, 2, dtype=torch.bool),
+        "turn_counts": 1 + torch.arange(n) % 2,
     }
 
 

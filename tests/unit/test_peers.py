@@ -88,7 +88,9 @@ def test_questions_come_after_the_system_prompt_and_a_rubric_has_to_be_there(own
     with pytest.raises(UserError, match="has no rubric with functions"):
         Rewards(config)
     wrong = config.model_copy(update={"data": replace_source(config)})
-    with pytest.raises(UserError, match=r"rubric of data\.source = environment, here it is jsonl"):
+    with pytest.raises(
+        UserError, match=r"rubric of data\.source = environment; here they are single_turn and jsonl"
+    ):
         Rewards(wrong)
 
 
