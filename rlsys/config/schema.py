@@ -133,12 +133,28 @@ class Config(Section):
                     f"weights.rolling = {rolling} with rollout.repeat: a record does not say which engine had which "
                     "weights; leave one of them out"
                 )
+        if r.over_provision == "auto" and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "
+                "allows only 1; use max_staleness >= 1"
+            )
+        if self.over_provision > 1 and r.max_staleness < 1:
+            raise ValueError(
+                f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
+                f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_companions(self) -> Self:
+        """What several rollout workers, and trees, cannot be had with."""
+        r = self.rollout
         if r.workers > self.engine.count:
             raise ValueError(
                 f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
             )
         alone = {
-            "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": rolling,
+            "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": self.weights.rolling,
             "launch.max_engines": self.launch.max_engines,
             "rollout.generator": r.generator if r.generator in ("agent", "environment", "replayed", *TREES) else None,
         }  # fmt: skip
@@ -156,16 +172,6 @@ class Config(Section):
             raise ValueError(
                 f"rollout.repeat with rollout.generator = {r.generator}: a record does not say where branches were "
                 "begun and cut off; leave one of them out"
-            )
-        if r.over_provision == "auto" and r.max_staleness < 1:
-            raise ValueError(
-                f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "
-                "allows only 1; use max_staleness >= 1"
-            )
-        if self.over_provision > 1 and r.max_staleness < 1:
-            raise ValueError(
-                f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
-                f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
             )
         return self
 

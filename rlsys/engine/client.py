@@ -24,6 +24,7 @@ RESERVED_TOKENS = 6
 _VERSION_DIGITS = 18
 _GENERATED = "sglang:generation_tokens_total"
 
+_STREAMED = {"stream": True, "return_logprob": True}
 _UNKNOWN = -1
 """Version of weights that are nobody's, or of another run."""
 
@@ -68,7 +69,7 @@ class EngineClient(Wire):
         stop_texts: Sequence[str] = (),
         tops: int = 0,
     ) -> AsyncGenerator[Segment, None]:
-        """Segments as they come; only the last one has `finish` set, and routes if they are asked for.
+        """Segments of new tokens as they come; the last one alone has `finish`, and routes if they are asked for.
 
         `routes_from`: the first position whose routed experts are wanted. What precedes the last token of `ids` has
         been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
@@ -76,17 +77,15 @@ class EngineClient(Wire):
         sampling kept, which segments name. `stop_texts`: looked for in what this request makes, so not across its
         beginning. `tops`: so many of the most probable ids in the place of each token are told as well.
 
-        `rid` must not be in use on this server, nor be the beginning of one that is. Every segment's tokens are
-        new ones (incremental streaming). When the last one has `prompt_tokens` 0, the server dropped the request
-        from its queue and did not count its tokens in `generated_tokens`. Raises one of `DeadEngine` also when
-        the stream ends without a finish.
+        `rid` must not be in use on this server, nor be the beginning of one that is. When the last segment has
+        `prompt_tokens` 0, the server dropped the request from its queue and did not count its tokens in
+        `generated_tokens`. Raises one of `DeadEngine` also when the stream ends without a finish.
         """
         sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         sampling |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
         if seed is not None:
             sampling["sampling_seed"] = seed
-        body = {"input_ids": ids, "rid": rid, "stream": True, "return_logprob": True, **self._adapter}
-        body["sampling_params"] = sampling
+        body = {"input_ids": ids, "rid": rid, "sampling_params": sampling, **_STREAMED, **self._adapter}
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
             sampling["custom_params"] = {ASK: True}
