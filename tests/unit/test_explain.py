@@ -72,12 +72,12 @@ def test_every_experiment_fits_one_screen(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_screen_of_the_quickstart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Captured output is no terminal: plain lines, none of them wrapped."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rlsys.preflight.check_start", lambda _: ["NOT CHECKED: the moon"])
-    assert cli.main(["explain", str(QUICKSTART)]) == 0
+    assert cli.main(["explain", str(QUICKSTART), f"run.dir={tmp_path / 'run'}"]) == 0
     told = capsys.readouterr().out
     assert "\x1b" not in told
     assert "  one step trains      16 groups x 8 samples = 128 samples\n" in told
