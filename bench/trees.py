@@ -14,8 +14,7 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from statistics import mean
 
@@ -36,26 +35,13 @@ from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.router.router import Router
 from rlsys.types import Prompt, Sample
+from tests.helpers.families import Siblings
 
 
-class Group:
-    """The samples of one prompt, without a ledger."""
-
-    def __init__(self, number: int, prompt: Prompt, size: int, seed: int) -> None:
-        self.prompt = prompt
-        self.samples = [
-            Sample(number * size + i, number, i, prompt.ids, seed=1 + seed + i) for i in range(size)
-        ]
-
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
-        return self.samples
-
-    @contextmanager
-    def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
-        yield
-
-    def keep(self, samples: Iterable[Sample]) -> None:
-        pass
+def group_of(number: int, prompt: Prompt, size: int) -> Siblings:
+    """The samples of one prompt."""
+    seeds = 1 + 1000 * number
+    return Siblings([Sample(number * size + i, number, i, prompt.ids, seed=seeds + i) for i in range(size)])
 
 
 def answers(tokenizer: Tokenizer, samples: Iterable[Sample]) -> set[str]:
@@ -89,7 +75,7 @@ async def repaired(
     """A group, and SCOPE's further samples where it has no success."""
     speak, judge = sampling_turns(config, router), build_process_judge(config)
     assert judge is not None
-    group = Group(number, prompt, size, 1000 * number).samples
+    group = group_of(number, prompt, size).samples
     await asyncio.gather(*(speak(s) for s in group))
     right = str(prompt.entry["answer"])
     solved = right in answers(tokenizer, group)
@@ -119,12 +105,12 @@ async def distinct(
     speak = sampling_turns(config, router)
     generate = build_generator(config, tokenizer, speak)
     assert isinstance(generate, TreeGenerator)
-    group = Group(2 * number, prompt, size, 1000 * number)
+    group = group_of(2 * number, prompt, size)
     generate.attach(group, looking_turns(config, router))
     await asyncio.gather(*(generate(s, prompt) for s in group.samples))
     made = sum(s.received_tokens for s in group.samples)
 
-    plain = Group(2 * number + 1, prompt, 16 * size, 1000 * number)
+    plain = group_of(2 * number + 1, prompt, 16 * size)
     sampled: list[Sample] = []
     while sum(s.tokens for s in sampled) < made or len(sampled) < size:
         batch = plain.samples[len(sampled) : len(sampled) + size]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlsys.spans import Fork, RouteSpan, TokenSpan, VersionSpan
+from rlsys.spans import Fork, RouteSpan, VersionSpan, before
 from rlsys.types import Sample
 
 
@@ -42,8 +42,7 @@ def fork(
         )
     into.response_ids.extend(source.response_ids[:at])
     into.mu.extend(source.mu[:at])
-    into.spans = _before(source.spans, at)
-    into.observed = [TokenSpan(o.start, min(o.end, at)) for o in source.observed if o.start < at]
+    into.spans, into.observed = before(source.spans, at), before(source.observed, at)
     into.behaviour = source.behaviour[:at]
     into.support = source.support[: _rows_end(source.support, at)] if source.support else bytearray()
     if at or forced is not None:
@@ -67,22 +66,17 @@ def fork(
 
 def cut(sample: Sample, at: int) -> None:
     """Drop the response tokens from `at` on; those that were made for it are counted in `discarded`."""
-    before = sample.received_tokens
+    received = sample.received_tokens
     del sample.response_ids[at:], sample.mu[at:], sample.behaviour[at:]
-    sample.spans = _before(sample.spans, at)
-    sample.observed = [TokenSpan(o.start, min(o.end, at)) for o in sample.observed if o.start < at]
+    sample.spans, sample.observed = before(sample.spans, at), before(sample.observed, at)
     if sample.support:
         del sample.support[_rows_end(sample.support, at) :]
     sample.routes = _routes_before(sample.routes, len(sample.prompt_ids) + at - 1) if at else []
     sample.mu_sum = sum(sample.mu)
     sample.given = min(sample.given, sample.sampled_tokens)
-    sample.discarded += before - sample.received_tokens
+    sample.discarded += received - sample.received_tokens
     if sample.fork is not None and at <= sample.fork.at:
         sample.fork = sample.fork._replace(at=at) if at else None
-
-
-def _before(spans: list[VersionSpan], at: int) -> list[VersionSpan]:
-    return [VersionSpan(s.version, s.start, min(s.end, at)) for s in spans if s.start < at]
 
 
 def _rows_end(support: bytearray, rows: int) -> int:

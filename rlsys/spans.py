@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 
 @dataclass(slots=True)
@@ -21,6 +22,14 @@ class TokenSpan:
 
     start: int
     end: int
+
+
+S = TypeVar("S", VersionSpan, TokenSpan)
+
+
+def before(spans: Iterable[S], end: int) -> list[S]:
+    """What of them lies before token `end`."""
+    return [replace(s, end=min(s.end, end)) for s in spans if s.start < end]
 
 
 class TurnMark(NamedTuple):

@@ -130,7 +130,7 @@ class EngineConfig(Section):
     """Port of the first engine; the others count up from it. 0 chooses free ports."""
     max_running_requests: Positive | None = None
     """Requests that one engine decodes at the same time. More give more throughput and need a larger cache. null: its
-    share of the samples in flight, but 32 to 2,048."""
+    share of the samples in flight, but 128 to 2,048."""
     max_total_tokens: Positive = 65536
     """Tokens that one engine's cache of keys and values can hold. It must hold the longest response and its
     prompt."""

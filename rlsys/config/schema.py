@@ -82,7 +82,7 @@ class Config(Section):
     def max_running_requests(self) -> int:
         """Requests that one engine decodes at the same time."""
         share = -(-self.slots // self.engine.count)
-        return self.engine.max_running_requests or min(2048, max(32, share))
+        return self.engine.max_running_requests or min(2048, max(128, share))
 
     @property
     def stream_interval(self) -> int:

@@ -65,6 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request; the class is made for one set of leases."""
 
     protocol_version = "HTTP/1.1"
+    timeout = 60.0  # seconds for a line of the request, and for each piece of its body
     leases: Leases
     key: str
 
@@ -75,16 +76,15 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(self._answer)
 
     def _reply(self, answer: Any) -> None:
-        status, told = 200, dict[str, Any]()
+        status, told, self.close_connection = 200, dict[str, Any](), True  # its client asks once on each
         try:
-            length = int(self.headers.get("Content-Length") or 0)
-            if length > LARGEST:
-                raise Refused(413, f"{length} bytes, at most {LARGEST} are read")
-            body = self.rfile.read(length)
             asked = self.headers.get("Authorization") or ""
             if not hmac.compare_digest(asked.encode(), f"Bearer {self.key}".encode()):
-                raise Refused(401, "a wrong key")
-            told = answer(json.loads(body or b"{}"))
+                raise Refused(401, "a wrong key")  # before anything of a stranger's is read
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 <= length <= LARGEST:
+                raise Refused(413, f"{length} bytes, expected at most {LARGEST}")
+            told = answer(json.loads(self.rfile.read(length) or b"{}"))
         except Refused as e:
             status, told = e.status, {"error": e.reason, "wait": e.wait}
         except (ValueError, KeyError, TypeError) as e:

@@ -18,7 +18,7 @@ from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, 
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.rollout.saved_turns import Full, SavedTurns
-from rlsys.rollout.turn_reader import ToolFailed, Turn, TurnReader
+from rlsys.rollout.turn_reader import TAIL_IDS, ToolFailed, Turn, TurnReader
 from rlsys.rollout.turns import Speak
 from rlsys.router.router import EVALUATION, RefusedPrompt
 from rlsys.router.turn_ends import TurnEnds
@@ -28,8 +28,6 @@ _OFF: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0,
 }  # fmt: skip
 """Sampling parameters, and the value that changes no distribution."""
-TAIL_IDS = 64
-"""Ids before a turn that are decoded to see whether they opened reasoning."""
 
 
 class Thread:

@@ -17,11 +17,10 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.section import Positive, Section
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
 from rlsys.forks import Forced
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
-from rlsys.rollout.trees import Tree, TreeGenerator
+from rlsys.rollout.trees import Tree, TreeGenerator, of_all_ids
 from rlsys.rollout.turns import Speak
 from rlsys.types import Sample
 
@@ -154,12 +153,5 @@ class Echo(TreeGenerator):
 
 def echo(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> Echo:
     """The generator of `rollout.generator: echo`."""
-    if tokenizer is None:
-        raise UserError("rollout.generator = 'echo': it needs a tokenizer")
-    r = config.rollout
-    if r.temperature != 1 or r.top_k is not None:
-        raise UserError(
-            f"rollout.generator = 'echo' with rollout.temperature = {r.temperature:g} and rollout.top_k = {r.top_k}: "
-            "the log-probs of its branches are those at temperature 1 over all ids; expected 1 and null"
-        )
+    tokenizer = of_all_ids(config, tokenizer, "echo")
     return Echo(config, tokenizer, speak, parse_params("rollout.generator_params", EchoParams, params))

@@ -22,14 +22,12 @@ from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.environment_services import EnvironmentFailed, LeasedEpisode, ServiceParams, Services
 from rlsys.rollout.saved_turns import Full, SavedTurns
-from rlsys.rollout.turn_reader import ToolFailed, TurnReader
+from rlsys.rollout.turn_reader import TAIL_IDS, ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
 from rlsys.spans import TurnMark
 from rlsys.types import Prompt, Sample, Status
 
 FIELD = "rollout.generator_params"
-_TAIL_IDS = 64
-"""Ids before a turn that are decoded to see whether they opened reasoning."""
 
 
 class EnvironmentParams(ServiceParams):
@@ -111,7 +109,7 @@ class EnvironmentGenerator:
         text = self._rendering.text(ids).removesuffix(last)
         if self._reader is None:
             return text, [], last
-        before = [*sample.prompt_ids, *sample.response_ids[:start]][-_TAIL_IDS:]
+        before = [*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:]
         turn = await self._reader(text, self._rendering.text(before), episode.tools)
         calls = [
             {"id": f"call_{start}_{i}", "name": c.name, "arguments": c.arguments}

@@ -115,11 +115,14 @@ class Service:
                     if not ready.done():
                         ready.set_result(None)
                     await self._watch(process)
-            except UserError as e:
+            except (UserError, OSError) as e:  # the latter: the machine has no room for a process
+                told = (
+                    e if isinstance(e, UserError) else UserError(f"the environment {self._params.name}: {e}")
+                )
                 if not ready.done():
-                    ready.set_exception(e)
+                    ready.set_exception(told)
                     return
-                log.warning("%s", e)
+                log.warning("%s", told)
             pause = FIRST_PAUSE if loop.time() - begun > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
             log.warning(
                 "the environment %s has ended; it is started anew in %.1f s", self._params.name, pause

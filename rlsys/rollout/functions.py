@@ -17,7 +17,7 @@ from rlsys.data.rows import tools_of
 from rlsys.errors import UserError
 from rlsys.plugins import resolve
 from rlsys.rollout.assembly import turn_ends
-from rlsys.rollout.turn_reader import Call, TurnReader
+from rlsys.rollout.turn_reader import TAIL_IDS, Call, TurnReader
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.types import Prompt, Sample, Status
 from rlsys.workers import WorkerError, Workers
@@ -87,7 +87,7 @@ class FunctionTurns:
             return ()
         turn = sample.response_ids[start:]
         own = turn[:-1] if turn[-1] in self._ends.ids else turn
-        before = self._tokenizer.decode([*sample.prompt_ids, *sample.response_ids[:start]][-_TAIL_IDS:])
+        before = self._tokenizer.decode([*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:])
         read = await self._reader(self._tokenizer.decode(own), before, self._schemas(prompt))
         return read.calls
 
@@ -113,10 +113,6 @@ class FunctionTurns:
     async def close(self) -> None:
         await self._reader.close()
         await self._functions.close()
-
-
-_TAIL_IDS = 64
-"""Ids before a turn that are decoded to see whether they opened reasoning."""
 
 
 def messages_of(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Message, list[Message]]:

@@ -18,11 +18,10 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.section import Positive, Section
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
 from rlsys.forks import Forced
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
-from rlsys.rollout.trees import Tree, TreeGenerator
+from rlsys.rollout.trees import Tree, TreeGenerator, of_all_ids
 from rlsys.rollout.turns import Speak
 from rlsys.types import Sample
 
@@ -174,12 +173,5 @@ def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
 
 def latr(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> Latr:
     """The generator of `rollout.generator: latr`."""
-    if tokenizer is None:
-        raise UserError("rollout.generator = 'latr': it needs a tokenizer")
-    r = config.rollout
-    if r.temperature != 1 or r.top_k is not None:
-        raise UserError(
-            f"rollout.generator = 'latr' with rollout.temperature = {r.temperature:g} and rollout.top_k = {r.top_k}: "
-            "its log-probs are those at temperature 1 over all ids; expected 1 and null"
-        )
+    tokenizer = of_all_ids(config, tokenizer, "latr")
     return Latr(config, tokenizer, speak, parse_params("rollout.generator_params", LatrParams, params))

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.errors import UserError
 from rlsys.forks import Forced, cut, fork
 from rlsys.rollout.turns import Look, Speak
 from rlsys.router.router import EVALUATION
@@ -121,3 +124,17 @@ class TreeGenerator:
         finally:
             del self._trees[sample.group_id]
             tree.set_result(None)
+
+
+def of_all_ids(config: Config, tokenizer: Tokenizer | None, name: str) -> Tokenizer:
+    """The tokenizer, where the log-probs of a tree's branches are those that a run samples by. Raises UserError."""
+    if tokenizer is None:
+        raise UserError(f"rollout.generator = {name!r}: it needs a tokenizer")
+    r = config.rollout
+    if r.temperature != 1 or r.top_k is not None:
+        raise UserError(
+            f"rollout.generator = {name!r} with rollout.temperature = {r.temperature:g} and "
+            f"rollout.top_k = {r.top_k}: the log-probs of its branches are those at temperature 1 over all ids; "
+            "expected 1 and null"
+        )
+    return tokenizer

@@ -18,6 +18,8 @@ from rlsys.workers import WorkerError, Workers
 
 READ_SECONDS = 30.0
 """For one turn; a parser needs milliseconds."""
+TAIL_IDS = 64
+"""Ids before a turn that are decoded to see whether they opened reasoning."""
 TAIL = 200
 """Characters of what stands before a turn that a parser is shown: enough for a mark that opens reasoning."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from rlsys.spans import VersionSpan
+from rlsys.spans import before
 from rlsys.types import Sample, Segment
 
 LONGEST_CHARACTER = 4
@@ -83,21 +83,14 @@ def shortened(segment: Segment, tokens: int, dropped: int) -> Segment:
         routes = (
             replace(routes, end=routes.start + kept, experts=routes.experts[: kept * row]) if kept else None
         )
-    spans = [VersionSpan(s.version, s.start, min(s.end, tokens)) for s in segment.spans if s.start < tokens]
     rows = [] if segment.support is None else segment.support.split(b"\0")[:tokens]
     return replace(
         segment,
         ids=segment.ids[:tokens],
         mu=segment.mu[:tokens],
-        spans=spans,
+        spans=before(segment.spans, tokens),
         finish="stop" if dropped and segment.finish else segment.finish,
         routes=routes,
-        call_spans=None if segment.call_spans is None else _up_to(segment.call_spans, dropped),
+        call_spans=None if (call := segment.call_spans) is None else before(call, call[-1].end - dropped),
         support=None if segment.support is None else b"".join(row + b"\0" for row in rows),
     )
-
-
-def _up_to(spans: list[VersionSpan], dropped: int) -> list[VersionSpan]:
-    """Without the last tokens of a call."""
-    last = spans[-1].end - dropped
-    return [VersionSpan(s.version, s.start, min(s.end, last)) for s in spans if s.start < last]

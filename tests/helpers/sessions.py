@@ -111,3 +111,10 @@ def check_ledger(run_dir: Path) -> dict[str, Any]:
     assert code == 0, ledger
     assert (ledger["lost"], ledger["trained_twice"]) == (0, 0)
     return ledger
+
+
+def check_agreement(run_dir: Path) -> None:
+    """The report: no token is lost, and trainer and engines agree on the log-probs."""
+    _, summary = as_json("report", str(run_dir))
+    assert summary["tokens_lost"] == 0
+    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4

@@ -12,7 +12,7 @@ import pytest
 
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.reader import RunReader
-from tests.helpers.sessions import GROUPS, Session, as_json, check_ledger, command_line
+from tests.helpers.sessions import GROUPS, Session, check_agreement, check_ledger, command_line
 
 pytestmark = pytest.mark.integration
 
@@ -48,9 +48,7 @@ def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path
     assert restarts >= 2
     assert check_ledger(tmp_path / "run")["trained"] == STEPS * GROUPS
     assert [s["step"] for s in read_metrics(tmp_path / "run").steps] == list(range(1, STEPS + 1))
-    _, summary = as_json("report", str(tmp_path / "run"))
-    assert summary["tokens_lost"] == 0
-    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
+    check_agreement(tmp_path / "run")
     samples = [s for g in RunReader(tmp_path / "run").groups("train_step = ?", STEPS) for s in g.samples]
     assert any(s.observed for s in samples), "a second chance"
     assert all(not any(s.trained()[o.start : o.end]) for s in samples for o in s.observed)
@@ -72,9 +70,7 @@ def test_an_agent_with_two_histories_and_a_sub_agent_trains_all_of_them(tmp_path
     assert code == 0, output
     assert check_ledger(run)["trained"] == 5 * GROUPS
     steps = read_metrics(run).steps
-    _, summary = as_json("report", str(run))
-    assert summary["tokens_lost"] == 0
-    assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4
+    check_agreement(run)
     for step in (4, 5):
         samples = [s for g in RunReader(run).groups("train_step = ?", step) for s in g.samples]
         trained = [q for s in samples for q in s.trained_sequences]

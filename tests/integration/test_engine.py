@@ -107,9 +107,9 @@ async def test_a_full_engine_interrupted_gives_back_every_token(engine_config: C
     """More samples than it decodes at once: some are interrupted in its queue, with no token yet."""
     async with stack(engine_config, engine) as s:
         await s.push(0)
-        n = engine_config.engine.max_running_requests + 24
+        n = 3 * engine_config.engine.max_running_requests
         unbroken = await asyncio.gather(*(s.generate(sample(i, seed=i), 40) for i in range(n)))
-        await s.client.slow_down(SLOW)
+        await s.client.slow_down(4 * SLOW)  # a busy machine looks late: the queue must not be empty by then
         broken = [sample(i, seed=i) for i in range(n)]
         tasks = [asyncio.create_task(s.generate(b, 40)) for b in broken]
         await until(lambda: s.router.stats()["in_flight"] == n, tasks[0])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +15,9 @@ from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.types import Prompt, Sample, Status
 from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
+from tests.helpers.families import Siblings
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
-
-
-class Siblings:
-    """The samples of one group, without a ledger."""
-
-    def __init__(self, size: int) -> None:
-        self.samples = [Sample(70 + i, 7, i, PROMPT, seed=7 + i) for i in range(size)]
-
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
-        return self.samples
-
-    @contextmanager
-    def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
-        yield
-
-    def keep(self, samples: Iterable[Sample]) -> None:
-        pass
 
 
 LATR = {"second": 0.005, "behind": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
@@ -54,7 +36,8 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
         await s.push(0)
         generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
         assert isinstance(generate, TreeGenerator)
-        generate.attach(family := Siblings(6), looking_turns(config, s.router))
+        family = Siblings([Sample(70 + i, 7, i, PROMPT, seed=7 + i) for i in range(6)])
+        generate.attach(family, looking_turns(config, s.router))
         running = asyncio.gather(*(generate(b, Prompt(0, "", PROMPT, {})) for b in family.samples))
         while sum(b.tokens > 0 for b in family.samples) < 3:
             await asyncio.wait({running}, timeout=0.001)

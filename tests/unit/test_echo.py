@@ -18,8 +18,9 @@ from rlsys.rollout.generator import build_generator
 from rlsys.spans import Tops, VersionSpan
 from rlsys.types import Sample, Segment, Status
 from tests.helpers.algo_world import DOUBLE, packed
+from tests.helpers.families import Siblings
 from tests.unit.test_agent import MODEL, TOKENIZER
-from tests.unit.test_trees import Siblings, never
+from tests.unit.test_trees import never
 
 SURE = [(math.log(0.98), 10), (math.log(0.01), 11), (math.log(0.005), 12)]
 UNSURE = [(math.log(0.3), 10), (math.log(0.28), 11), (math.log(0.2), 12)]

@@ -209,6 +209,36 @@ async def test_strangers_are_refused_and_mistakes_told() -> None:
             ServiceParams(**params)  # type: ignore[arg-type]
 
 
+@pytest.mark.gate
+async def test_a_body_is_read_after_the_key_and_only_if_it_is_of_a_sensible_length() -> None:
+    """Else a stranger's request, of which nothing comes, holds a thread, and a long one the memory."""
+    async with running() as services, services.service() as service:
+        for key, length, status in (
+            ("no", str(10**12), b"401"),
+            (service.key, str(10**12), b"413"),
+            (service.key, "-1", b"413"),
+            (service.key, "many", b"400"),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+            head = f"POST /open HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(head.encode())  # and no body
+            answer = await reader.read()  # to its end: the connection is closed
+            assert answer.split()[1] == status
+            writer.close()
+            await writer.wait_closed()
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+async def test_a_machine_without_room_for_a_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room(*args: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_room)
+    with pytest.raises(UserError, match=r"the environment .*own.py:Sums: .*Resource temporarily unavailable"):
+        async with running() as services:
+            await played(services, TASK)
+
+
 def ask(service: Service, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]))
     headers = {"Authorization": f"Bearer {key or service.key}"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,6 +15,7 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.latr import Latr, rouge_l, suffix_match
 from rlsys.spans import Tops, VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
+from tests.helpers.families import Siblings
 from tests.unit.test_agent import MODEL, TOKENIZER
 
 EOS = TOKENIZER.eos_id
@@ -51,21 +51,6 @@ class ToyModel:
                 sample.status = Status.FINISHED
                 return
         sample.status = Status.TRUNCATED
-
-
-class Siblings:
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples, self.kept = samples, 0
-
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
-        return self.samples
-
-    @contextmanager
-    def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
-        yield
-
-    def keep(self, samples: Iterable[Sample]) -> None:
-        self.kept += 1
 
 
 def config(**rollout: object) -> Config:
