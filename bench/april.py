@@ -10,7 +10,11 @@ Compared: rollout modes that train batches of the same N samples:
     april-R        N'/N = R: a step takes the first N, the rest is interrupted and goes on later
     april-2-kept   the same at R = 2, but a push leaves keys and values in place: what re-prefill costs
     asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
-    saturated      2 N in flight always, no steps, no pushes: the bound of april-2
+    saturated      2 N in flight always, no steps, no pushes
+    prefill        2 N interrupted prefixes are read at once and nothing is decoded
+
+A push makes all keys and values wrong, so at any step all that is in flight is read again. `bound_of`: what share of
+`saturated` that leaves to april-2, by these two and the trace alone.
 
 Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
 with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is
@@ -26,11 +30,13 @@ import asyncio
 import itertools
 import json
 import math
+import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from april_stage import (
@@ -39,6 +45,7 @@ from april_stage import (
     GROUP_SIZE,
     LOOK_SECONDS,
     PROMPT_TOKENS,
+    VOCAB,
     Clock,
     Mode,
     RandomPrompts,
@@ -207,6 +214,35 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     return {"trained_tokens_per_s": rate, "samples_per_s": measured / seconds, "seconds": seconds}
 
 
+async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
+    """Prefixes as a step of april-2 leaves them, read at once; one token is decoded of each."""
+    rng, router = random.Random(repeat), stage.router()
+    engines = await router.begin_push(1)
+    await router.end_push(1, stage.canaries)
+    assert engines
+    router.resume()
+    router.lengths = [1]
+    cut = [round(rng.random() * n) for n in rng.choices(stage.lengths, stage.lengths, k=SATURATED_SLOTS)]
+    prompts = [[rng.randrange(9, VOCAB) for _ in range(PROMPT_TOKENS + n)] for n in cut]
+    samples = [Sample(i, i, 0, ids, seed=1 + i) for i, ids in enumerate(prompts)]
+    start = time.monotonic()
+    await asyncio.gather(*(router.generate(s, max_response_tokens=10**6, temperature=1.0) for s in samples))
+    seconds = time.monotonic() - start
+    await router.interrupt()
+    return {"seconds": seconds, "seconds_per_token": seconds / sum(map(len, prompts))}
+
+
+def bound_of(saturated: float, prefill: float, over_provision: float, lengths: Sequence[int]) -> float:
+    """The largest share of a saturated engine's rate that rollouts can have of which every step reads all again that
+    is in flight. `saturated`: seconds of a token there; `prefill`: of one that is read.
+
+    A response of n tokens is interrupted n / (tokens of a step and slot) times, on average in its middle. So for each
+    trained token N'/N (1 + cv^2) / 2 are read, where cv is the coefficient of variation of the lengths.
+    """
+    read = over_provision * mean(n * n for n in lengths) / mean(lengths) ** 2 / 2
+    return saturated / (saturated + read * prefill)
+
+
 async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
     while len(ended) < n:
         for w in workers:
@@ -218,7 +254,7 @@ async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     measured = 2 * BATCH if args.quick else 6 * BATCH
     by_name = {m.name: m for m in MODES}
-    chosen = [n for n in ("saturated", *by_name) if not args.only or n in args.only]
+    chosen = [n for n in ("saturated", "prefill", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
         order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # nobody is always first
@@ -228,9 +264,11 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
                 say(f"repeat {repeat + 1}/{args.repeats} {cost}: {name}")
                 if name == "saturated":
                     figures = await run_saturated(stage, measured)
+                elif name == "prefill":
+                    figures = await run_prefill(stage, repeat)
                 else:
                     figures = await run_mode(stage, by_name[name], measured)
-                say(f"    {figures['trained_tokens_per_s']:.0f} trained tokens/s, {figures['seconds']:.0f} s")
+                say("    " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
                 runs.setdefault(cost, {}).setdefault(name, []).append(figures)
     await stage.client.slow_down(None)
     costs = {
@@ -242,15 +280,20 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "bench": "april", "batch": BATCH, "group_size": GROUP_SIZE, "repeats": args.repeats, "quick": args.quick,
         "gpu_like_seconds_per_pass": GPU_LIKE_SECONDS, "true_mean_length": stage.true_mean,
-        "longest": max(stage.lengths), "machine": machine(), "costs": costs, "summary": summary(costs),
+        "longest": max(stage.lengths), "machine": machine(), "costs": costs, "summary": summary(costs, stage.lengths),
     }  # fmt: skip
 
 
-def summary(costs: dict[str, Any]) -> dict[str, float]:
+def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
     """Ratios of medians at N'/N = 2; {} when a mode was left out."""
 
     def rate(cost: str, mode: str) -> float:
         return float(costs[cost][mode]["trained_tokens_per_s"]["median"])
+
+    def of_bound(cost: str) -> float:
+        read = float(costs[cost]["prefill"]["seconds_per_token"]["median"])
+        saturated = rate(cost, "saturated")
+        return rate(cost, "april-2") / saturated / bound_of(1 / saturated, read, 2, lengths)
 
     try:
         return {
@@ -260,6 +303,8 @@ def summary(costs: dict[str, Any]) -> dict[str, float]:
             "gain_at_2_raw_cpu_same_slots": rate("cpu", "april-2") / rate("cpu", "synchronous-2N"),
             "share_of_saturated_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "saturated"),
             "share_of_saturated_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "saturated"),
+            "share_of_bound_at_2": of_bound("gpu-like"),
+            "share_of_bound_at_2_raw_cpu": of_bound("cpu"),
             "share_of_saturated_at_2_kept": rate("gpu-like", "april-2-kept") / rate("gpu-like", "saturated"),
             "length_ratio_at_2": costs["gpu-like"]["april-2"]["length_ratio"]["median"],
         }
@@ -311,7 +356,7 @@ def main() -> None:
         "--quick", action="store_true", help="few, short samples: shows that it runs, not how fast"
     )
     parser.add_argument(
-        "--only", nargs="*", choices=["saturated", *(m.name for m in MODES)], help="these modes"
+        "--only", nargs="*", choices=["saturated", "prefill", *(m.name for m in MODES)], help="these modes"
     )
     args = parser.parse_args()
     result = asyncio.run(main_async(args))

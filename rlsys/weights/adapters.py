@@ -14,8 +14,9 @@ from rlsys.convert.peft import adapter_config
 from rlsys.engine.weight_calls import forget_adapter, load_adapter
 from rlsys.errors import RunError
 from rlsys.tickets import PushTicket
+from rlsys.weights.buckets import Areas
 from rlsys.weights.receivers import Gone, Receivers
-from rlsys.weights.transports import flatten, prepare_sglang, serializer
+from rlsys.weights.transports import as_handed_over, prepare_sglang, serializer
 
 
 class AdapterPush:
@@ -47,8 +48,7 @@ class AdapterPush:
         self.prepare()
         bucket = [(name, factor.detach().cpu()) for name, factor in factors]
         sums = {name: _sha256(factor) for name, factor in bucket}
-        flat, serialize = flatten(bucket), serializer()
-        tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        serialize, tensors = serializer(), as_handed_over(Areas(shared=True).lay(bucket))
         with Receivers(ticket.engines, self._seconds) as receivers:
             self._forget(receivers)
             # One handle for each engine rank: opening uses it up.

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.tickets import PushTicket
+from rlsys.weights.buckets import Areas, Flat, stream
 from rlsys.weights.groups import Groups
 from rlsys.weights.peers import Peers
 from rlsys.weights.receivers import Receivers
 from rlsys.weights.senders import SendersPlan, Sending
 from rlsys.weights.shards import Shards
-from rlsys.weights.sync import stream
-from rlsys.weights.transports import Bucket, GroupTransport, prepare_sglang
+from rlsys.weights.transports import GroupTransport, prepare_sglang
 
 Prepare = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 _ENDED = 0
@@ -31,6 +31,7 @@ class ShardedPush:
         """Collective."""
         self._plan, self._shards, self._rank = plan, shards, rank
         self._bucket_bytes = int(config.weights.bucket_mb * 2**20)
+        self._areas = Areas(shared=False)
         self._seconds = config.work_seconds
         self._groups = Groups(self._seconds, config.answer_seconds)
         # Who comes last waits for all turns before its own.
@@ -69,7 +70,7 @@ class ShardedPush:
         group: GroupTransport | None = None
         with Receivers(ticket.engines, self._seconds) as receivers:
 
-            def send(bucket: Bucket) -> None:
+            def send(flat: Flat) -> None:
                 nonlocal gone, group
                 if gone is None:
                     gone = self._wait_for_turn(place)
@@ -77,9 +78,9 @@ class ShardedPush:
                     if receivers.present:
                         group = self._groups.of(receivers)
                 if group is not None and receivers.present:
-                    group.send(bucket, receivers)
+                    group.send(flat, receivers)
 
-            sent = stream(prepare(self._shards.collect(sending)), self._bucket_bytes, send)
+            sent = stream(prepare(self._shards.collect(sending)), self._bucket_bytes, self._areas, send)
         self.left_out = receivers.left_out
         if place + 1 < len(self._plan.sendings):
             # Not waited for: the next sender may hear it only after this rank has helped it to gather.

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -23,10 +22,11 @@ from rlsys.config import Config
 from rlsys.convert.hf import write_hf
 from rlsys.engine.weight_calls import load_from_disk
 from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.weights.buckets import Areas, Flat, stream
 from rlsys.weights.groups import Groups
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
-from rlsys.weights.transports import Bucket, MemoryTransport, prepare_sglang
+from rlsys.weights.transports import MemoryTransport, prepare_sglang
 
 
 class WeightSync:
@@ -40,6 +40,7 @@ class WeightSync:
         if plan is None:
             plan = PushPlan({}, group=method == "broadcast")
         self._plan = plan
+        self._areas = Areas(shared=bool(plan.memory) or not plan.group)
         self._seconds = config.work_seconds
         self._memory = MemoryTransport(plan, rank, self._seconds)
         self._groups = Groups(self._seconds, config.answer_seconds)
@@ -90,13 +91,13 @@ class WeightSync:
         with Receivers(by_memory, self._seconds) as near, Receivers(by_group, self._seconds) as far:
             group = self._groups.of(far) if by_group else None
 
-            def send(bucket: Bucket) -> None:
+            def send(flat: Flat) -> None:
                 if not self._memory.idle:
-                    self._memory.send(bucket, near)
+                    self._memory.send(flat, near)
                 if group is not None and far.present:
-                    group.send(bucket, far)
+                    group.send(flat, far)
 
-            sent = stream(tensors, self._bucket_bytes, send)
+            sent = stream(tensors, self._bucket_bytes, self._areas, send)
         self.left_out = near.left_out | far.left_out
         return sent
 
@@ -159,51 +160,3 @@ class DiskFolders:
             if self._digests.get(name) != digest:
                 self._digests[name] = digest
                 yield name, data
-
-
-def stream(tensors: Iterable[tuple[str, Tensor]], max_bytes: int, send: Callable[[Bucket], None]) -> int:
-    """Send the tensors in buckets; their bytes. At most two buckets are held: one on its way, one being gathered."""
-    sent, under_way = 0, None
-    with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
-        for bucket in buckets(tensors, max_bytes):
-            if under_way is not None:
-                under_way.result()
-            under_way = sender.submit(send, bucket)
-            sent += sum(t.nbytes for _, t in bucket)
-        if under_way is not None:
-            under_way.result()
-    return sent
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Neighbouring tensors of one dtype, together at most `max_bytes`; what is larger has a bucket for itself."""
-    bucket: Bucket = []
-    size = 0
-    for unit in _units(tensors):
-        more = sum(tensor.nbytes for _, tensor in unit)
-        if bucket and (size + more > max_bytes or unit[0][1].dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket += unit
-        size += more
-    if bucket:
-        yield bucket
-
-
-_FIRST, _SECOND = ".q_a_proj.", ".kv_a_proj_with_mqa."
-
-
-def _units(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """What an engine must get in one call. SGLang joins latent attention's two first projections as it loads them,
-    and forgets one whose partner is not in the same call, without a word. The first of them waits for the other.
-    """
-    waiting: Bucket = []
-    for name, tensor in tensors:
-        if _FIRST in name:
-            waiting.append((name, tensor.detach()))
-        elif waiting and name == waiting[0][0].replace(_FIRST, _SECOND):
-            yield [waiting.pop(0), (name, tensor.detach())]
-        else:
-            yield [(name, tensor.detach())]
-    for left in waiting:
-        yield [left]

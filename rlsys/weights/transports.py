@@ -29,11 +29,10 @@ from torch import Tensor
 from rlsys.engine.weight_calls import join_group, leave_group, load_from_group, load_from_memory
 from rlsys.errors import RunError
 from rlsys.tickets import EngineAddress
+from rlsys.weights.buckets import Flat
 from rlsys.weights.peers import Peers
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Gone, Receivers
-
-Bucket = list[tuple[str, Tensor]]
 
 _LOOK_SECONDS = 0.002
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -63,9 +62,8 @@ class MemoryTransport:
         """Whether nobody is left that this rank serves."""
         return not self._served
 
-    def send(self, bucket: Bucket, receivers: Receivers) -> None:
-        serialize, flat = serializer(), flatten(bucket)
-        tensors = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+    def send(self, flat: Flat, receivers: Receivers) -> None:
+        serialize, tensors = serializer(), as_handed_over(flat)
         made = {
             (engine.url, part): serialize(tensors)
             for engine, ranks in self._served
@@ -138,16 +136,15 @@ class GroupTransport:
         if self._changed(receivers) or any(e.holds < 0 for e in receivers.present):
             self._open(receivers)
 
-    def send(self, bucket: Bucket, receivers: Receivers) -> None:
+    def send(self, flat: Flat, receivers: Receivers) -> None:
         """Again, with a group of those who are left, when an engine goes in the middle: loading twice is harmless."""
-        flat = flatten(bucket).get_flattened_tensor()
+        described = [(n, str(dtype).removeprefix("torch."), list(shape)) for n, dtype, shape in flat.parts]
         while receivers.present:
             if self._changed(receivers):
                 self._open(receivers)
                 continue
-            described = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in bucket]
             answers = receivers.ask([load_from_group(self._name, described)] * len(self._members))
-            if self._broadcast(flat, answers):
+            if self._broadcast(flat.memory, answers):
                 receivers.settle(answers)
                 return
             self._give_up(receivers, answers)
@@ -307,11 +304,17 @@ def _abort(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def flatten(bucket: Bucket) -> Any:
+def as_handed_over(flat: Flat) -> dict[str, Any]:
+    """What an engine expects of a flattened bucket in a handle."""
     prepare_sglang()
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    return FlattenedTensorBucket(named_tensors=bucket)
+    metadata, start = [], 0
+    for name, dtype, shape in flat.parts:
+        size = shape.numel() * dtype.itemsize
+        metadata.append(FlattenedTensorMetadata(name, shape, dtype, start, start + size, size))
+        start += size
+    return {"flattened_tensor": flat.memory, "metadata": metadata}
 
 
 def serializer() -> Callable[[Any], bytes]:

@@ -18,8 +18,9 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
+from rlsys.weights.buckets import buckets
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync, buckets
+from rlsys.weights.sync import WeightSync
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine

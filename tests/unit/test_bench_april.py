@@ -8,6 +8,7 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.config import Config
@@ -67,7 +68,13 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
             "saturated": mode(4000), "synchronous": mode(2000), "synchronous-2N": mode(2500), "april-2": mode(3000)
         },
     }  # fmt: skip
-    assert april.summary(costs) == {
+    costs["gpu-like"]["prefill"] = {"seconds_per_token": {"median": 0.0001}}
+    costs["cpu"]["prefill"] = {"seconds_per_token": {"median": 0.00005}}
+    found = april.summary(costs, [1, 3])
+    # 2 x 5 / 4 / 2 tokens are read for a trained one.
+    assert found.pop("share_of_bound_at_2") == pytest.approx(0.9 * 1.125)
+    assert found.pop("share_of_bound_at_2_raw_cpu") == pytest.approx(0.75 * 1.25)
+    assert found == {
         "gain_at_2": 3.0,
         "gain_at_2_same_slots": 2.0,
         "gain_at_2_raw_cpu": 1.5,
@@ -78,15 +85,36 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
         "length_ratio_at_2": 0.99,
     }
     del costs["gpu-like"]["april-2"]
-    assert april.summary(costs) == {}
+    assert april.summary(costs, [1, 3]) == {}
+
+
+@pytest.mark.gate
+def test_the_bound_counts_what_a_simulated_queue_reads_again(april: ModuleType) -> None:
+    """Slots that decode a token a tick; every step, when N responses have ended, all prefixes are read again."""
+    lengths, batch, slots = april.trace(quick=False), 40, 80
+    draw = np.random.default_rng(0)
+    whole = draw.choice(lengths, slots)
+    done = np.zeros(slots, dtype=int)
+    read = trained = ended = 0
+    for _ in range(25_000):
+        done += 1
+        if (over := done == whole).any():
+            ended, trained = ended + int(over.sum()), trained + int(whole[over].sum())
+            whole[over], done[over] = draw.choice(lengths, over.sum()), 0
+        if ended >= batch:
+            ended -= batch
+            read += int(done.sum())
+    expected = 1 / april.bound_of(1.0, 1.0, slots / batch, lengths) - 1
+    assert read / trained == pytest.approx(expected, rel=0.03)
 
 
 def test_the_modes_of_the_quick_bench_are_all_that_its_summary_needs(april: ModuleType) -> None:
     """tests/integration/test_bench_april_quick.py takes a part of them; before, its summary was empty."""
-    assert {*MODES} <= {"saturated", *(mode.name for mode in april.MODES)}
-    figures = {"trained_tokens_per_s": {"median": 1.0}, "length_ratio": {"median": 1.0}}
+    assert {*MODES} <= {"saturated", "prefill", *(mode.name for mode in april.MODES)}
+    keys = ("trained_tokens_per_s", "length_ratio", "seconds_per_token")
+    figures = {key: {"median": 1.0} for key in keys}
     costs = {cost: dict.fromkeys(MODES, figures) for cost in ("gpu-like", "cpu")}
-    assert april.summary(costs).keys() >= IN_THE_SUMMARY
+    assert april.summary(costs, [1]).keys() >= IN_THE_SUMMARY
 
 
 def test_figures_of_trained_groups(april: ModuleType) -> None:

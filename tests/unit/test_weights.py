@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from threading import Event
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.stack import part_of, stacked
 from rlsys.convert.table import entries
+from rlsys.weights.buckets import Areas, Bucket, Flat, buckets, stream
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import buckets
 from tests.helpers import tiny
 
 
@@ -38,6 +39,37 @@ def test_buckets_hold_every_tensor_in_order_within_their_size(
 def test_neighbours_share_a_bucket() -> None:
     tensors = [(name, torch.zeros(10)) for name in "abcde"]
     assert [[name for name, _ in b] for b in buckets(tensors, 80)] == [["a", "b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_bucket_stays_as_it_is_until_the_next_but_one(shared: bool) -> None:
+    areas = Areas(shared=shared)
+    first = areas.lay([("a", torch.arange(6.0)), ("b", torch.ones(2, 3, dtype=torch.float32).T)])
+    second = areas.lay([("c", torch.zeros(9, dtype=torch.bfloat16))])
+    assert first.parts[1] == ("b", torch.float32, torch.Size([3, 2]))
+    assert first.memory.view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5, 1, 1, 1, 1, 1, 1]
+    assert (second.memory.is_shared(), len(second.memory)) == (shared, 18)
+    third = areas.lay([("d", torch.full((4,), 7.0))])
+    assert third.memory.data_ptr() == first.memory.data_ptr(), "no fresh memory"
+    assert not second.memory.any()
+
+
+def test_a_stream_lays_the_next_bucket_out_while_one_is_on_its_way() -> None:
+    laid, seen = Event(), []
+
+    class Watched(Areas):
+        def lay(self, bucket: Bucket) -> Flat:
+            if bucket[0][0] == "t1":
+                laid.set()
+            return super().lay(bucket)
+
+    def send(flat: Flat) -> None:
+        assert laid.wait(60), "the second bucket waited for the first"
+        seen.append((flat.parts[0][0], flat.memory.view(torch.float32).tolist()))
+
+    tensors = [(f"t{i}", torch.full((2,), float(i))) for i in range(5)]
+    assert stream(tensors, 8, Watched(shared=False), send) == 40
+    assert seen == [(f"t{i}", [float(i)] * 2) for i in range(5)]
 
 
 TINY = HFConfig.of(
