@@ -1,23 +1,33 @@
-"""Seconds per GB of a weight push, per method, against a memory copy of the same bytes. One real engine.
+"""Seconds per GB of a weight push, per method, against what the same bytes cost at least. One real engine.
 
     python bench/weight_sync.py --json [--megabytes 256] [--repeats 5] [--quick]
 
 A push is what rlsys.weights does between begin_weight_update and end_weight_update, the engine's loading included.
 The tensors lie ready in this process (nothing is gathered); disk methods write to and read from the run folder. The
 first push of each method, which imports SGLang or opens a process group, is reported apart and is not in the medians.
-`disk_delta` pushes a model of which one tensor in eight has changed. `checksums`: what comparing all of them costs.
+`disk_delta` pushes a model of which one tensor in eight has changed.
+
+Floors, measured in the same run: `copy`, a memory copy; `loopback`, the bytes over a TCP connection of this machine;
+`hashlib`, SHA-256 of them. A push of tensors copies at least twice, into memory that the engine can open and out of
+it. One by broadcast goes over TCP, and copies once. `checksums`: what comparing all of them costs; `hashes`: the
+trainer's part of it, which is hidden behind the push where cores are free.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
+import socket
+import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from measure import machine, running_engine, say, spread, write_random_moe
 from safetensors.torch import load_file
 from torch import Tensor
@@ -72,15 +82,49 @@ def copy_seconds(tensors: dict[str, Tensor]) -> float:
     return time.perf_counter() - start
 
 
-async def checksum_seconds(client: EngineClient, hf: HFConfig, tensors: dict[str, Tensor]) -> float:
-    """What attestation adds to a push: the trainer's checksums of all tensors, then the engine's."""
+def loopback_seconds(tensors: dict[str, Tensor]) -> float:
+    """All bytes through one TCP connection to this machine, into memory that is there already."""
+    blocks = [t.contiguous().view(-1).view(torch.uint8).numpy() for t in tensors.values()]
+    target = memoryview(bytearray(max(block.nbytes for block in blocks)))
+
+    def receive() -> None:
+        with socket.create_connection(server.getsockname()) as connection:
+            for block in blocks:
+                got = 0
+                while got < block.nbytes:
+                    got += connection.recv_into(target[got : block.nbytes])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        with server.accept()[0] as connection:
+            start = time.perf_counter()
+            for block in blocks:
+                connection.sendall(block.data)
+            receiver.join()
+            return time.perf_counter() - start
+
+
+def hashlib_seconds(tensors: dict[str, Tensor]) -> float:
+    start = time.perf_counter()
+    for tensor in tensors.values():
+        hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return time.perf_counter() - start
+
+
+async def checksum_seconds(
+    client: EngineClient, hf: HFConfig, tensors: dict[str, Tensor]
+) -> tuple[float, float]:
+    """What attestation adds to a push: the trainer's checksums of all tensors, then the engine's; and the first part
+    of it alone."""
     start = time.perf_counter()
     checksums = EngineChecksums(hf, client.tp)
     for _ in checksums.watch(tensors.items()):
         pass
-    match = Checksums().compare(client.url, checksums.digests(), await client.checksums())
+    digests, hashed = checksums.digests(), time.perf_counter() - start
+    match = Checksums().compare(client.url, digests, await client.checksums())
     assert match.equal and not match.wrong, match
-    return time.perf_counter() - start
+    return time.perf_counter() - start, hashed
 
 
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
@@ -88,11 +132,13 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
     total = sum(t.nbytes for t in tensors.values())
     syncs = {m: WeightSync(config_for(m, model, folder / m)) for m in METHODS}
     first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {m: [] for m in ("copy", *METHODS, "checksums")}
+    floors = {"copy": copy_seconds, "loopback": loopback_seconds, "hashlib": hashlib_seconds}
+    seconds: dict[str, list[float]] = {m: [] for m in (*floors, *METHODS, "checksums", "hashes")}
     hf = HFConfig.read(model)
     sent: dict[str, int] = {}
     for repeat in range(-1, repeats):  # the first round warms up
-        seconds["copy"].append(copy_seconds(tensors))
+        for name, measure in floors.items():
+            seconds[name].append(measure(tensors))
         for name in list(tensors)[(repeat + 1) % 8 :: 8]:
             tensors[name] += 1e-4
         for method in METHODS:
@@ -102,18 +148,26 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
                 first[method] = took
             else:
                 seconds[method].append(took)
-        seconds["checksums"].append(await checksum_seconds(client, hf, tensors))
+        all_of_it, hashed = await checksum_seconds(client, hf, tensors)
+        seconds["checksums"].append(all_of_it)
+        seconds["hashes"].append(hashed)
         say(
             f"repeat {repeat + 1}/{repeats}: "
             + ", ".join(f"{m} {s[-1]:.2f} s" for m, s in seconds.items() if s)
         )
     for sync in syncs.values():
         await asyncio.to_thread(sync.close)
+    median = {m: statistics.median(values) for m, values in seconds.items()}
     per_gb = {m: spread([s / total * GB for s in values]) for m, values in seconds.items()}
     return {
         "bench": "weight_sync", "bytes": total, "tensors": len(tensors), "repeats": repeats, "machine": machine(),
         "seconds_per_gb": per_gb, "first_push_seconds": first, "bytes_sent": sent,
-        "summary": {f"{m}_ratio_to_copy": per_gb[m]["median"] / per_gb["copy"]["median"] for m in METHODS},
+        "summary": {
+            **{f"{m}_ratio_to_copy": median[m] / median["copy"] for m in METHODS},
+            "tensor_ratio_to_floor": median["tensor"] / (2 * median["copy"]),
+            "broadcast_ratio_to_floor": median["broadcast"] / (median["loopback"] + median["copy"]),
+            "hashes_ratio_to_hashlib": median["hashes"] / median["hashlib"],
+        },
     }  # fmt: skip
 
 
