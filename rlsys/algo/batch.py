@@ -42,18 +42,14 @@ class Samples:
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
     tool_penalty: Tensor | None = None  # [N] in [0, 2]
-    turn_rewards: Tensor | None = (
-        None  # [N, K] of each sample's turns, sequence by sequence; 0 behind the last
-    )
+    turn_rewards: Tensor | None = None  # [N, K] of turns, sequence by sequence; 0 behind the last
     turn_matches: Tensor | None = None  # [N, K] bool: the turn did as the trajectory that it follows
     turn_counts: Tensor | None = None  # [N] turns of each sample, at most K
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
     place: Tensor | None = None  # [N] in its group
     stem: Tensor | None = None  # [N] the place of the sample that it branches off; -1: none
     fork_at: Tensor | None = None  # [N] response tokens that it shares with that one
-    counted: Tensor | None = (
-        None  # [N] bool: not dropped by a `before` selector; None before these have acted
-    )
+    counted: Tensor | None = None  # [N] bool: not dropped by a `before` selector; None until these act
     kept: Tensor | None = None  # [N] bool: not dropped by any selector; None before all have acted
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
     score_norm: Tensor | None = None  # [N] sum over tokens of |grad of log pi by the logits|^2
@@ -153,9 +149,7 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
-    turns: Tensor | None = (
-        None  # [T] the number of the token's turn within its sample; -1: no model sampled it
-    )
+    turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None

@@ -326,21 +326,8 @@ def row_of_sequence(q: Sample) -> tuple[object, ...]:
 
 def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
     """`pieces`: where its tokens lie."""
-    (
-        sample_id,
-        number,
-        group_id,
-        place,
-        seed,
-        status,
-        prompt_ids,
-        parent,
-        aside,
-        spoke,
-        spans,
-        observed,
-        *rest,
-    ) = row
+    sample_id, number, group_id, place, seed, status, prompt_ids, *more = row
+    parent, aside, spoke, spans, observed, *rest = more
     mu_sum, resumes, cached, prefilled, engine, deaths, faults = rest
     return Sample(
         sample_id, group_id, place, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),

@@ -155,5 +155,5 @@ class Streams:
     def _remember(self, sample: Sample) -> None:
         """An engine failed with it: how often that happened must outlive this process, or it never ends."""
         # The whole of it, whichever sequence this is.
-        self._shelf.save([(self._running.get(sample.sample_id) or self._grown[sample.sample_id])])
+        self._shelf.save([self._running.get(sample.sample_id) or self._grown[sample.sample_id]])
         self._shelf.flush_soon()
