@@ -52,7 +52,7 @@ def _shared_memory(size: int) -> Tensor:
     """`[size]`, uint8. By a file's name: its descriptor could only be passed on over a socket, with a secret that
     another server lacks."""
     storage = torch.UntypedStorage._new_using_filename_cpu(size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def stream(

@@ -21,6 +21,7 @@ from rlsys.config import Config, load_config
 from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.trainer import setup
 from rlsys.weights import transports
+from rlsys.weights.buckets import Areas
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.sync import WeightSync
 from tests.helpers import fake_nccl
@@ -48,7 +49,7 @@ def of(paths: list[Path]) -> pytest.MarkDecorator:
 def sglang() -> None:
     """Imported while there is no CUDA to be found."""
     transports.prepare_sglang()
-    transports.flatten([("weight", torch.zeros(1))])
+    transports.as_handed_over(Areas(shared=False).lay([("weight", torch.zeros(1))]))
     from sglang.srt.utils import init_custom_process_group  # noqa: F401
 
 
