@@ -114,7 +114,7 @@ class Loop:
         with self._phase("begin"):
             ticket = await self._manager.begin_push()
         with self._phase("send"):
-            checksums = EngineChecksums(self._hf, tp=1)
+            checksums = EngineChecksums(self._hf, 1)
             await asyncio.to_thread(self._sync.push, checksums.watch(self._stage.tensors.items()), ticket)
         with self._phase("end"):
             await self._manager.end_push(ticket, self._stage.canaries, checksums.digests())

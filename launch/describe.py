@@ -107,6 +107,13 @@ def describe_arithmetic(config: Config) -> list[Fact]:
             f"{config.slots} samples (over_provision {factor}), "
             f"{config.engine.count} engine(s) decode up to {capacity} at once",
         ),
+        *(
+            (
+                f"pool {p.name}",
+                f"{p.count} engine(s) of tp {p.tp or config.engine.tp}, cost {p.cost:g} a rank and second",
+            )
+            for p in config.engine.pools
+        ),
         (
             "an optimizer update",
             f"{n // config.algo.minibatches} samples, {per_rank} on each of "

@@ -67,6 +67,11 @@ def check(config: Config, host: str, *, local: bool) -> None:
     """Raises UserError for an engine that the run's weights would not reach. `local`: on the machine of the rollout
     process, where trainer rank 0 is."""
     must_be_open(config)
+    if (tp := config.engine.tp) not in (tps := config.engine.tps):
+        raise UserError(
+            f"engine.tp = {tp} is the size of an engine that joins, and no engine of the run has it: what it holds "
+            f"could not be checked; expected one of {', '.join(map(str, tps))}"
+        )
     method = config.weights.method
     if method == "tensor" and (on_cuda(config) or not local):
         raise UserError(
@@ -90,7 +95,8 @@ def _started(
     config: Config, owner: Owner, host: str, engine_command: EngineCommand, say: Say
 ) -> Iterator[tuple[RoleProcess, str]]:
     """The engine as a process, and its URL; ended at the end, with all it started."""
-    here = config.model_copy(update={"engine": config.engine.model_copy(update={"host": host, "port": 0})})
+    alone = {"host": host, "port": 0, "pools": []}  # of its own size, engine.tp
+    here = config.model_copy(update={"engine": config.engine.model_copy(update=alone)})
     nothing = os.open(os.devnull, os.O_RDONLY)  # the run's lock is its launch's
     with contextlib.closing(LocalBackend(here, nothing)) as backend:
         (port,) = backend.free_ports({0: 1})[0]

@@ -70,7 +70,7 @@ def _on_cpus(config: Config) -> Layout:
     first, width = (nodes - own, own) if own else (0, nodes)
     return Layout(
         [NodeShare(n, base + (n < more)) for n in range(for_trainer)],
-        [[NodeShare(first + i % width, config.engine.tp)] for i in range(count)],
+        [[NodeShare(first + i % width, config.engine.tp_of(i))] for i in range(count)],
     )
 
 
@@ -85,16 +85,24 @@ def _on_gpus(config: Config) -> Layout:
     at = world if launch.placement == "disaggregated" else 0
     engines = []
     for index in range(config.engine.count):
-        start = _engine_start(at, config.engine.tp, per_node)
-        at = start + config.engine.tp
+        tp = config.engine.tp_of(index)
+        start = _engine_start(at, tp, per_node)
+        at = start + tp
         if at > total:
             others = f" beside {world} trainer ranks" if launch.placement == "disaggregated" else ""
             raise UserError(
-                f"engine.count = {config.engine.count} engines of engine.tp = {config.engine.tp}{others} do not fit "
+                f"engine.count = {config.engine.count} engines of {_sizes(config)}{others} do not fit "
                 f"launch.nodes * gpus_per_node = {launch.nodes} * {per_node} GPUs: engine {index} finds no place"
             )
-        engines.append(_shares(start, config.engine.tp, per_node))
+        engines.append(_shares(start, tp, per_node))
     return Layout(_shares(0, world, per_node), engines)
+
+
+def _sizes(config: Config) -> str:
+    """Of its engines, in words."""
+    e = config.engine
+    pools = ", ".join(f"{p.name} {p.count} x tp {p.tp or e.tp}" for p in e.pools)
+    return f"engine.pools = [{pools}]" if pools else f"engine.tp = {e.tp}"
 
 
 def _engine_start(at: int, tp: int, per_node: int) -> int:

@@ -187,7 +187,8 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     states_held = states * (trained - matrices) / copies + per_matrix * (
         matrices / copies + of_experts / expert_copies
     )
-    kv_share = 1 if size.kv_heads is None else min(config.engine.tp, size.kv_heads)
+    engine_tp = config.engine.tps[0]  # the smallest engines have most on a GPU
+    kv_share = 1 if size.kv_heads is None else min(engine_tp, size.kv_heads)
     beside = 0.0
     if config.algo.teacher is not None:
         folders = set(config.algo.teacher.folders.values())
@@ -198,7 +199,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,
         activations=_activations(config, size, stage, len(layers), moe),
-        engine_weights=width * size.total / config.engine.tp,
+        engine_weights=width * size.total / engine_tp,
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
         stage=stage,
     )

@@ -215,7 +215,7 @@ def _reference(config: Config, layout: Layout, port: int, engine_command: Engine
             "engine.reference = own: no GPU is planned for it; start a server of the reference weights yourself and "
             "give its URL"
         )
-    engine = config.engine.model_copy(update={"host": LOOPBACK, "tp": 1})
+    engine = config.engine.model_copy(update={"host": LOOPBACK, "tp": 1, "pools": []})
     model = config.model.model_copy(update={"fp8": "none"})  # nobody pushes to it
     own = config.model_copy(update={"engine": engine, "model": model})
     argv, env = engine_command(own, config.engine.count, port)

@@ -10,7 +10,7 @@ class EngineAddress:
     """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
 
     `index`: its number in the run's layout, None for one that joined later. `key`: its admin key; empty: it asks for
-    none.
+    none. `epoch`: of this push there; the engine takes nothing from a sender with another one.
     """
 
     url: str
@@ -18,6 +18,7 @@ class EngineAddress:
     holds: int = -1
     index: int | None = None
     key: str = field(default="", repr=False)
+    epoch: int | None = None
 
 
 @dataclass(slots=True)

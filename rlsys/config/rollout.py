@@ -115,6 +115,21 @@ class RolloutConfig(Section):
         return self
 
 
+JOINED = "joined"
+"""The pool of engines that join a run."""
+
+
+class PoolConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+    """Its name in metrics, `rlsys explain` and `rlsys status`: small letters, digits and underscores."""
+    count: Annotated[int, Field(gt=0, le=16384)]
+    """Engines in it."""
+    tp: Positive | None = None
+    """Tensor parallel size of each of them. Unset: engine.tp."""
+    cost: Annotated[float, Field(ge=0)] = 1.0
+    """What one rank of it costs in a second, in any unit. The metrics multiply its rank-seconds by it."""
+
+
 OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
 """Of SGLang: what tells an engine whose it is, and where. Beginnings of them count too, as they do for SGLang."""
 
@@ -124,6 +139,10 @@ class EngineConfig(Section):
     """Number of SGLang engines."""
     tp: Positive = 1
     """Tensor parallel size of one engine."""
+    pools: list[PoolConfig] = Field(default_factory=list)
+    """Groups of engines that are not alike, in the order in which they get GPUs; count is then their sum and may be
+    left out. Use it for engines of several sizes, with router.strategy = hardware_affinity, and to see what each
+    group makes and costs. Empty: count engines that are alike."""
     host: str = "127.0.0.1"
     """Address that engines listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -162,6 +181,52 @@ class EngineConfig(Section):
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
 
+    @property
+    def tps(self) -> list[int]:
+        """All tensor parallel sizes, each once, ascending."""
+        return sorted({self.tp_of(i) for i in range(self.count)})
+
+    def pool_of(self, index: int) -> PoolConfig | None:
+        """Of engine `index`; None where it is in none: there are no pools, or it joined."""
+        for pool in self.pools:
+            if index < pool.count:
+                return pool
+            index -= pool.count
+        return None
+
+    def tp_of(self, index: int) -> int:
+        """Tensor parallel size of engine `index`; of one that joins, or the reference, engine.tp."""
+        pool = self.pool_of(index)
+        return self.tp if pool is None or pool.tp is None else pool.tp
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum_of_pools(cls, data: Any) -> Any:
+        pools = data.get("pools") if isinstance(data, dict) else None
+        if isinstance(pools, list) and pools and data.get("count") is None:
+            counts = [pool.get("count") if isinstance(pool, dict) else None for pool in pools]
+            if all(isinstance(n, int) and n > 0 for n in counts):  # else the pools themselves are refused
+                return {**data, "count": sum(counts)}
+        return data
+
+    @model_validator(mode="after")
+    def _pools_differ(self) -> Self:
+        if not self.pools:
+            return self
+        names = [p.name for p in self.pools]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise ValueError(f"pools: two are called {twice}; expected a name of its own for each")
+        if JOINED in names:
+            raise ValueError(
+                f"pools: name = {JOINED} is that of engines that join a run; expected another one"
+            )
+        if (total := sum(p.count for p in self.pools)) != self.count:
+            raise ValueError(
+                f"count = {self.count}, but the pools have {' + '.join(str(p.count) for p in self.pools)} = {total} "
+                "engines; leave count out, or set it to null over a base that has it"
+            )
+        return self
+
     @field_validator("extra_args")
     @classmethod
     def _not_ours(cls, args: list[str]) -> list[str]:
@@ -181,10 +246,14 @@ class EngineConfig(Section):
 
 
 class RouterConfig(Section):
-    strategy: Literal["prefix_affinity", "least_tokens", "power_of_two", "version_aware"] = "prefix_affinity"
+    strategy: Literal[
+        "prefix_affinity", "least_tokens", "power_of_two", "version_aware", "hardware_affinity"
+    ] = "prefix_affinity"
     """Which engine a sample goes to. prefix_affinity: the one that has its prefix, unless that one is
     overloaded. least_tokens: the one with the fewest tokens. power_of_two: the less busy of two. version_aware:
-    with weights.rolling one that has the weights of its last token, else the same as prefix_affinity."""
+    with weights.rolling one that has the weights of its last token, else the same as prefix_affinity.
+    hardware_affinity: where it takes all samples together the least time, by the speeds at which each engine was seen
+    to read prompts and to write; for engines on unlike machines."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
     """What a weight push does to samples in flight (disaggregated engines). abort: they return, are saved, and
     go on after the push. retract: the engine keeps them and computes their cache again. in_place: it keeps them

@@ -53,7 +53,7 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         ("parallel.tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
         ("parallel.ep", p.ep, "experts", hf.experts),
         ("parallel.etp", p.expert_tp, "the experts' feed-forward size", hf.expert_ffn_size),
-        ("engine.tp", config.engine.tp, "attention heads", hf.heads),
+        *(("engine.tp", tp, "attention heads", hf.heads) for tp in config.engine.tps),
     ):
         if total % size:
             raise UserError(f"{name} = {size} does not divide {what} = {total} of {path}")
@@ -75,14 +75,15 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
     """Raises UserError when an engine's rank would hold part of a block of weights."""
     if config.model.fp8 == "none":
         return
-    tp, path = config.engine.tp, config.model.path
-    for what, size, ranks in (
-        ("the hidden size", hf.hidden_size, 1),
-        ("the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size, tp),
-        ("the experts' feed-forward size", hf.expert_ffn_size, tp),
-        ("the shared experts' feed-forward size", hf.shared_ffn_size, tp),
-        ("the size of all attention heads", hf.heads * hf.head_dim, tp),
-    ):
+    path = config.model.path
+    divided = [
+        ("the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
+        ("the experts' feed-forward size", hf.expert_ffn_size),
+        ("the shared experts' feed-forward size", hf.shared_ffn_size),
+        ("the size of all attention heads", hf.heads * hf.head_dim),
+    ]
+    sizes = [(what, size, tp, tp) for tp in config.engine.tps for what, size in divided]
+    for what, size, ranks, tp in [("the hidden size", hf.hidden_size, 1, config.engine.tps[0]), *sizes]:
         if size % (BLOCK * ranks):
             raise UserError(
                 f"model.fp8 = {config.model.fp8}: {what} = {size} of {path} is no multiple of {BLOCK} on each of "

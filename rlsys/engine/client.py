@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
@@ -145,7 +146,9 @@ class EngineClient(Wire):
         await self.post("/continue_generation", {"torch_empty_cache": False})
 
     async def begin_weight_update(self) -> None:
-        """From now on it takes tensors. An update that was begun and never ended (its trainer died) is ended."""
+        """From now on it takes tensors, of whoever knows this update's `epoch`. An update that was begun and never
+        ended (its trainer died) is ended."""
+        self.epoch = time.time_ns()  # those of another process, before this one, are smaller
         try:
             await self.post("/begin_weight_update", {})
         except EngineError:

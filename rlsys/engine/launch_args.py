@@ -33,7 +33,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--host", e.host,
         "--port", str(port),
         "--dtype", config.model.dtype,
-        "--tp", str(e.tp),
+        "--tp", str(e.tp_of(index)),
         "--max-running-requests", str(config.max_running_requests),
         "--max-total-tokens", str(e.max_total_tokens),
         "--random-seed", str(config.run.seed + index),
@@ -75,13 +75,13 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
 
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
     """What an engine needs with CUDA, and what without."""
-    tp = config.engine.tp
+    tp = config.engine.tp_of(index)
     argv: list[str] = []
     env: dict[str, str] = {}
     if have_cuda():
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(index, tp))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(config, index))
         if config.model.dtype == "float32":
             # The default one of Hopper computes in half precision only.
             argv += ["--attention-backend", "triton"]
@@ -101,12 +101,14 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
     return argv, env
 
 
-def _devices(index: int, tp: int) -> list[str]:
-    """Of engine `index`, where nothing was planned: the next `tp` of those that this process may use.
+def _devices(config: Config, index: int) -> list[str]:
+    """Of engine `index`, where nothing was planned: the next ones of those that this process may use.
 
     Raises UserError when a list was given that ends before.
     """
-    own = range(index * tp, (index + 1) * tp)
+    tp = config.engine.tp_of(index)
+    first = sum(config.engine.tp_of(i) for i in range(index))
+    own = range(first, first + tp)
     given = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     if not given:
         return [str(i) for i in own]

@@ -1,4 +1,7 @@
-"""The stock SGLang server, started sooner: `python -m rlsys.engine.server` with sglang.launch_server's arguments.
+"""The stock SGLang server, behind a fence and started sooner: `python -m rlsys.engine.server` with
+sglang.launch_server's arguments.
+
+The fence (fence.py) refuses weights of a push that another one has followed.
 
 Nearly all of a small engine's start is Python importing 7,000 modules, one after the other on one core. Two things
 make that a fifth shorter, and change nothing that serves:
@@ -7,7 +10,7 @@ make that a fifth shorter, and change nothing that serves:
 - megatron-core is hidden. Where it is installed SGLang imports it, for a debugging tool (debug_utils/dumper.py) that
   knows the ranks of a trainer; it can do without.
 
-To delete when SGLang's own start does without either; seen in 0.5.23.
+To delete, these two, when SGLang's own start does without either; seen in 0.5.23.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import importlib
 import runpy
 import sys
 from types import ModuleType
+
+from rlsys.engine.fence import Fence
 
 
 def import_most() -> None:
@@ -29,6 +34,12 @@ def import_most() -> None:
     gc.enable()
 
 
+def fence() -> None:
+    """Put the fence in front of SGLang's HTTP application, which its launcher serves."""
+    importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(Fence)
+
+
 if __name__ == "__main__":
     import_most()
+    fence()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

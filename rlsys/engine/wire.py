@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from rlsys.engine.chunks import Refused
+from rlsys.engine.fence import HEADER
 from rlsys.errors import RunError
 from rlsys.identity import NOBODY, Identity
 
@@ -86,6 +87,8 @@ class Wire:
         self.identity = identity
         self.limits = limits
         self._session = session
+        self.epoch: int | None = None
+        """Of the push that was begun here last (fence.py)."""
 
     def open(self, path: str, body: bytes) -> Any:
         """POST a JSON body as it is; a context manager of aiohttp's response."""
@@ -116,7 +119,10 @@ class Wire:
         Raises one of DeadEngine when nobody answers, EngineError for an answer that is no HTTP or no text, and
         RunError when this process is out of what a connection takes: no server is to blame for that.
         """
-        if headers := self.identity.headers(path):
+        headers = self.identity.headers(path)
+        if self.epoch is not None and method == "POST":
+            headers[HEADER] = str(self.epoch)
+        if headers:
             what["headers"] = headers
         try:
             async with self._session.request(

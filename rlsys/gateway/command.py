@@ -13,7 +13,7 @@ from rlsys.errors import UserError
 from rlsys.gateway.fleet import FleetInterruption, is_host
 from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, run_router
-from rlsys.router.strategy import STRATEGIES
+from rlsys.router.strategy import UNMEASURED
 
 
 def router(args: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="the engines' own --config file, with api-key, admin-api-key",
     )
-    sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
+    sub.add_argument("--strategy", choices=sorted(UNMEASURED), default="prefix_affinity")
     sub.add_argument(
         "--interruption",
         choices=get_args(FleetInterruption),

@@ -66,6 +66,11 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
+    if config.engine.pools:
+        raise UserError(
+            f"engine.pools = {', '.join(p.name for p in config.engine.pools)}: the simulation knows engines of one "
+            "kind; plan with 'engine.pools=[]' engine.count=N"
+        )
     cost, lengths = _basis(args, config)
     hf = read_model(config)
     machine = None if args.calibrate else machines()[args.gpu]

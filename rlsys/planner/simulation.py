@@ -159,6 +159,7 @@ class _Run:
             strategy=config.router.strategy,
             interruption=config.router.interruption,
             patience=_NEVER,
+            slots=config.max_running_requests,
         )
         scorer = Scorer(lambda: nullcontext(_chance), lambda ids: str(len(ids)), _NEVER, concurrency=10**6)
         manager = RolloutManager(config, buffer, router, source, scorer, planning)

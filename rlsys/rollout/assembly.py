@@ -103,6 +103,8 @@ def build_router(
         trusted=trusted,
         peers=passes_on(config),
         sole=sole,
+        slots=config.max_running_requests,
+        kinds=config.engine,
     )
 
 

@@ -87,7 +87,7 @@ class Figures:
             "reward_failed": self._scorer.failed + stats.get("reward_failed", 0),
             **self._planning.counts,
             **self._counts,
-            **{k: v for k, v in stats.items() if k in kept or k.startswith("cache_share_")},
+            **{k: v for k, v in stats.items() if k in kept or k.startswith(("cache_share_", "pool_"))},
         }
 
 

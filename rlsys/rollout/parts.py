@@ -49,7 +49,7 @@ class Parts:
         self.rewards = Rewards(config)
         self.rewards.begin()  # beside the engines' start
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)
-        self.engines = [own(url, config.engine.tp, i) for i, url in enumerate(urls)]
+        self.engines = [own(url, config.engine.tp_of(i), i) for i, url in enumerate(urls)]
         self.router: Router | Workers
         """What samples run in."""
         self.asked: Engines

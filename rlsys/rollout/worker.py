@@ -283,7 +283,7 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
     async with make_session() as session:
         client = client_maker(config, session)
         engines = [
-            client(url, engine_identity(owner, url), tp=config.engine.tp, index=i)
+            client(url, engine_identity(owner, url), tp=config.engine.tp_of(i), index=i)
             for i, url in enumerate(urls)
             if i % workers == number
         ]

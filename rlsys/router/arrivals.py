@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -44,7 +45,7 @@ class Arrivals:
     ) -> str | None:
         """Add what came to the sample, up to a text that ends the turn. Returns how the request ended, None while it
         goes on."""
-        sample, tokens = flight.sample, len(segment.ids)
+        sample, tokens, now = flight.sample, len(segment.ids), asyncio.get_running_loop().time()
         assert sample is not None
         try:
             self._limits.check_ids(segment.ids)
@@ -58,6 +59,7 @@ class Arrivals:
             if not await _attested(engine, versions):
                 return None
             self._counts["discarded_tokens"] -= tokens
+        engine.hear(flight, segment, now)
         engine.received += tokens
         flight.arrived += tokens
         ended = False

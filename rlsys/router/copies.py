@@ -91,4 +91,5 @@ class Copies:
                     await giver.client.end_weight_update()
         finally:
             giver.resting = False
+            giver.rested()
             await giver.client.continue_generation()

@@ -83,6 +83,8 @@ class Dispatcher:
         Who asked may go away (a trainer that dies in an evaluation): the engine then counts tokens that nobody takes.
         """
         engine.flights[flight.rid] = flight
+        engine.unread += flight.unread
+        flight.since = asyncio.get_running_loop().time() if engine.load <= engine.slots else None
         self.grow(engine, flight, tokens)
         try:
             yield flight
@@ -92,6 +94,7 @@ class Dispatcher:
         finally:
             del engine.flights[flight.rid]
             engine.tokens -= flight.tokens
+            engine.unread -= flight.unread
             engine.landed.set()
             if self._waiting and engine.breaker.failures:  # on trial: the next one may try
                 self.wake()
@@ -176,6 +179,7 @@ class Dispatcher:
 
     async def _continue(self, engine: EngineState) -> None:
         engine.paused = False
+        engine.rested()
         await engine.client.continue_generation()
 
     async def unpause(self, engine: EngineState) -> None:

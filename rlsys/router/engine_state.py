@@ -18,7 +18,8 @@ from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
 from rlsys.router.holdings import Match
-from rlsys.types import Sample
+from rlsys.router.speed import Speed
+from rlsys.types import Sample, Segment
 
 log = logging.getLogger("rlsys.router")
 
@@ -33,6 +34,8 @@ long, keeps it from answering. A scheduler that hangs alone is left to the serve
 """
 MOST_FRUITLESS = 5
 """Pushes in a row that an engine may miss while it answers probes."""
+UNBOUNDED = 2**31
+"""Slots of an engine of which nobody knows how many requests it decodes at once."""
 RESTING, RESTING_CACHE = "resting", "resting-cache"
 """Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
 the mark outlives a rollout process; to take back what was not given would kill it."""
@@ -51,6 +54,11 @@ class Flight:
     arrived: int = 0  # tokens of it that came
     dropped: int = 0  # those of them that came behind the end of the turn
     why: str = ""  # its prompt may be in the engine's cache, see Router.stats
+    unread: int = 0  # tokens of its prompt, until its first token comes
+    began: bool = False  # that one came
+    since: float | None = (
+        None  # it was sent, or gave its last tokens; None: the engine rested since, or was full
+    )
 
 
 @dataclass
@@ -63,6 +71,8 @@ class EngineState:
 
     client: EngineClient
     trusted: bool = False
+    pool: str = ""  # the name of its pool, where the config has pools
+    cost: float = 1.0  # of one of its ranks for a second
     alive: bool = False
     draining: bool = False
     paused: bool = False  # holds its requests and makes no tokens
@@ -83,6 +93,9 @@ class EngineState:
     flights: dict[str, Flight] = field(default_factory=dict)
     landed: asyncio.Event = field(default_factory=asyncio.Event)  # one of them has just ended
     tokens: int = 0  # of all flights
+    unread: int = 0  # of all flights
+    slots: int = UNBOUNDED
+    speed: Speed = field(default_factory=Speed)  # of this process
     attested: asyncio.Event = field(default_factory=asyncio.Event)  # held requests wait for it after a push
     received: int = 0
     generated: int = 0
@@ -105,12 +118,39 @@ class EngineState:
     def load(self) -> int:
         return len(self.flights)
 
+    @property
+    def seconds_to_read(self) -> float | None:
+        return self.speed.read
+
+    @property
+    def seconds_to_write(self) -> tuple[float, float] | None:
+        return self.speed.write
+
+    def hear(self, flight: Flight, segment: Segment, now: float) -> None:
+        """Tokens of a flight came: what that says of the engine's speed."""
+        if not segment.ids or not segment.prompt_tokens:  # it was aborted in the queue
+            return
+        if flight.began:
+            self.speed.went_on(len(segment.ids), self.load, flight.since, now)
+        else:
+            flight.began = True
+            self.unread -= flight.unread
+            flight.unread = 0
+            self.speed.began(segment.prompt_tokens - segment.cached_tokens, flight.since, now)
+        flight.since = now
+
+    def rested(self) -> None:
+        """It made no tokens for a while, and goes on: what comes next says nothing of its speed."""
+        for flight in self.flights.values():
+            flight.since = None
+
     def died(self) -> None:
         """A request to it failed. Every other one is cut off too: what was not streamed yet is made again.
 
         Its process may live on and count those tokens: the count starts anew with the next push.
         """
         self.counting = self.uncopied = False
+        self.speed = Speed()
         if self.alive:
             self.alive = False
             self.deaths += 1
@@ -124,6 +164,7 @@ class EngineState:
     def lost_weights(self) -> None:
         """It does not have the weights that were pushed to it: another process took its place."""
         self.counting = False
+        self.speed = Speed()
         self.version = NEVER
         self.pushed.clear()
         self.paused = False
@@ -194,6 +235,7 @@ class EngineState:
         self.generated_before += max(self.generated, self.received)  # what arrived was made, counted or not
         self.lost_before += self.lost_now
         self._counter_start, self.generated, self.received, self.lost_now = start, 0, 0, 0
+        self.speed = Speed()  # it may be another process than before
         self.counting = True
 
     async def rest(self) -> None:

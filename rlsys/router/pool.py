@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection
 
+from rlsys.config.rollout import JOINED, EngineConfig
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
-from rlsys.router.engine_state import NEVER, EngineState
+from rlsys.router.engine_state import NEVER, UNBOUNDED, EngineState
 
 
 class PinLost(RunError):
@@ -17,14 +19,25 @@ class PinLost(RunError):
 class Pool:
     """All engines and the weight version that they should have. Owns the pin."""
 
-    def __init__(self, clients: list[EngineClient], *, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        clients: list[EngineClient],
+        *,
+        trusted: bool = False,
+        slots: int = UNBOUNDED,
+        kinds: EngineConfig | None = None,
+    ) -> None:
+        """`slots`: requests that each engine decodes at once. `kinds`: which pools of the config there are."""
         self._trusted = trusted
+        self._slots = slots
+        self._kinds = kinds if kinds is not None and kinds.pools else None
         self.engines: list[EngineState] = []
         self.version = NEVER
         self.older: int | None = None
         """The version before it, while a rolling push goes round: engines that have it serve until their turn."""
         self._gone = {"generated": 0, "lost": 0, "deaths": 0}
         self._seconds_gone = 0.0
+        self._gone_by_pool: dict[str, float] = {}
         self._pin: tuple[EngineState, int] | None = None
         """The engine that answers an evaluation alone, and its weight version."""
         for client in clients:
@@ -34,7 +47,10 @@ class Pool:
         """It serves once it has the current weights. Raises ValueError for an engine that is here already."""
         if any(e.url == client.url for e in self.engines):
             raise ValueError(f"{client.url} is in the pool already")
-        engine = EngineState(client, trusted=self._trusted)
+        engine = EngineState(client, trusted=self._trusted, slots=self._slots)
+        if self._kinds is not None:
+            pool = None if client.index is None else self._kinds.pool_of(client.index)
+            engine.pool, engine.cost = (JOINED, 1.0) if pool is None else (pool.name, pool.cost)
         self.engines.append(engine)
         return engine
 
@@ -42,6 +58,7 @@ class Pool:
         """Its figures stay in the sums."""
         self.engines.remove(engine)
         self._seconds_gone += engine.rank_seconds
+        _add(self._gone_by_pool, _by_pool(engine))
         self._gone["generated"] += engine.generated + engine.generated_before
         self._gone["lost"] += engine.lost
         self._gone["deaths"] += engine.deaths
@@ -120,7 +137,9 @@ class Pool:
             if engine in self.engines:  # a push probes as well, and may have been faster
                 self.forget(engine)
         await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(now)))
+        at_work = self.in_flight > 0
         for engine in self.engines:
+            engine.speed.settle(fade=at_work)
             if engine.alive and engine.since is None:
                 engine.since = now
         if self._trusted and self.version == NEVER:
@@ -145,17 +164,45 @@ class Pool:
                 "deaths": e.deaths,
                 "alive": e.alive,
                 "rank_seconds": e.rank_seconds,
+                **e.speed.told(e.load),
+                **({"pool": e.pool} if e.pool else {}),
             }
             for e in self.engines
         }
 
     def totals(self) -> dict[str, float]:
         """Of all engines that ever were here. `engine_rank_seconds`: what they cost, each rank from the first answer
-        of its engine until that left, dead or alive."""
+        of its engine until that left, dead or alive. Where the config has pools, also of each: its rank-seconds,
+        these times its cost, tokens as of the last interrupt, and how many of its engines serve."""
+        pools = dict(self._gone_by_pool)
+        for engine in self.engines:
+            _add(pools, _by_pool(engine))
+        if self._kinds is not None:
+            serving = Counter(e.pool for e in self.serving())
+            names = {p.name for p in self._kinds.pools} | {e.pool for e in self.engines}
+            pools |= {f"pool_{name}_serving": serving[name] for name in names}
         return {
+            **pools,
             "engine_rank_seconds": self._seconds_gone + sum(e.rank_seconds for e in self.engines),
             "engine_tokens": self._gone["generated"]
             + sum(e.generated + e.generated_before for e in self.engines),
             "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
             "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
         }
+
+
+def _by_pool(engine: EngineState) -> dict[str, float]:
+    """See Pool.totals; of an engine in no pool, nothing."""
+    if not engine.pool:
+        return {}
+    seconds, name = engine.rank_seconds, f"pool_{engine.pool}"
+    return {
+        f"{name}_rank_seconds": seconds,
+        f"{name}_cost": seconds * engine.cost,
+        f"{name}_tokens": engine.generated + engine.generated_before,
+    }
+
+
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for key, value in more.items():
+        sums[key] = sums.get(key, 0.0) + value

@@ -29,7 +29,8 @@ log = logging.getLogger("rlsys.router")
 class WeightPush:
     """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the push under way.
 
-    patience: seconds that `begin` waits for an engine, long enough for one to be restarted. sole: see Router.
+    patience: seconds that `begin` waits for an engine, long enough for one to be restarted. sole: see Router. tps:
+    sizes of engines, ascending; () or one: all are alike.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class WeightPush:
         patience: float,
         *,
         sole: bool = True,
+        tps: Sequence[int] = (),
     ) -> None:
         self._sole = sole
+        self._tps = tps
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
         self._bounds = bounds
@@ -98,7 +101,9 @@ class WeightPush:
                 f"no engine was there for weight version {version} within {self.patience:g} s: {states(self._pool)}"
             ) from None
         return [
-            EngineAddress(e.url, e.client.tp, held[e.url], e.client.index, e.client.identity.admin_key)
+            EngineAddress(
+                e.url, e.client.tp, held[e.url], e.client.index, e.client.identity.admin_key, e.client.epoch
+            )
             for e in self._pushing
         ]
 
@@ -123,8 +128,9 @@ class WeightPush:
         """Empty caches and attest. Raises RunError when every engine is quarantined. The figures are of all rounds of
         a rolling push so far; `push_left`: engines that still serve with the weights before it.
 
-        `checksums`: what each rank of an engine must hold (rlsys.weights.checksums); empty: not compared. `left_out`:
-        URLs of engines that did not get all tensors, and why: they hold a part of them, and get all once more.
+        `checksums`: what each rank of an engine must hold, one size of engine after the other
+        (rlsys.weights.checksums); empty: not compared. `left_out`: URLs of engines that did not get all tensors, and
+        why: they hold a part of them, and get all once more.
         """
         pushing, self._pushing, self._under_way = self._pushing, [], False
         self._last = version, canaries, checksums
@@ -253,7 +259,8 @@ class WeightPush:
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
         clock = asyncio.get_running_loop().time
         start = clock()
-        match = self._checksums.compare(engine.url, checksums, await engine.client.checksums())
+        own = of_size(checksums, self._tps, engine.client.tp)
+        match = self._checksums.compare(engine.url, own, await engine.client.checksums())
         self._figures.comparing = max(self._figures.comparing, clock() - start)
         if match.unknown and not self._told:
             self._told = True
@@ -299,6 +306,14 @@ class Figures:
             "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),
             "time_checksums": self.comparing,
         }
+
+
+def of_size(checksums: Sequence[dict[str, str]], tps: Sequence[int], tp: int) -> Sequence[dict[str, str]]:
+    """Those of the ranks of an engine of `tp`, out of those of engines of all sizes `tps`; none for another size."""
+    if len(tps) < 2:
+        return checksums
+    first = sum(smaller for smaller in tps if smaller < tp)
+    return checksums[first : first + tp] if tp in tps else []
 
 
 def worst(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:

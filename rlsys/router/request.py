@@ -20,6 +20,8 @@ from rlsys.router.turn_ends import TurnEnds
 from rlsys.spans import Tops
 from rlsys.types import Sample, Status
 
+TURNS = 64
+"""About so many of the last ones count for the mean length of a turn."""
 _ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 
 
@@ -69,6 +71,8 @@ class Requests:
         self._order = itertools.count()
         self.run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
+        self._turn_tokens: float | None = None
+        """Mean of the turns that ended, the recent ones first."""
         self.resumes = 0
 
     def id_for(self, sample_id: int) -> str:
@@ -76,13 +80,20 @@ class Requests:
         with it."""
         return f"{self.run_id}-{sample_id}-{next(self._order)}."
 
-    def wish(self, sample: Sample) -> Wish:
-        """A prefix lives in an engine's cache for as long as the weights do."""
+    def wish(self, sample: Sample, limit: int) -> Wish:
+        """A prefix lives in an engine's cache for as long as the weights do. `limit`: see Turn.
+
+        However long a response is already, it is expected to get as many more tokens as others have in all, or as it
+        may: long-tailed ones end no sooner for being long.
+        """
         version = sample.spans[-1].version if sample.spans else None
         last = None if sample.engine is None else self._pool.find(sample.engine)
         has_prefix = last is not None and last.version == version
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
-        return Wish(prefer, version, sample.seed)
+        begun = len(sample.response_ids)
+        left = max(0, limit - begun)
+        write = left if self._turn_tokens is None else min(left, self._turn_tokens)
+        return Wish(prefer, version, sample.seed, read=len(sample.prompt_ids) + begun, write=write)
 
     def caches_end(self, urls: Collection[str]) -> None:
         """Of these engines, which get other weights."""
@@ -91,6 +102,7 @@ class Requests:
     async def send(self, engine: EngineState, sample: Sample, turn: Turn) -> str:
         """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
         error that ended it, in words."""
+        unread = 0 if self._has_prefix(engine, sample) else len(sample.prompt_ids) + len(sample.response_ids)
         if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
             resumed = bool(sample.response_ids) and not sample.observed_last
@@ -99,8 +111,15 @@ class Requests:
         rid = self.id_for(sample.sample_id)
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
-        flight = Flight(rid, sample, asyncio.timeout(None), pinned=turn.pinned, why=_why(engine, sample))
         ids, what = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
+        flight = Flight(
+            rid,
+            sample,
+            asyncio.timeout(None),
+            pinned=turn.pinned,
+            why=_why(engine, sample),
+            unread=unread,
+        )
         try:
             async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
                 stream = engine.client.generate(
@@ -128,6 +147,20 @@ class Requests:
             return self._suspects.blame(made, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)
+            if sample.status.terminal and sample.sample_id != EVALUATION:
+                self._remember(sample)
+
+    def _remember(self, sample: Sample) -> None:
+        """How long its turn was."""
+        tokens = len(sample.response_ids) - (sample.observed[-1].end if sample.observed else 0)
+        known = self._turn_tokens
+        self._turn_tokens = tokens if known is None else known + (tokens - known) / TURNS
+
+    def _has_prefix(self, engine: EngineState, sample: Sample) -> bool:
+        own = (
+            bool(sample.spans) and sample.engine == engine.url and sample.spans[-1].version == engine.version
+        )
+        return own or self._group_engine.get(sample.group_id) == engine.url
 
     def _routes_from(self, sample: Sample) -> int | None:
         """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""

@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from rlsys.config.rollout import Truncation
+from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.engine.client import Aborted, EngineClient
 from rlsys.errors import UserError
 from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
 from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
-from rlsys.router.engine_state import Flight
+from rlsys.router.engine_state import UNBOUNDED, Flight
 from rlsys.router.ladder import Poisonous, Suspects, attempt
 from rlsys.router.limits import Limits, RefusedPrompt
 from rlsys.router.pool import PinLost, Pool
@@ -41,7 +41,8 @@ class Router:
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
     patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
     with the weights that they start with, and nobody pushes others. peers: they can pass on their weights. sole: the
-    run has no other router, so a push waits until an engine is there, and fails when none can serve.
+    run has no other router, so a push waits until an engine is there, and fails when none can serve. slots: requests
+    that an engine decodes at once. kinds: which pools and sizes of engines there are; None: one.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Router:
         stop_texts: Sequence[str] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         sole: bool = True,
+        slots: int = UNBOUNDED,
+        kinds: EngineConfig | None = None,
     ) -> None:
-        self._pool = Pool(engines, trusted=trusted)
+        self._pool = Pool(engines, trusted=trusted, slots=slots, kinds=kinds)
         self._limits = Limits(vocab_size, context_length)
         self._ends = TurnEnds(stop_ids, stop_texts, decode)
         self._interruption = interruption
@@ -82,7 +85,8 @@ class Router:
             routes=routes,
             interruption=interruption,
         )
-        self._push = WeightPush(self._dispatcher, bounds, interruption, patience, sole=sole)
+        tps = () if kinds is None else kinds.tps
+        self._push = WeightPush(self._dispatcher, bounds, interruption, patience, sole=sole, tps=tps)
         self._copies = Copies(self._dispatcher, self._push, able=peers)
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         """Told of a sample of the ledger, and how many tokens it has just got."""
@@ -148,7 +152,7 @@ class Router:
                     engine = self._pool.pinned()
                 else:
                     engine = await self._dispatcher.admit(
-                        priority, lambda: self._requests.wish(sample), evaluation=evaluation
+                        priority, lambda: self._requests.wish(sample, turn.limit), evaluation=evaluation
                     )
                 fault = await self._requests.send(engine, sample, turn) or fault
         return sample
@@ -200,7 +204,7 @@ class Router:
         asked, fault = Sample(EVALUATION, EVALUATION, 0, ids, seed=0), ""
         while True:
             self._suspects.check(asked, fault)
-            engine = await self._dispatcher.admit(lambda: (), lambda: Wish(None, None, 0))
+            engine = await self._dispatcher.admit(lambda: (), lambda: Wish(read=len(ids)))
             flight = Flight(self._requests.id_for(EVALUATION), None, asyncio.timeout(None))
             async with attempt(self._dispatcher, engine, flight, len(ids), "log-probs of a prompt") as made:
                 with suppress(Aborted):
@@ -345,7 +349,8 @@ class Router:
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
         """URL -> what the engine does now: its requests, their tokens, its weight version (None: not known), and
-        whether it has the current weights and may be sent samples, now or when a push or a train step is over.
+        whether it has the current weights and may be sent samples, now or when a push or a train step is over. Its
+        speed in tokens a second, as measured: of prompts, and of one response; None: not known.
         """
         return self._pool.figures()
 

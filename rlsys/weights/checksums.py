@@ -25,7 +25,8 @@ _VOCABULARY_STEP = 64
 
 
 Found = list[dict[str, "str | list[TilePart]"]]
-"""Of each rank of an engine: the engine's name of a tensor -> its checksum, or what one trainer rank has of it."""
+"""Of each rank of an engine, one size of engine after the other: the engine's name of a tensor -> its checksum, or
+what one trainer rank has of it."""
 
 
 def under_adapter(name: str) -> str:
@@ -53,9 +54,10 @@ class EngineChecksums:
     """`watch` the tensors of one push, then `digests`; or, where several trainer ranks send some each, `found` on all
     of them and `put_together`. Holds no tensor but parts that came out of order."""
 
-    def __init__(self, hf: HFConfig, tp: int) -> None:
-        """`tp`: tensor-parallel ranks of the engines."""
-        self._hf, self._tp = hf, tp
+    def __init__(self, hf: HFConfig, *tps: int) -> None:
+        """`tps`: tensor-parallel ranks of the engines, of each size that there is, ascending."""
+        self._hf = hf
+        self._ranks = [(tp, rank) for tp in tps for rank in range(tp)]
         self.seconds = 0.0  # spent here
         self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
         """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
@@ -79,17 +81,20 @@ class EngineChecksums:
             start = time.monotonic()
             if name in self._parts:
                 joined, place, rule = self._parts[name]
-                joined.add(place, [self._share(name, tensor, rule, rank) for rank in range(self._tp)])
+                joined.add(place, [self._share(name, tensor, rule, tp, rank) for tp, rank in self._ranks])
             elif name in self._stacks:
                 joined, stack = self._stacks[name]
                 held = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
-                axis, pieces = stack.cut or 0, 1 if stack.cut is None else self._tp
-                joined.add(0, [held.tensor_split(pieces, axis)[rank % pieces] for rank in range(self._tp)])
+                axis, cut = stack.cut or 0, stack.cut is not None
+                joined.add(
+                    0, [held.tensor_split(tp, axis)[rank] if cut else held for tp, rank in self._ranks]
+                )
             self.seconds += time.monotonic() - start
             yield name, tensor
 
     def digests(self) -> list[dict[str, str]]:
-        """Of each rank: the engine's name of a tensor -> its checksum. Only tensors that came whole."""
+        """Of each rank, one size of engine after the other: the engine's name of a tensor -> its checksum. Only
+        tensors that came whole."""
         return put_together([self.found()])
 
     def found(self) -> Found:
@@ -98,18 +103,18 @@ class EngineChecksums:
             {
                 name: of_rank
                 for name, joined in self._joined.items()
-                if (of_rank := joined.found(rank)) is not None
+                if (of_rank := joined.found(i)) is not None
             }
-            for rank in range(self._tp)
+            for i in range(len(self._ranks))
         ]
 
-    def _share(self, name: str, tensor: Tensor, rule: Rule, rank: int) -> Tensor:
-        """What `rank` holds of it: all, or a piece along the axis of the cut."""
+    def _share(self, name: str, tensor: Tensor, rule: Rule, tp: int, rank: int) -> Tensor:
+        """What `rank` of `tp` holds of it: all, or a piece along the axis of the cut."""
         if rule.engine_dtype is not None:
             tensor = tensor.to(getattr(torch, rule.engine_dtype))
         if rule.cut is None:
             return tensor
-        pieces = self._tp
+        pieces = tp
         if rule.layout == "qkv" and ".q_proj." not in name and self._hf.kv_heads < pieces:
             pieces, rank = self._hf.kv_heads, rank // (pieces // self._hf.kv_heads)  # ranks share a head
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
@@ -161,7 +166,7 @@ class _Joined:
         self._total = [self.count * n for n in words]
         self._next = place + 1
 
-    def found(self, rank: int) -> str | list[TilePart] | None:
+    def found(self, index: int) -> str | list[TilePart] | None:
         if self._runs:
-            return [run[rank].part(self._total[rank]) for run in self._runs]
-        return self._digests[rank] if self._digests else None
+            return [run[index].part(self._total[index]) for run in self._runs]
+        return self._digests[index] if self._digests else None

@@ -24,8 +24,9 @@ from rlsys.weights.sync import WeightSync
 
 @dataclass(frozen=True)
 class Delivered:
-    """`digests`: what each rank of an engine must hold (rlsys.weights.checksums); whole on rank 0 only. `left_out`:
-    engines that did not get all tensors, URL -> why. `hashing`: seconds, of the rank that took longest."""
+    """`digests`: what each rank of an engine must hold, one size of engine after the other
+    (rlsys.weights.checksums); whole on rank 0 only. `left_out`: engines that did not get all tensors, URL -> why.
+    `hashing`: seconds, of the rank that took longest."""
 
     digests: list[dict[str, str]]
     left_out: dict[str, str]
@@ -58,7 +59,7 @@ class Delivery:
 
     def push(self, ticket: PushTicket) -> Delivered:
         """Between `begin_push` and `end_push` of the rollout process. Collective."""
-        trainer, checksums = self._trainer, EngineChecksums(self._trainer.hf, self._config.engine.tp)
+        trainer, checksums = self._trainer, EngineChecksums(self._trainer.hf, *self._config.engine.tps)
         if self._sharded is not None:
 
             def prepare(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from rlsys.engine.fence import HEADER
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
 from rlsys.obs.direct import opener
@@ -68,6 +69,8 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> None:
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
+    if engine.epoch is not None:
+        headers[HEADER] = str(engine.epoch)
     request = urllib.request.Request(
         engine.url + call.path, data=json.dumps(call.body).encode(), headers=headers
     )

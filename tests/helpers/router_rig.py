@@ -45,7 +45,7 @@ class Rig:
         self.engines = list(engines) or [ScriptedEngine(A)]
         network: Any = Network(*self.engines)
         self.router = Router(
-            [EngineClient(e.url, network, identity=identity) for e in self.engines],
+            [EngineClient(e.url, network, identity=identity, index=i) for i, e in enumerate(self.engines)],
             vocab_size=128,
             context_length=context,
             stop_ids={EOS},
