@@ -260,9 +260,16 @@ async def work(args: argparse.Namespace) -> None:
         generator = build_generator(config, None, sampling_turns(config, router))
         share = config.flush_tokens // args.workers
         watch = asyncio.create_task(lag.watch())
-        await Worker(WorkerParts(config, router, make_scorer(), generator, args.folder, share), end).serve(
-            standard_input()
+        parts = WorkerParts(
+            config,
+            router,
+            make_scorer(),
+            generator,
+            args.folder,
+            share,
+            lambda url, tp: EngineClient(url, session),
         )
+        await Worker(parts, end).serve(standard_input())
         watch.cancel()
 
 

@@ -66,7 +66,6 @@ def join(run: Path, host: str, engine_command: EngineCommand, stop: StopSignals,
 def check(config: Config, host: str, *, local: bool) -> None:
     """Raises UserError for an engine that the run's weights would not reach. `local`: on the machine of the rollout
     process, where trainer rank 0 is."""
-    must_be_open(config)
     if (tp := config.engine.tp) not in (tps := config.engine.tps):
         raise UserError(
             f"engine.tp = {tp} is the size of an engine that joins, and no engine of the run has it: what it holds "
@@ -82,12 +81,6 @@ def check(config: Config, host: str, *, local: bool) -> None:
         raise UserError(
             f"--host {host}: the run is on another machine; give an address of this one that it reaches"
         )
-
-
-def must_be_open(config: Config) -> None:
-    """Raises UserError for a run whose engines stay the same."""
-    if (workers := config.rollout.workers) > 1:
-        raise UserError(f"rollout.workers = {workers}: engines join and leave runs with rollout.workers = 1")
 
 
 @contextlib.contextmanager

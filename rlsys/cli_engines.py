@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.commands import Add, must_hold_run
-from launch.joining import engines, join, must_be_open
+from launch.joining import engines, join
 from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
 from rlsys import membership
@@ -68,7 +68,6 @@ def _drain(args: argparse.Namespace) -> int:
     if owner is None or (url not in here and url not in known):
         raise UserError(f"{url} is no engine of {args.run}; its engines: {', '.join(here) or 'none'}")
     config = load_config(args.run / CONFIG_FILE)
-    must_be_open(config)
     if not args.undo:
         left, fewest = (
             sum(bool(told["serving"]) for u, told in here.items() if u != url),

@@ -153,15 +153,10 @@ class Config(Section):
             raise ValueError(
                 f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
             )
-        alone = {
-            "rollout.repeat": r.repeat, "rollout.max_resumes": r.max_resumes, "weights.rolling": self.weights.rolling,
-            "launch.max_engines": self.launch.max_engines,
-            "rollout.generator": r.generator if r.generator in ("agent", "environment", "replayed", *TREES) else None,
-        }  # fmt: skip
-        if r.workers > 1 and (also := [f"{k} = {v}" for k, v in alone.items() if v is not None]):
+        if r.workers > 1 and r.generator in TREES:
             raise ValueError(
-                f"rollout.workers = {r.workers} with {', '.join(also)}: expected rollout.workers = 1, where one "
-                "process sees every sample"
+                f"rollout.workers = {r.workers} with rollout.generator = {r.generator}: expected rollout.workers = "
+                "1, since branches fork off each other while they grow: one process must have a whole group in hand"
             )
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(

@@ -101,7 +101,7 @@ def build_router(
         interruption=config.router.interruption,
         patience=config.start_seconds,  # the supervisor may be restarting the only engine
         trusted=trusted,
-        peers=passes_on(config),
+        peers=passes_on(config) and sole,  # weights pass through one folder of the run, one copy at a time
         sole=sole,
         slots=config.max_running_requests,
         kinds=config.engine,

@@ -172,9 +172,9 @@ class RolloutBuffer:
     def save_told(self, told: Iterable[Told]) -> None:
         """The same for samples of workers, which have written their tokens out."""
         with self._file.writing():
-            for sample, pieces, placed in told:
+            for sample, sequences in told:
                 self._check_active(sample)
-                self._saved.write_told(sample, pieces, placed)
+                self._saved.write_told(sample, sequences)
 
     def _check_active(self, sample: Sample) -> None:
         group = self.groups.get(sample.group_id)
@@ -378,8 +378,11 @@ class RolloutBuffer:
             self._lost += tokens
 
     def new_writer(self) -> str:
-        """A name for a worker that will write segments."""
-        return self._file.new_writer()
+        """A name for a worker that will write segments. On disk when this returns: a worker may write before the next
+        commit, and nobody after a crash may get its name."""
+        name = self._file.new_writer()
+        self.flush()
+        return name
 
     def retire(self, writer: str) -> None:
         """A worker is gone: what it had not told is cut off and counted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from rlsys.engine.client import EngineClient
 from rlsys.tickets import Canary, EngineAddress
 from rlsys.types import Segment
 
@@ -35,6 +36,10 @@ class Engines(Protocol):
         checksums: Sequence[dict[str, str]] = (),
         left_out: Mapping[str, str] = {},
     ) -> dict[str, float]: ...
+
+    def add_engine(self, client: EngineClient) -> None: ...
+
+    async def send_away(self, url: str) -> None: ...
 
     def engine_states(self) -> dict[str, str]: ...
 

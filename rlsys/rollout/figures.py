@@ -28,9 +28,9 @@ class Figures:
         router: Engines,
         scorer: Scorer,
         planning: Planning,
-        counts: Mapping[str, int],
+        counts: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`counts`: of the generator, which goes on counting."""
+        """`counts`: of the generator."""
         self._counts = counts
         self._buffer = buffer
         self._router = router
@@ -86,7 +86,7 @@ class Figures:
             "reward_hung": self._scorer.hung + stats.get("reward_hung", 0),
             "reward_failed": self._scorer.failed + stats.get("reward_failed", 0),
             **self._planning.counts,
-            **self._counts,
+            **self._counts(),
             **{k: v for k, v in stats.items() if k in kept or k.startswith(("cache_share_", "pool_"))},
         }
 

@@ -13,13 +13,14 @@ import asyncio
 import pickle
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from rlsys.rollout.saved import New, ToldSequence
 from rlsys.rollout.scoring import Verdict
-from rlsys.spans import Piece, RouteSpan, TokenSpan, VersionSpan
+from rlsys.spans import Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
 from rlsys.types import Sample, Status
 
 _LENGTH = struct.Struct("<I")
@@ -46,14 +47,11 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     """A pickled dict."""
 
 
-class Row(msgspec.Struct, tag=True, array_like=True):
-    """What has become of a sample, and what came of it since the last one: `pieces`, written out already, and the
-    routes that an engine wrote."""
+class OfSequence(msgspec.Struct, array_like=True):
+    """What has become of a sequence, and what came of it since it was told last: `pieces`, written out already, and
+    the routes that an engine wrote. `prompt_ids`: where they are not its group's."""
 
-    sample_id: int
     status: Status
-    done: bool
-    """Nothing more will be generated."""
     spans: list[tuple[int, int, int]]
     observed: list[tuple[int, int]]
     mu_sum: float
@@ -63,25 +61,66 @@ class Row(msgspec.Struct, tag=True, array_like=True):
     cached_tokens: int
     prefilled_tokens: int
     engine: str | None
-    censor_reason: str | None
+    prompt_ids: list[int] | None
+    spoke: int
     pieces: list[Piece]
     placed: list[RouteSpan]
 
-    def tell(self, sample: Sample) -> None:
-        """Bring the coordinator's sample up to date, but for its pieces."""
-        sample.spans = [VersionSpan(*s) for s in self.spans]
-        sample.observed = [TokenSpan(*s) for s in self.observed]
-        sample.mu_sum, sample.status, sample.censor_reason = self.mu_sum, self.status, self.censor_reason
-        sample.resumes, sample.deaths, sample.faults = self.resumes, self.deaths, self.faults
-        sample.cached_tokens, sample.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
-        sample.engine = self.engine
+    def tell(self, sequence: Sample) -> None:
+        """Bring the coordinator's one up to date, but for its pieces."""
+        sequence.spans = [VersionSpan(*s) for s in self.spans]
+        sequence.observed = [TokenSpan(*s) for s in self.observed]
+        sequence.mu_sum, sequence.status, sequence.spoke = self.mu_sum, self.status, self.spoke
+        sequence.resumes, sequence.deaths, sequence.faults = self.resumes, self.deaths, self.faults
+        sequence.cached_tokens, sequence.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
+        sequence.engine = self.engine
+        if self.prompt_ids is not None:
+            sequence.prompt_ids, sequence.own_prompt = self.prompt_ids, True
 
 
-def row_of(sample: Sample, done: bool, pieces: list[Piece], placed: list[RouteSpan]) -> Row:
+class Further(OfSequence, array_like=True):
+    """Of a sequence after the first."""
+
+    number: int
+    parent: int | None
+    aside: bool
+
+
+class Row(OfSequence, tag=True, array_like=True):
+    """Of a sample: what its first sequence is, what all of it is, and its further sequences that have changed."""
+
+    sample_id: int
+    done: bool
+    """Nothing more will be generated."""
+    censor_reason: str | None
+    marks: list[TurnMark] | None
+    further: list[Further]
+
+    def tell_sample(self, sample: Sample) -> list[ToldSequence]:
+        """Bring the coordinator's sample up to date. What came of each sequence."""
+        self.tell(sample)
+        sample.censor_reason, sample.turn_marks = self.censor_reason, self.marks
+        for told in self.further:
+            if told.number > len(sample.further):
+                sample.begin(told.prompt_ids or (), told.parent, aside=told.aside)
+            told.tell(sample.sequences[told.number])
+        return [(0, self.pieces, self.placed), *((q.number, q.pieces, q.placed) for q in self.further)]
+
+
+def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> Row:
+    """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
-        sample.sample_id, sample.status, done, [(s.version, s.start, s.end) for s in sample.spans],
-        [(s.start, s.end) for s in sample.observed], sample.mu_sum, sample.resumes, sample.deaths, sample.faults,
-        sample.cached_tokens, sample.prefilled_tokens, sample.engine, sample.censor_reason, pieces, placed,
+        *_of_sequence(sample, own), sample.sample_id, done, sample.censor_reason, sample.turn_marks,
+        [Further(*_of_sequence(q := sample.sequences[n], new), n, q.parent, q.aside) for n, new in further.items()],
+    )  # fmt: skip
+
+
+def _of_sequence(q: Sample, new: New) -> tuple[Any, ...]:
+    """The fields of OfSequence."""
+    return (
+        q.status, [(s.version, s.start, s.end) for s in q.spans], [(s.start, s.end) for s in q.observed], q.mu_sum,
+        q.resumes, q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens, q.engine,
+        list(q.prompt_ids) if q.own_prompt else None, q.spoke, *new,
     )  # fmt: skip
 
 
@@ -108,14 +147,19 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 
 class Figures(msgspec.Struct, tag=True, array_like=True):
-    """How a worker's engines are: Router.tally, engine_states, engine_figures, stale_engines and hopeless."""
+    """How a worker's engines are: Router.tally, engine_states, engine_figures, stale_engines, next_members, rolls,
+    hopeless, Streams.full, and what its generator counts."""
 
-    counts: dict[str, float]
-    prefills: dict[str, tuple[int, int]]
-    states: dict[str, str]
-    engines: dict[str, dict[str, Any]]
-    stale: list[str]
-    hopeless: bool
+    counts: dict[str, float] = {}
+    prefills: dict[str, tuple[int, int]] = {}
+    states: dict[str, str] = {}
+    engines: dict[str, dict[str, Any]] = {}
+    stale: list[str] = []
+    before_roll: list[str] = []
+    rolls: bool = False
+    hopeless: bool = False
+    full: list[str] = []
+    generated: dict[str, int] = {}
 
 
 ToWorker = Run | Forget | Call

@@ -28,7 +28,7 @@ from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.rollout.received import Received
-from rlsys.rollout.repeat import Record, Repeat
+from rlsys.rollout.repeat import Repeat, Stops, record_of
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.samples import SampleQuery, Seen
@@ -67,8 +67,8 @@ class RolloutManager:
         self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
         self._planning = planning
         planning.restore(buffer.note("planning") or "")
-        other = config.rollout.repeat
-        repeat = None if other is None else Repeat(Record(other, config), buffer)
+        record = record_of(config)
+        repeat = None if record is None else Repeat(record, buffer)
         self._commits = Commits(buffer)
         self._router: Engines
         self._streams: Streams | Workers
@@ -76,24 +76,26 @@ class RolloutManager:
             router.attach(self._commits, self._spans)
             self._router, self._streams = router.engines, router
         else:
-            speak = sampling_turns(config, router) if repeat is None else repeat.turns(router, config)
+            stops = None if record is None else Stops(record)
+            speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
             self._router, self._streams = router, Streams(
                 config, router, scorer, build_generator(config, tokenizer, speak), self._commits,
-                lambda s: buffer.groups[s.group_id], self._spans, config.flush_tokens,
+                lambda s: buffer.groups[s.group_id], self._spans, config.flush_tokens, stops,
             )  # fmt: skip
         engines = self._router
         self._evaluator = Evaluator(config, engines, source, scorer, tokenizer, eval_sets)
         self._runner = SampleRunner(
             config, buffer, self._commits, planning, self._streams, repeat, self._spans
         )
-        self._selection = Selection(config, buffer, repeat)
+        self._selection = Selection(config, buffer, repeat, self._streams.full)
         self._canaries = Canaries(source, config.eval.prompts)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._waiting = Waiting(
             config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
         )
-        self._figures = Figures(config, buffer, engines, scorer, planning, self._streams.counts)
-        self._received = Received(buffer, engines)
+        self._figures = Figures(config, buffer, engines, scorer, planning, lambda: self._streams.counts)
+        settled = router.engines.settled if isinstance(router, Workers) else None
+        self._received = Received(buffer, engines, settled)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -181,7 +183,7 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             self._tool_penalties.put(groups)
             if self._colocated:
-                await self._interrupt_all()
+                await self._interrupt_all(gently=True)
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
@@ -246,7 +248,7 @@ class RolloutManager:
             not rolls or self._selection.too_old(self._done_steps)
         ):  # else take has done it
             stays_young = partial(self._selection.stays_young, done_steps=self._done_steps)
-            await self._interrupt_all(keep=stays_young, going_on=rolls)
+            await self._interrupt_all(keep=stays_young, going_on=rolls, gently=True)
         self._buffer.versions.new(self._done_steps)
         await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
         self._commits.flush()
@@ -378,14 +380,20 @@ class RolloutManager:
             self._generate(self._trained_steps)
 
     async def _interrupt_all(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self,
+        keep: Callable[[Sample], bool] | None = None,
+        *,
+        going_on: bool = False,
+        gently: bool = False,
     ) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is in the buffer, lost ones are counted. `going_on`: engines go on with samples to keep.
+        that came is in the buffer, lost ones are counted. `going_on`: engines go on with samples to keep. `gently`:
+        rollout.max_resumes counts, unless something else comes first.
         """
+        gently = gently and not self._called_away()
         if not going_on:
             self._runner.pause()
-        parked = await self._streams.interrupt(keep, going_on=going_on)
+        parked = await self._streams.interrupt(keep, going_on=going_on, gently=gently)
         self._buffer.record_interrupts(parked)
         self._spans.interrupted(parked)
         self._received.settle()

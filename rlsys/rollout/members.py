@@ -10,7 +10,7 @@ from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.membership import Member, forget, members
 from rlsys.owner import Owner
-from rlsys.router.router import Router
+from rlsys.rollout.engines import Engines
 
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 300.0
@@ -29,7 +29,7 @@ class Members:
         self,
         config: Config,
         owner: Owner,
-        router: Router,
+        router: Engines,
         make_client: Callable[[str, int], EngineClient],
         own: Sequence[EngineClient],
     ) -> None:
@@ -75,7 +75,8 @@ class Members:
             return
         figures = self._router.engine_figures()
         left = sum(bool(told["serving"]) for url, told in figures.items() if url != member.url)
-        if figures[member.url]["serving"] and left < self._fewest:
+        serves = member.url in figures and figures[member.url]["serving"]
+        if serves and left < self._fewest:
             self._tell_once(
                 member, f"stays: without it {left} engines would serve, fewer than {self._fewest}"
             )

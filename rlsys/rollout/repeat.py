@@ -14,7 +14,7 @@ import asyncio
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -96,26 +96,27 @@ def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int
     return out
 
 
-class Repeat:
-    """Holds every sample to the record. Owns how many train steps the engines' weights contain."""
+def record_of(config: Config) -> Record | None:
+    """What rollout.repeat names."""
+    folder = config.rollout.repeat
+    return None if folder is None else Record(folder, config)
 
-    def __init__(self, record: Record, buffer: RolloutBuffer) -> None:
+
+class Stops:
+    """Holds the samples that run in this process to the record. Owns how far they may go: up to the weights of so
+    many train steps. `reached` is told of each that waits for further ones."""
+
+    def __init__(self, record: Record) -> None:
         self._record = record
-        self._buffer = buffer
         self._trained_steps = -1
         self._moved = asyncio.Event()
-        self._sequences: dict[int, dict[int, list[Stop]]] = defaultdict(dict)  # of each sample
-        for (sample_id, sequence), stops in record.stops.items():
-            self._sequences[sample_id][sequence] = stops
+        self.reached: Callable[[Sample], None] = lambda sample: None
 
     def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps."""
         self._trained_steps = trained_steps
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-
-    def admits(self, group_id: int) -> bool:
-        return self._record.admitted.get(group_id, self._trained_steps + 1) <= self._trained_steps
 
     async def next_stop(self, sample: Sample) -> Stop:
         """Once its weights are there; never, where the record of the sample ends."""
@@ -143,8 +144,30 @@ class Repeat:
                 )
                 if sample.status is Status.TRUNCATED and not stop.last and sample.tokens < budget:
                     sample.status = Status.PARKED
+                if not sample.status.terminal:
+                    self.reached(sample)
 
         return speak
+
+
+class Repeat:
+    """Lets groups in, and gives them to train steps, as the record says. Owns how many train steps the engines'
+    weights contain."""
+
+    def __init__(self, record: Record, buffer: RolloutBuffer) -> None:
+        self._record = record
+        self._buffer = buffer
+        self._trained_steps = -1
+        self._sequences: dict[int, dict[int, list[Stop]]] = defaultdict(dict)  # of each sample
+        for (sample_id, sequence), stops in record.stops.items():
+            self._sequences[sample_id][sequence] = stops
+
+    def go(self, trained_steps: int) -> None:
+        """Engines have weights of so many train steps."""
+        self._trained_steps = trained_steps
+
+    def admits(self, group_id: int) -> bool:
+        return self._record.admitted.get(group_id, self._trained_steps + 1) <= self._trained_steps
 
     def lacks_tokens(self, trained_steps: int) -> bool:
         """Whether a sample still lacks tokens that the weights after so many train steps gave it."""

@@ -85,6 +85,7 @@ class SampleRunner:
         self._trained_steps = trained_steps
         if self._repeat is not None:
             self._repeat.go(trained_steps)
+            self._streams.go(trained_steps)
         self._fill()
         self._note_occupancy()
 

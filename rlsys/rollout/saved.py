@@ -17,8 +17,12 @@ from rlsys.rollout.writer import StoreWriter
 from rlsys.spans import Piece, RouteSpan
 from rlsys.types import Sample, Scored, Status
 
-Told = tuple[Sample, Sequence[Piece], Sequence[RouteSpan]]
-"""What a worker says of a sample: itself, where new tokens lie, and where engines have put new routes."""
+New = tuple[list[Piece], list[RouteSpan]]
+"""Where new tokens of a sequence lie, and where engines have put new routes."""
+ToldSequence = tuple[int, Sequence[Piece], Sequence[RouteSpan]]
+"""The same with the sequence's number."""
+Told = tuple[Sample, Sequence[ToldSequence]]
+"""What a worker says of a sample, and what came of its sequences."""
 
 
 class Stored(NamedTuple):
@@ -58,7 +62,7 @@ class SavedSamples:
     def know(self, sample: Sample) -> None:
         """All of it is in the file."""
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._rows |= {(q.sample_id, q.sequence): (_changing(q), q.prompt_ids) for q in sample.further}
+        self._rows |= {(q.sample_id, q.sequence): (changing(q), q.prompt_ids) for q in sample.further}
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `write` has not seen."""
@@ -86,24 +90,30 @@ class SavedSamples:
             now = stored[q.sequence] = Stored.of(q)
             self.added_tokens += now.received - before.received
 
-    def write_told(self, sample: Sample, pieces: Sequence[Piece], placed: Sequence[RouteSpan]) -> None:
-        """As `write`, of a sample whose tokens another process has: new ones lie in `pieces`, which it has written
-        out, and new routes where an engine has put them."""
-        (before,) = self._stored.get(sample.sample_id, [Stored()])
-        if claimed := self._file.routes.claim(sample.sample_id, placed):
-            routes = encode_routes(claimed)
-            record = encode(Kind.TOKENS, Whose.of(sample), before.tokens, 0, routes, len(routes))
-            pieces = [*pieces, self._file.tokens.append(record)]
+    def write_told(self, sample: Sample, told: Iterable[ToldSequence]) -> None:
+        """As `write`, of a sample whose tokens another process has: new ones lie in pieces, which it has written out,
+        and new routes where an engine has put them."""
         self._write_row(sample)
-        self._file.segments.point(sample.sample_id, pieces)
-        sample.pieces += pieces
-        now = Stored.of(sample)
-        self._stored[sample.sample_id] = [now]
-        self.added_tokens += now.received - before.received
+        stored = self._stored.setdefault(sample.sample_id, [])
+        for number, pieces, placed in told:
+            q = sample.sequences[number]
+            if number == len(stored):
+                stored.append(Stored())
+            before = stored[number]
+            if claimed := self._file.routes.claim(sample.sample_id, placed):
+                routes = encode_routes(claimed)
+                record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, routes, len(routes))
+                pieces = [*pieces, self._file.tokens.append(record)]
+            if number:
+                self._write_further(q)
+            self._file.segments.point(sample.sample_id, pieces, number)
+            q.pieces += pieces
+            now = stored[number] = Stored.of(q)
+            self.added_tokens += now.received - before.received
 
     def _write_further(self, sequence: Sample) -> None:
         """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
-        key, now = (sequence.sample_id, sequence.sequence), _changing(sequence)
+        key, now = (sequence.sample_id, sequence.sequence), changing(sequence)
         before, prompt_ids = self._rows.get(key, (None, None))
         if before != now or prompt_ids is not sequence.prompt_ids:
             row = row_of_sequence(sequence)
@@ -169,7 +179,7 @@ class SavedSamples:
         self._file.forget_unused()
 
 
-def _changing(q: Sample) -> tuple[object, ...]:
+def changing(q: Sample) -> tuple[object, ...]:
     """Cheap to compare: an agent has hundreds of conversations with long prompts, of which one or two go on."""
     last = q.spans[-1].version if q.spans else None
     return (

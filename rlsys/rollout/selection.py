@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import takewhile
 
@@ -10,13 +10,16 @@ from rlsys.config import Config
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
-from rlsys.types import Sample, SampleGroup, Status, Unscored
+from rlsys.types import Sample, SampleGroup, Unscored
 
 
 class Selection:
-    """Holds no state: it reads the buffer's. `repeat`: the record that decides instead."""
+    """Holds no state: it reads the buffer's. `repeat`: the record that decides instead. `full`: see Streams.full."""
 
-    def __init__(self, config: Config, buffer: RolloutBuffer, repeat: Repeat | None) -> None:
+    def __init__(
+        self, config: Config, buffer: RolloutBuffer, repeat: Repeat | None, full: Callable[[], list[str]]
+    ) -> None:
+        self._full = full
         self._rollout = config.rollout
         self._colocated = config.launch.placement == "colocated"
         self._keeps = config.router.interruption != "abort"
@@ -50,12 +53,9 @@ class Selection:
         or the record has more tokens of these weights."""
         if self._repeat is not None:
             return self._repeat.lacks_tokens(trained_steps)
-        limit = self._rollout.max_resumes
-        if limit is None or self._keeps:  # engines that keep their samples interrupt nobody
+        if self._keeps:  # engines that keep their samples interrupt nobody
             return False
-        sequences = (q for g in self._buffer.active() for s in g.samples for q in s.sequences)
-        full = (s for s in sequences if s.status is Status.IN_FLIGHT and s.resumes >= limit)
-        return any(members is None or s.engine in members for s in full)
+        return any(members is None or url in members for url in self._full())
 
     def stays_young(self, sample: Sample, done_steps: int) -> bool:
         """Whether `too_old` will leave its group. A sample without tokens may get some before its engine pauses."""

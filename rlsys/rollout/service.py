@@ -276,9 +276,7 @@ async def _manage(
             spans,
         )
         fewest = config.launch.min_engines or len(parts.engines)
-        members = None
-        if isinstance(parts.router, Router):  # who joins would belong to one worker
-            members = Members(config, owner, parts.router, parts.joiner, parts.engines)
+        members = Members(config, owner, parts.asked, parts.joiner, parts.engines)
         watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # what is here now stays: every full collection would look at all of it

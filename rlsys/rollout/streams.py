@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from rlsys.config import Config
+from rlsys.errors import RunError
 from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.environment import EnvironmentGenerator
 from rlsys.rollout.generator import Generator
+from rlsys.rollout.repeat import Stops
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
 from rlsys.rollout.scoring import Scorer, Verdict, asked_about
@@ -20,6 +23,7 @@ from rlsys.router.router import Poisonous, RefusedPrompt, Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 
 REFUSED = "prompt refused"
+LOOK_SECONDS = 0.02
 
 
 class Shelf(Protocol):
@@ -51,8 +55,13 @@ class Streams:
         group_of: Callable[[Sample], SampleGroup],
         spans: SampleSpans,
         flush_tokens: int,
+        stops: Stops | None = None,
     ) -> None:
-        """`flush_tokens`: the most that all running samples may have unsaved."""
+        """`flush_tokens`: the most that all running samples may have unsaved. `stops`: of a record to follow."""
+        self._config = config
+        self._stops = stops
+        if stops is not None:
+            stops.reached = self._remember
         self._order = config.rollout.resume_order
         self._router = router
         self._scorer = scorer
@@ -123,11 +132,45 @@ class Streams:
         """The reward of a terminal sample, or the reason why it has none."""
         return await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
 
+    def go(self, trained_steps: int) -> None:
+        """Engines have weights of so many train steps: a sample that follows a record goes on to its next stop."""
+        if self._stops is not None:
+            self._stops.go(trained_steps)
+
+    def full(self) -> list[str]:
+        """URLs of engines with a sample that has been resumed as often as rollout.max_resumes allows."""
+        limit = self._config.rollout.max_resumes
+        if limit is None:
+            return []
+        live = (q for s in self._live() for q in s.sequences if q.status is Status.IN_FLIGHT)
+        return [q.engine for q in live if q.resumes >= limit and q.engine is not None]
+
+    async def until_none_is_full(self, members: Collection[str] | None = None) -> None:
+        """No engine, or none of these, has such a sample when this returns. RunError after rollout.stall_timeout
+        without a token."""
+        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
+        seen, since = -1.0, 0.0
+        while [url for url in self.full() if members is None or url in members]:
+            if (now := self._router.stats()["received_tokens"]) != seen:
+                seen, since = now, loop.time()
+            elif loop.time() - since > stall:
+                raise RunError(
+                    f"no token for rollout.stall_timeout = {stall:g} s of samples that rollout.max_resumes = "
+                    f"{self._config.rollout.max_resumes} lets nobody interrupt"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self,
+        keep: Callable[[Sample], bool] | None = None,
+        *,
+        going_on: bool = False,
+        gently: bool = False,
     ) -> list[Sample]:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them, or that go on
         with them; every token that came is saved. Returns the sequences that were in an engine and are parked now.
+
+        `gently`: several workers first wait until none is `full`, each for itself; who calls has just looked here.
         """
         running = [q for s in self._live() for q in s.sequences]
         busy = [q for q in running if q.status is Status.IN_FLIGHT]
@@ -153,7 +196,8 @@ class Streams:
             self._shelf.flush()
 
     def _remember(self, sample: Sample) -> None:
-        """An engine failed with it: how often that happened must outlive this process, or it never ends."""
+        """It waits at a stop of a record. Or an engine failed with it: how often that happened must outlive this
+        process, or it never ends."""
         # The whole of it, whichever sequence this is.
         self._shelf.save([self._running.get(sample.sample_id) or self._grown[sample.sample_id]])
         self._shelf.flush_soon()

@@ -16,13 +16,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer
+from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.errors import RlsysError, UserError
 from rlsys.identity import engine_identity
@@ -50,8 +51,9 @@ from rlsys.rollout.link import (
     unpack,
 )
 from rlsys.rollout.loop_watch import loop_watch
+from rlsys.rollout.repeat import Stops, record_of
 from rlsys.rollout.sample_spans import SampleSpans
-from rlsys.rollout.saved import Stored, append_tokens
+from rlsys.rollout.saved import New, Stored, append_tokens, changing
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.segments import SegmentFile
 from rlsys.rollout.streams import Streams
@@ -69,7 +71,8 @@ log = logging.getLogger("rlsys.rollout")
 
 @dataclass
 class WorkerParts:
-    """What a worker works with. `folder`: the run's. `flush_tokens`: the most that its samples may have unsaved."""
+    """What a worker works with. `folder`: the run's. `flush_tokens`: the most that its samples may have unsaved.
+    `client`: of an engine that joins, by URL and ranks. `stops`: of a record that its samples follow."""
 
     config: Config
     router: Router
@@ -77,6 +80,8 @@ class WorkerParts:
     generator: Generator
     folder: Path
     flush_tokens: int
+    client: Callable[[str, int], EngineClient]
+    stops: Stops | None = None
 
 
 class Worker:
@@ -89,11 +94,12 @@ class Worker:
         self._scorer = parts.scorer
         self._streams = Streams(
             parts.config, parts.router, parts.scorer, parts.generator, self, self._group_of, SampleSpans(None),
-            parts.flush_tokens,
+            parts.flush_tokens, parts.stops,
         )  # fmt: skip
         self._link = Link(ToWorker, self._hear, end)
         self._file: SegmentFile | None = None
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, list[Stored]] = {}  # of each sequence of the samples that run here
+        self._told: dict[tuple[int, int], object] = {}  # of further sequences, what the coordinator knows
         self._groups: dict[int, SampleGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[None]] = set()
@@ -113,7 +119,8 @@ class Worker:
         figures = Figures(
             counts | {"reward_hung": self._scorer.hung, "reward_failed": self._scorer.failed}, prefills,
             self._router.engine_states(), self._router.engine_figures(), self._router.stale_engines,
-            self._router.hopeless,
+            self._router.next_members(), self._router.rolls, self._router.hopeless, self._streams.full(),
+            dict(self._streams.counts),
         )  # fmt: skip
         self._link.send(figures)
 
@@ -151,19 +158,32 @@ class Worker:
         self._tell_figures()
         self._link.send(Answer(call.number, result, error))
 
-    async def do_begin(self, writer: str, version: int, opened: bool) -> None:
-        """Write segments as `writer`. Engines should have weights of `version`; `opened`: samples may go to them."""
+    async def do_begin(
+        self, writer: str, version: int, opened: bool, joined: list[tuple[str, int]], trained_steps: int
+    ) -> list[str]:
+        """Write segments as `writer`. Engines should have weights of `version`, which contain so many train steps;
+        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`."""
+        own = list(self._router.engine_states())
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
             self._router.expect(version)
+        for url, tp in joined:
+            await self.do_add_engine(url, tp)
+        self._streams.go(trained_steps)
         if opened:
             self._router.resume()
         self._calls.add(asyncio.create_task(self._router.watch()))
+        return own
 
-    async def do_interrupt(self, keep: frozenset[int] | None) -> list[int]:
-        """Ids of samples that were in an engine, and are parked now."""
+    async def do_interrupt(
+        self, keep: frozenset[int] | None, going_on: bool, gently: bool
+    ) -> list[tuple[int, int]]:
+        """Samples and sequences that were in an engine, and are parked now."""
         kept = None if keep is None else lambda sample: sample.sample_id in keep
-        return [s.sample_id for s in await self._streams.interrupt(kept)]
+        if gently:
+            await self._streams.until_none_is_full()
+        parked = await self._streams.interrupt(kept, going_on=going_on)
+        return [(q.sample_id, q.sequence) for q in parked]
 
     async def do_save(self) -> None:
         await self._streams.save_running()
@@ -171,11 +191,22 @@ class Worker:
     async def do_resume(self) -> None:
         self._router.resume()
 
+    async def do_go(self, trained_steps: int) -> None:
+        self._streams.go(trained_steps)
+
+    async def do_add_engine(self, url: str, tp: int) -> None:
+        self._router.add_engine(self._parts.client(url, tp))
+
+    async def do_send_away(self, url: str) -> None:
+        await self._router.send_away(url)
+
     async def do_rest(self) -> None:
         await self._router.rest_engines()
 
-    async def do_begin_push(self, **arguments: Any) -> Any:
-        return await self._router.begin_push(**arguments)
+    async def do_begin_push(self, version: int, only_stale: bool, members: Collection[str]) -> Any:
+        if members:
+            await self._streams.until_none_is_full(members)
+        return await self._router.begin_push(version, only_stale=only_stale, members=members)
 
     async def do_end_push(self, **arguments: Any) -> Any:
         return await self._router.end_push(**arguments)
@@ -199,12 +230,13 @@ class Worker:
             await asyncio.wait({before})
         with SegmentReader(self._parts.folder) as reader:
             sample = reader.loaded(sample)
-        self._stored[sample.sample_id] = Stored.of(sample)
+        self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
+        self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.further}
         group = self._groups.setdefault(sample.group_id, SampleGroup(sample.group_id, prompt.index, []))
         group.samples.append(sample)
         try:
             if sample.status.terminal:
-                self._rows.append(row_of(sample, True, [], []))
+                self._rows.append(row_of(sample, True, ([], []), {}))
                 self.flush_soon()
             else:
                 await self._streams.generate(sample, prompt)
@@ -212,6 +244,8 @@ class Worker:
                 self._link.send(Judged(sample.sample_id, await self._streams.score(sample, prompt)))
         finally:
             self._stored.pop(sample.sample_id, None)
+            for q in sample.further:
+                self._told.pop((q.sample_id, q.sequence), None)
             group.samples.remove(sample)
             if not group.samples:
                 self._groups.pop(group.group_id, None)
@@ -233,21 +267,31 @@ class Worker:
     def save(self, samples: Iterable[Sample]) -> None:
         assert self._file is not None, "the coordinator begins with `begin`"
         for sample in samples:
-            if sample.further:
-                raise UserError(
-                    "rollout.workers: the generator made a sample of several sequences; expected rollout.workers = 1"
-                )
-            before = self._stored[sample.sample_id]
-            new = sample.routes[before.routes :]
-            placed = [span for span in new if span.place is not None]
-            in_hand = [span for span in new if span.place is None]
-            pieces = append_tokens(self._file, sample, before, in_hand)
-            self._stored[sample.sample_id] = Stored.of(sample)
-            self._rows.append(row_of(sample, not self._streams.runs(sample), pieces, placed))
+            further = {}
+            for q in sample.further:
+                key, now = (q.sample_id, q.sequence), changing(q)
+                if self._told.get(key) != now:
+                    further[q.sequence] = self._written(self._file, q)
+                    self._told[key] = now
+            own = self._written(self._file, sample)
+            self._rows.append(row_of(sample, not self._streams.runs(sample), own, further))
+
+    def _written(self, file: SegmentFile, sequence: Sample) -> New:
+        """What is new of it, in the file."""
+        stored = self._stored[sequence.sample_id]
+        if sequence.sequence == len(stored):
+            stored.append(Stored())
+        before = stored[sequence.sequence]
+        new = sequence.routes[before.routes :]
+        placed = [span for span in new if span.place is not None]
+        in_hand = [span for span in new if span.place is None]
+        pieces = append_tokens(file, sequence, before, in_hand)
+        stored[sequence.sequence] = Stored.of(sequence)
+        return pieces, placed
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
-        return sample.tokens > self._stored[sample.sample_id].tokens
+        return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
 
     def flush(self) -> None:
         """Written out, and told."""
@@ -288,15 +332,22 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
             if i % workers == number
         ]
         router = build_router(config, engines, tokenizer, sole=False)
-        generator = build_generator(config, tokenizer, sampling_turns(config, router))
+        record = record_of(config)
+        stops = None if record is None else Stops(record)
+        speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
+        generator = build_generator(config, tokenizer, speak)
         if isinstance(generator, TreeGenerator):
             raise UserError(
                 f"rollout.workers = {workers}: rollout.generator = {config.rollout.generator!r} makes a group's "
                 "responses together; expected rollout.workers = 1"
             )
+
+        def joiner(url: str, tp: int) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=tp)
+
         parts = WorkerParts(
-            config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers)
-        )
+            config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers), joiner, stops
+        )  # fmt: skip
 
         def in_flight() -> str:
             return f"data.reward = {config.data.reward_name} in flight for {len(scorer.scoring)} prompts"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
 from rlsys.router.arrivals import with_shares
@@ -23,8 +25,8 @@ READ = (
 
 
 class WorkerEngines:
-    """Owns the gate, the pin, and the counts of workers that died. `failed`: told of an error that nobody waits for;
-    `resumed`: that the gate is open again."""
+    """Owns the gate, the pin, which worker has an engine that joined, and the counts of workers that died. `failed`:
+    told of an error that nobody waits for; `resumed`: that the gate is open again."""
 
     def __init__(
         self,
@@ -38,25 +40,43 @@ class WorkerEngines:
         self._failed, self._resumed = failed, resumed
         self._gone: Counter[str] = Counter()
         self._gone_prefills: Counter[tuple[str, int]] = Counter()
+        self._gone_generated: Counter[str] = Counter()
+        self._gone_told = 0
+        self._homes: dict[str, WorkerProcess] = {}
+        """URL -> the worker that has an engine which joined or was sent away; it comes back to the same one."""
+        self._joined: dict[str, int] = {}
+        """URL -> ranks of an engine that joined. Those of the launch are in the workers' command lines."""
+        self._rolls = False
+        """Whether a rolling push goes round; workers that have got round do not know it."""
         self._pin: WorkerProcess | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self.open = False
         """Whether samples may go to engines: not from an interrupt to the next `resume`."""
+        self.trained_steps = -1
+        """Train steps that the engines' weights contain, for samples that follow a record."""
 
     def mourn(self, worker: WorkerProcess) -> None:
         """Its process is gone. What it counted stays in the sums."""
         figures = worker.take_figures()
         self._gone.update(figures.counts)
+        self._gone_generated.update(figures.generated)
         for why, (cached, prefilled) in figures.prefills.items():
             self._gone_prefills.update({(why, 0): cached, (why, 1): prefilled})
+        self._gone_told += worker.told
+        worker.settled = (0, 0)
         if self._pin is worker:
             self._pin = None
 
+    def joined(self, worker: WorkerProcess) -> list[tuple[str, int]]:
+        """URLs and ranks of the engines that a new process of this worker must take in."""
+        return [(url, tp) for url, tp in self._joined.items() if self._homes[url] is worker]
+
     async def all(self, call: str, **arguments: Any) -> list[Any]:
         """What each worker answers. One that dies meanwhile gives none: nothing of it is in flight any more."""
-        found = await asyncio.gather(
-            *(w.call(call, **arguments) for w in self._workers), return_exceptions=True
-        )
+        return await self._answers(self._workers, call, **arguments)
+
+    async def _answers(self, workers: Sequence[WorkerProcess], call: str, **arguments: Any) -> list[Any]:
+        found = await asyncio.gather(*(w.call(call, **arguments) for w in workers), return_exceptions=True)
         for answer in found:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerGone):
                 raise answer
@@ -68,10 +88,15 @@ class WorkerEngines:
         self._resumed()
         self._post("resume", self._workers)
 
-    def _post(self, call: str, workers: Sequence[WorkerProcess]) -> None:
+    def go(self, trained_steps: int) -> None:
+        """Engines have weights of so many train steps."""
+        self.trained_steps = trained_steps
+        self._post("go", self._workers, trained_steps=trained_steps)
+
+    def _post(self, call: str, workers: Sequence[WorkerProcess], **arguments: Any) -> None:
         """Nobody waits for the answer; who dies meanwhile needs none."""
         for worker in workers:
-            task = asyncio.create_task(worker.call(call))
+            task = asyncio.create_task(worker.call(call, **arguments))
             self._background.add(task)
             task.add_done_callback(self._told)
 
@@ -85,20 +110,25 @@ class WorkerEngines:
         await self.all("rest")
 
     def next_members(self, at_most: int) -> list[str]:
-        """Without rolling pushes, none."""
-        return []
+        """See Router.next_members."""
+        able = [w for w in self._workers if w.figures.rolls or not self._rolls]
+        rows = zip_longest(*(w.figures.before_roll for w in able))  # one of each worker, and again
+        return [url for row in rows for url in row if url is not None][:at_most]
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """See Router.begin_push. Raises RunError when no worker has an engine within engine.start_timeout."""
+        """See Router.begin_push: every worker hears of each round, also one that has none of its engines. Raises
+        RunError when no worker has an engine within engine.start_timeout."""
         patience = self._patience
         try:
             async with asyncio.timeout(patience):
                 while True:
-                    found = await self.all("begin_push", version=version, only_stale=only_stale)
+                    found = await self.all(
+                        "begin_push", version=version, only_stale=only_stale, members=tuple(members)
+                    )
                     engines = [e for of_worker in found for e in of_worker]
-                    if engines or only_stale:
+                    if engines or only_stale or members:
                         return engines
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
@@ -119,7 +149,9 @@ class WorkerEngines:
             "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
         )
         self._raise_if_hopeless()
-        return worst(found)
+        told = worst(found)
+        self._rolls = bool(told["push_left"])
+        return told
 
     def _raise_if_hopeless(self) -> None:
         if all(w.figures.hopeless for w in self._workers):
@@ -128,6 +160,28 @@ class WorkerEngines:
     def _states(self) -> str:
         return "; ".join(f"{url} {state}" for url, state in self.engine_states().items())
 
+    def add_engine(self, client: EngineClient) -> None:
+        """See Router.add_engine: in the worker with the fewest engines."""
+        url = client.url
+        home = self._homes.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
+        if url not in home.of_launch:
+            self._joined[url] = client.tp
+        self._homes[url] = home
+        self._post("add_engine", [home], url=url, tp=client.tp)
+
+    async def send_away(self, url: str) -> None:
+        """See Router.send_away."""
+        home = next((w for w in self._workers if url in self._engines_of(w)), None)
+        if home is not None:
+            self._homes[url] = home
+            await self._answers([home], "send_away", url=url)
+            self._joined.pop(url, None)
+
+    def _engines_of(self, worker: WorkerProcess) -> list[str]:
+        """URLs; those that it has just been given included."""
+        coming = [url for url, _ in self.joined(worker) if url not in worker.figures.states]
+        return [*worker.figures.states, *coming]
+
     @property
     def stale_engines(self) -> list[str]:
         """Engines that came back, or joined, and need the current weights."""
@@ -135,7 +189,20 @@ class WorkerEngines:
 
     def engine_states(self) -> dict[str, str]:
         """URL -> state in words."""
-        return {url: state for w in self._workers for url, state in w.figures.states.items()}
+        return {url: w.figures.states.get(url, "joins") for w in self._workers for url in self._engines_of(w)}
+
+    def generated(self) -> Mapping[str, int]:
+        """What generators have counted; as of half a second ago."""
+        found = Counter(self._gone_generated)
+        for worker in self._workers:
+            found.update(worker.figures.generated)
+        return found
+
+    def settled(self) -> tuple[int, int]:
+        """Tokens that workers had received for samples when each saved all that runs for the last time, and those
+        that it had told by then: the same number."""
+        pairs = [(self._gone_told, self._gone_told), *(w.settled for w in self._workers)]
+        return sum(received for received, _ in pairs), sum(told for _, told in pairs)
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
         """See Router.engine_figures; as of half a second ago."""

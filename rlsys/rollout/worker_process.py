@@ -21,7 +21,6 @@ END_SECONDS = 5.0
 """From the end of its link to its own."""
 _PRESENT = ("in_flight", "waiting", "engines_serving", "weight_version")
 """Of a router's counts, those that say how things are and not what has happened."""
-NO_FIGURES = Figures({}, {}, {}, {}, [], False)
 
 
 class WorkerGone(PinLost):
@@ -40,14 +39,18 @@ class WorkerProcess:
         self._hear_samples = hear
         self._process: asyncio.subprocess.Process | None = None
         self._link: Link | None = None
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._error: str | None = None
         self.writer = ""
         """Of its segments."""
-        self.figures = NO_FIGURES
+        self.figures = Figures()
+        self.settled = (0, 0)
+        """Tokens that it had received for samples when it saved all that runs, and those that it had told by then."""
+        self.of_launch: list[str] = []
+        """URLs of the engines that it has from its beginning."""
         self.told = 0
         """Tokens of samples that this process has told."""
         self.deaths = 0
@@ -57,8 +60,8 @@ class WorkerProcess:
         self.heard_at = 0.0
         """When it spoke last, on the monotonic clock."""
 
-    async def start(self, writer: str, version: int, opened: bool) -> None:
-        """Raises RunError when it does not come up."""
+    async def start(self, writer: str, **state: Any) -> None:
+        """`state`: what Worker.do_begin gets beside the writer. Raises RunError when it does not come up."""
         self.writer, self.told, self.heard_at = writer, 0, time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -68,7 +71,7 @@ class WorkerProcess:
         await link.open(ours)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._ask("begin", {"writer": writer, "version": version, "opened": opened})
+                self.of_launch = await self._ask("begin", {"writer": writer, **state})
         except (TimeoutError, WorkerGone):
             self.kill()
             raise RunError(f"{self.name} did not start: exit code {await self.reap()}") from None
@@ -100,7 +103,7 @@ class WorkerProcess:
     def take_figures(self) -> Figures:
         """What a process that is gone has counted; the next one begins anew."""
         figures = self.figures
-        self.figures = Figures({}, {}, figures.states, {}, [], False)
+        self.figures = Figures(states=figures.states)
         return figures
 
     def send(self, message: Any) -> None:
@@ -124,7 +127,8 @@ class WorkerProcess:
         if self._link is None:
             raise WorkerGone(f"{self.name} is gone")
         number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = name, answer
         self._link.send(Call(number, name, pack(arguments)))
         try:
             return await answer
@@ -132,19 +136,32 @@ class WorkerProcess:
             self._calls.pop(number, None)
 
     def _hear(self, messages: list[ToCoordinator]) -> None:
-        """Samples first: an answer may be about what was told with it."""
+        """In their order: an answer is about what was told before it."""
         self.heard_at = time.monotonic()
-        self._hear_samples(self, [m for m in messages if not isinstance(m, Figures | Answer)])
+        samples: list[OfSamples] = []
         for message in messages:
+            if not isinstance(message, Figures | Answer):
+                samples.append(message)
+                continue
+            self._hear_samples(self, samples)
+            samples = []
             if isinstance(message, Figures):
                 self.figures = message
-            elif isinstance(message, Answer):
-                answer = self._calls.get(message.number)
-                if answer is not None and not answer.done():
-                    if message.error:
-                        answer.set_exception(unpack(message.error))
-                    else:
-                        answer.set_result(unpack(message.result))
+            elif message.number in self._calls:
+                self._hear_answer(message)
+        self._hear_samples(self, samples)
+
+    def _hear_answer(self, message: Answer) -> None:
+        name, answer = self._calls[message.number]
+        if name in ("interrupt", "save"):
+            counts = self.figures.counts
+            self.settled = int(counts["received_tokens"] - counts["evaluation_tokens"]), self.told
+        if answer.done():
+            return
+        if message.error:
+            answer.set_exception(unpack(message.error))
+        else:
+            answer.set_result(unpack(message.result))
 
     def _lost(self) -> None:
         """All that it told has been heard. Tokens that it had received and not told were never there."""
@@ -152,10 +169,11 @@ class WorkerProcess:
         counts = {k: v for k, v in self.figures.counts.items() if k not in _PRESENT}
         counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.told
         states = dict.fromkeys(self.figures.states, "its rollout worker is gone")
-        self.figures = Figures(counts, self.figures.prefills, states, {}, [], False)
+        self.figures = Figures(counts, self.figures.prefills, states, generated=self.figures.generated)
         self._up.clear()
         self._down.set()
-        for answer in self._calls.values():
+        self.settled = self.told, self.told
+        for _, answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(WorkerGone(f"{self.name} is gone"))
 

@@ -65,8 +65,6 @@ class Workers:
         self._parts = SameParts()
         self._watching: asyncio.Task[None] | None = None
         self._error: str | None = None
-        self.counts: Mapping[str, int] = {}
-        """Of generators that count: they need rollout.workers = 1."""
         self._failed: Callable[[BaseException], None] = lambda error: None
         self._buffer: RolloutBuffer
         self._commits: Commits
@@ -85,8 +83,14 @@ class Workers:
         self._failed = lambda error: commits.failed(error)
 
     async def _begin(self, worker: WorkerProcess) -> None:
-        writer, version = self._buffer.new_writer(), self._buffer.versions.newest
-        await worker.start(writer, version, self.engines.open)
+        engines = self.engines
+        await worker.start(
+            self._buffer.new_writer(),
+            version=self._buffer.versions.newest,
+            opened=engines.open,
+            joined=engines.joined(worker),
+            trained_steps=engines.trained_steps,
+        )
 
     async def close(self) -> None:
         """After an interrupt: nothing that they have is wanted any more."""
@@ -124,11 +128,11 @@ class Workers:
             run = self._running.get(row.sample_id)
             if run is None or run.home is not worker:
                 continue
-            grown = run.sample.tokens
-            row.tell(run.sample)
-            if run.sample.tokens > grown:
+            grown = run.sample.all_tokens
+            told = row.tell_sample(run.sample)
+            if run.sample.all_tokens > grown:
                 self._spans.heard(run.sample)
-            yield run.sample, row.pieces, row.placed
+            yield run.sample, told
             if not row.done and not run.sample.status.terminal:
                 run.sample.status = Status.IN_FLIGHT
 
@@ -199,6 +203,10 @@ class Workers:
 
     # Samples: see Streams
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.engines.generated()
+
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Until the sample is terminal, and saved. An interrupt parks it inside this call. Cancel it after an
         interrupt only."""
@@ -256,25 +264,36 @@ class Workers:
             del run.home.groups[group_id], self._homes[group_id]
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self,
+        keep: Callable[[Sample], bool] | None = None,
+        *,
+        going_on: bool = False,
+        gently: bool = False,
     ) -> list[Sample]:
-        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is saved. Returns those that were in an engine and are parked now."""
-        assert not going_on, "weights.rolling needs rollout.workers = 1"
+        """See Streams.interrupt."""
         self.engines.open = False
         live = [r.sample for r in self._running.values() if not r.ended.done()]
         kept = None if keep is None else frozenset(s.sample_id for s in live if keep(s))
-        parked = [i for ids in await self.engines.all("interrupt", keep=kept) for i in ids]
+        answers = await self.engines.all("interrupt", keep=kept, going_on=going_on, gently=gently)
+        parked = [place for of_worker in answers for place in of_worker]
         for sample in live:
             if not sample.status.terminal and (kept is None or sample.sample_id not in kept):
                 sample.status = Status.PARKED
-        return [self._running[i].sample for i in parked if i in self._running]
+        return [self._running[i].sample.sequences[n] for i, n in parked if i in self._running]
 
     def _resumed(self) -> None:
         """What workers have may be in engines again."""
         for run in self._running.values():
             if not run.ended.done() and not run.sample.status.terminal:
                 run.sample.status = Status.IN_FLIGHT
+
+    def go(self, trained_steps: int) -> None:
+        """See Streams.go."""
+        self.engines.go(trained_steps)
+
+    def full(self) -> list[str]:
+        """See Streams.full; as of half a second ago."""
+        return [url for w in self.processes for url in w.figures.full]
 
     async def save_running(self) -> None:
         """With all tokens that they have got so far."""

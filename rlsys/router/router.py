@@ -248,9 +248,15 @@ class Router:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def next_members(self, at_most: int) -> list[str]:
-        """URLs of the engines that a rolling push updates next."""
+    def next_members(self, at_most: int | None = None) -> list[str]:
+        """URLs of the engines that a rolling push updates next; all that it has still to update when no number is
+        given."""
         return [e.url for e in self._pool.before_roll()[:at_most]]
+
+    @property
+    def rolls(self) -> bool:
+        """Whether a rolling push goes round."""
+        return self._pool.older is not None
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from tests.helpers.scripted_engine import ScriptedEngine
+from rlsys.types import Sample
+from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
 
 
 @asynccontextmanager
@@ -54,3 +55,13 @@ def _handler(engine: ScriptedEngine):  # type: ignore[no-untyped-def]
         return answer
 
     return handle
+
+
+def expected(sample: Sample) -> None:
+    """Each token, log-prob and route is the one that the engine makes at its place under its weights."""
+    first = len(sample.prompt_ids)
+    ids, mu = list(sample.response_ids), list(sample.mu)
+    assert len(ids) == sample.tokens > 0
+    for i, version in enumerate(sample.versions()):
+        assert mu[i] == logprob(sample.seed, first + i, version)
+        assert ids[i] in (2, token(sample.seed, first + i, version))

@@ -18,6 +18,7 @@ from rlsys.config import Config
 from rlsys.rewards import reasoning_gym
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.segments import SegmentTable
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.push import WeightPush
 from rlsys.types import Prompt
@@ -58,7 +59,7 @@ BOUNDARIES: dict[str, tuple[type, str, str, Callable[..., bool]]] = {
     "before the abort": (Dispatcher, "bring_back", "before", _in_flight),
     "after the abort": (Dispatcher, "bring_back", "after", _in_flight),
     "before a flush": (RolloutBuffer, "flush", "before", _uncommitted),
-    "in the middle of a flush": (RolloutBuffer, "_write", "after", _uncommitted),
+    "in the middle of a flush": (SegmentTable, "sync", "after", _always),
     "after a flush": (RolloutBuffer, "flush", "after", _uncommitted),
     "after the take": (RolloutManager, "take", "after", _always),
     "before a push": (WeightPush, "begin", "before", _always),

@@ -202,6 +202,12 @@ class ScriptedEngine:
         self.calls.append("tensors")
         self.weights = weights
 
+    def _load(self, body: dict[str, Any]) -> tuple[int, str]:
+        """The same from a trainer in another process."""
+        if self.update_open and not self.dead:
+            self.load(body["weights"])
+        return 200, ""
+
     def _update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, str]:
         """Without tensors, by a loader of the engine's own."""
         assert pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) == []

@@ -13,6 +13,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.obs.role import end_with_parent
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.repeat import Stops, record_of
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.worker import Worker, WorkerParts, leave, standard_input
@@ -34,9 +35,16 @@ async def main() -> None:
     async with make_session() as session:
         router = router_of([EngineClient(url, session) for url in sys.argv[2:]], sole=False)
         scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
-        generator = build_generator(config, None, sampling_turns(config, router))
+        record = record_of(config)
+        stops = None if record is None else Stops(record)
+        speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
+        generator = build_generator(config, None, speak)
         share = max(1, config.flush_tokens // config.rollout.workers)
-        parts = WorkerParts(config, router, scorer, generator, config.run.dir, share)
+
+        def joiner(url: str, tp: int) -> EngineClient:
+            return EngineClient(url, session, tp=tp)
+
+        parts = WorkerParts(config, router, scorer, generator, config.run.dir, share, joiner, stops)
         await Worker(parts, leave).serve(standard_input())
 
 

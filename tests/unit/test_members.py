@@ -161,12 +161,6 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("sections", "host", "local", "error"),
     [
-        (
-            {"rollout": {"workers": 2}, "engine": {"count": 2, "tp": 1}},
-            "10.0.0.7",
-            False,
-            r"rollout.workers = 2",
-        ),
         ({}, "10.0.0.7", False, r"weights.method = tensor passes through memory"),
         (
             {"weights": {"method": "broadcast"}},

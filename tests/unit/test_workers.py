@@ -7,132 +7,17 @@ import os
 import random
 import signal
 import sqlite3
-import sys
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlsys.config import Config, identity
 from rlsys.errors import RunError
 from rlsys.records import FOLDER
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
-from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.workers import Workers
-from rlsys.tickets import Canary
-from rlsys.types import Sample, Taken
-from tests.helpers.engine_server import served
-from tests.helpers.loaded import loaded
-from tests.helpers.rollout_rig import Numbers, make_config
-from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs, logprob, token
+from tests.helpers.workers_rig import check_step, run
 
 pytestmark = pytest.mark.gate  # each starts processes
-
-ROLLOUT = {
-    "groups_per_step": 4,
-    "group_size": 2,
-    "max_response_tokens": 60,
-    "over_provision": 2,
-    "max_staleness": 4,
-}
-
-
-class Run:
-    """A rollout with workers, and its trainer."""
-
-    def __init__(self, config: Config, engines: list[ScriptedEngine]) -> None:
-        self.config, self.engines = config, engines
-        file = config.run.dir / "config.json"
-        file.write_text(config.model_dump_json())
-        planning = Planning(config, Numbers(), None)
-        self.buffer = RolloutBuffer(
-            config.run.dir / FILE_NAME, identity(config), planning.largest, in_hand=False
-        )
-        n = config.rollout.workers
-        command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
-        self.workers = Workers(config, [[*command, *(e.url for e in engines[i::n])] for i in range(n)])
-        self._planning = planning
-        self.pushes: Counter[str] = Counter()
-
-    async def begin(self) -> None:
-        await self.workers.start(self.buffer)
-        scorer: Any = Scorer(lambda: None, lambda ids: "", 5)  # type: ignore[arg-type, return-value]
-        self.manager = RolloutManager(
-            self.config, self.buffer, self.workers, Numbers(), scorer, self._planning
-        )
-
-    async def push(self) -> None:
-        ticket = await self.manager.begin_push()
-        for address in ticket.engines:
-            self.pushes[address.url] += 1
-            engine = next(e for e in self.engines if e.url == address.url)
-            if engine.update_open and not engine.dead:
-                engine.load(ticket.weight_version)
-        canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
-        await self.manager.end_push(ticket, canaries)
-
-    async def take(self, step: int) -> Taken:
-        while (taken := await self.manager.take(step)) is None:
-            await self.push()
-        return taken
-
-    def pids(self) -> list[int]:
-        return [w.pid for w in self.workers.processes]
-
-
-@asynccontextmanager
-async def run(folder: Path, workers: int, engines: int, **rollout: Any) -> AsyncIterator[Run]:
-    """At the end: the ledger adds up, and no worker is left."""
-    config = make_config(
-        folder,
-        rollout=ROLLOUT | {"workers": workers} | rollout,
-        engine={"count": engines, "return_routes": True},
-    )
-    made = [
-        ScriptedEngine(
-            f"http://e{i}:1", ends_at=lambda s: 3 + s % 50, segments=folder / FOLDER if i % 2 else None
-        )
-        for i in range(engines)
-    ]
-    (folder / FOLDER).mkdir(exist_ok=True)
-    async with served(*made):
-        one = Run(config, made)
-        try:
-            await one.begin()
-            yield one
-            pids = one.pids()
-            await one.manager.close()
-            check(one.buffer.ledger())
-        finally:
-            await one.workers.close()
-            one.buffer.close()
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def expected(sample: Sample) -> None:
-    """Each token, log-prob and route is the one that the engine makes at its place under its weights."""
-    first = len(sample.prompt_ids)
-    ids, mu = list(sample.response_ids), list(sample.mu)
-    assert len(ids) == sample.tokens > 0
-    for i, version in enumerate(sample.versions()):
-        assert mu[i] == logprob(sample.seed, first + i, version)
-        assert ids[i] in (2, token(sample.seed, first + i, version))
-
-
-def check_step(folder: Path, taken: Taken, seen: set[int]) -> None:
-    for group in loaded(folder, taken.groups):
-        assert group.group_id not in seen
-        seen.add(group.group_id)
-        for sample in group.samples:
-            expected(sample)
-            assert sample.reward == float(sample.tokens % 2)
 
 
 @pytest.mark.parametrize("workers", [2, 4])

@@ -1,0 +1,201 @@
+"""A rollout with workers and its trainer, as a process to be killed:
+
+    python -m tests.helpers.coordinator_stage CONFIG.json STEPS BOUNDARY TIMES URL ...
+
+It trains on from its last checkpoint and writes down in the run's folder what each step was given. At the boundary
+of this name (BOUNDARIES; `-`: none), reached for so many times, it ends itself with kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from rlsys.config import Config, identity
+from rlsys.obs.role import end_with_parent
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.segments import SegmentTable
+from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.worker_engines import WorkerEngines
+from rlsys.rollout.worker_process import WorkerProcess
+from rlsys.rollout.workers import Workers
+from rlsys.tickets import Canary
+from tests.helpers.engine_server import expected
+from tests.helpers.loaded import loaded
+from tests.helpers.rollout_rig import Numbers
+from tests.helpers.scripted_engine import canary_logprobs
+
+TOLD, SAVED = "told.jsonl", "saved"
+CHECKPOINT_EVERY = 2
+
+
+def saved_step(folder: Path) -> int:
+    """Of the trainer's last checkpoint."""
+    file = folder / SAVED
+    return int(file.read_text()) if file.exists() else 0
+
+
+class Boundary(NamedTuple):
+    """Before or after a call of this method. `call`: of WorkerEngines.all and WorkerProcess.call, those alone."""
+
+    owner: type
+    method: str
+    side: str
+    call: str | None = None
+    at_once: bool = False
+    """Not from the second take on, but from the beginning."""
+    kills: bool = False
+    """A worker must have died for it."""
+
+
+BOUNDARIES = {
+    "the segments are cut, nothing is committed": Boundary(SegmentTable, "open", "after", at_once=True),
+    "a worker has a name": Boundary(RolloutBuffer, "new_writer", "after", at_once=True),
+    "a worker has begun": Boundary(WorkerProcess, "start", "after", at_once=True),
+    "a step is given back": Boundary(RolloutBuffer, "restore", "after", at_once=True),
+    "a group is issued": Boundary(RolloutBuffer, "issue", "after"),
+    "a sample is sent": Boundary(Workers, "_send", "after"),
+    "rows have come": Boundary(RolloutBuffer, "save_told", "before"),
+    "rows are written": Boundary(RolloutBuffer, "save_told", "after"),
+    "a group is decided": Boundary(RolloutBuffer, "finish", "after"),
+    "before a commit": Boundary(RolloutBuffer, "flush", "before"),
+    "tokens last, their rows do not": Boundary(SegmentTable, "sync", "after"),
+    "rows last, old files are there": Boundary(SegmentTable, "remove", "before"),
+    "after a commit": Boundary(RolloutBuffer, "flush", "after"),
+    "a take is in the journal": Boundary(RolloutBuffer, "take", "after"),
+    "a take is told": Boundary(RolloutManager, "take", "after"),
+    "an interrupt goes out": Boundary(WorkerEngines, "all", "before", "interrupt"),
+    "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
+    "all have answered an interrupt": Boundary(WorkerEngines, "all", "after", "interrupt"),
+    "interrupts are written": Boundary(RolloutBuffer, "record_interrupts", "after"),
+    "a push begins": Boundary(WorkerEngines, "all", "before", "begin_push"),
+    "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
+    "a push has begun": Boundary(WorkerEngines, "all", "after", "begin_push"),
+    "a push ends": Boundary(WorkerEngines, "all", "before", "end_push"),
+    "a push has ended at one worker": Boundary(WorkerProcess, "call", "after", "end_push"),
+    "a push has ended": Boundary(WorkerEngines, "all", "after", "end_push"),
+    "tokens are pruned": Boundary(RolloutBuffer, "prune", "after"),
+    "a checkpoint is committed": Boundary(RolloutManager, "commit", "after"),
+    "a dead worker is found": Boundary(RolloutBuffer, "retire", "before", kills=True),
+    "a dead worker's files are cut": Boundary(RolloutBuffer, "retire", "after", kills=True),
+    "a dead worker has a successor": Boundary(WorkerProcess, "start", "after", kills=True),
+}
+
+
+class Stage:
+    """The coordinator and what a trainer does with it."""
+
+    def __init__(self, config: Config, steps: int, urls: list[str]) -> None:
+        self.config, self.steps, self.urls = config, steps, urls
+        self.takes = 0
+        self.kills = self.killed = False
+        """Whether the boundary needs a dead worker, and whether there is one."""
+
+    def arm(self, name: str, times: int) -> None:
+        """Die there."""
+        at, left = BOUNDARIES[name], times
+        original = getattr(at.owner, at.method)
+
+        def reached(side: str, args: tuple[Any, ...]) -> None:
+            nonlocal left
+            armed = at.at_once or (self.takes > 1 and (not at.kills or self.killed))
+            if side == at.side and armed and (at.call is None or args[0] == at.call):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        @functools.wraps(original)
+        async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reached("before", args)
+            found = await original(self, *args, **kwargs)
+            reached("after", args)
+            return found
+
+        @functools.wraps(original)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reached("before", args)
+            found = original(self, *args, **kwargs)
+            reached("after", args)
+            return found
+
+        setattr(at.owner, at.method, awaited if inspect.iscoroutinefunction(original) else called)
+        self.kills = at.kills
+
+    async def run(self) -> None:
+        config, folder = self.config, self.config.run.dir
+        planning = Planning(config, Numbers(), None)
+        buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, in_hand=False)
+        n = config.rollout.workers
+        command = [sys.executable, "-m", "tests.helpers.worker_stage", sys.argv[1]]
+        self.workers = Workers(config, [[*command, *self.urls[i::n]] for i in range(n)])
+        await self.workers.start(buffer)
+        scorer: Any = Scorer(lambda: None, lambda ids: "", 5)  # type: ignore[arg-type, return-value]
+        self.manager = RolloutManager(config, buffer, self.workers, Numbers(), scorer, planning)
+        async with aiohttp.ClientSession() as self.session:
+            begun = saved_step(folder)
+            await self.manager.restore(begun)
+            await self.push()
+            for step in range(begun + 1, self.steps + 1):
+                await self.step(step)
+            await self.manager.close()
+        await self.workers.close()
+        buffer.close()
+
+    async def step(self, step: int) -> None:
+        while (taken := await self.manager.take(step)) is None:
+            await self.push()
+        self.takes += 1
+        groups = loaded(self.config.run.dir, taken.groups)
+        for group in groups:
+            for sample in group.samples:
+                expected(sample)
+                assert sample.reward == float(sample.tokens % 2)
+        assert taken.metrics["lost"] == 0
+        given = [[g.group_id, *(list(s.response_ids) for s in g.samples)] for g in groups]
+        with (self.config.run.dir / TOLD).open("a") as told:
+            told.write(json.dumps([step, given]) + "\n")
+        if self.kills and self.takes > 1 and not self.killed:
+            self.killed = True
+            self.workers.processes[step % len(self.workers.processes)].kill()
+        await self.push()
+        if step % CHECKPOINT_EVERY == 0:
+            file = self.config.run.dir / SAVED
+            file.with_suffix(".new").write_text(str(step))
+            file.with_suffix(".new").replace(file)
+            await self.manager.commit(step)
+
+    async def push(self) -> None:
+        left = True
+        while left:
+            ticket = await self.manager.begin_push()
+            for address in ticket.engines:
+                sent = self.session.post(f"{address.url}/load", json={"weights": ticket.weight_version})
+                async with sent as answer:
+                    assert answer.status == 200, await answer.text()
+            canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
+            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+
+
+def main() -> None:
+    config, steps, boundary, times, *urls = sys.argv[1:]
+    stage = Stage(Config.model_validate_json(Path(config).read_text()), int(steps), urls)
+    if boundary != "-":
+        stage.arm(boundary, int(times))
+    asyncio.run(stage.run())
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main()

@@ -1,0 +1,29 @@
+"""A generator of samples of several sequences, with turn marks. After a crash it begins anew, as an agent does."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.rollout.generator import Generator
+from rlsys.rollout.turns import Speak
+from rlsys.spans import TurnMark
+from rlsys.types import Prompt, Sample, Status
+from tests.helpers.scripted_engine import EOS
+
+SEQUENCES, MOST = 3, 20
+MARKS = [TurnMark(0.5), TurnMark(0.25, False)]
+
+
+def several(config: Config, tokenizer: Tokenizer | None, speak: Speak) -> Generator:
+    async def generate(sample: Sample, prompt: Prompt) -> None:
+        for number in range(SEQUENCES):
+            if number == len(sample.sequences):
+                sample.begin([5, 6, number], parent=number - 1, aside=number == 1)
+            sequence = sample.sequences[number]
+            if not sequence.tokens or (sequence.response_ids[-1] != EOS and sequence.tokens < MOST):
+                await speak(sequence, most=MOST)
+            sequence.status = Status.PARKED
+            sequence.spoke = number + 1
+        sample.turn_marks, sample.status = MARKS, Status.FINISHED
+
+    return generate

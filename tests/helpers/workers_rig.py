@@ -1,0 +1,131 @@
+"""Rollout workers as real processes, on scripted engines behind real sockets, and the trainer's side of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import Config, identity
+from rlsys.records import FOLDER
+from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.ledger import check
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.planning import Planning
+from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.workers import Workers
+from rlsys.tickets import Canary
+from rlsys.types import Taken
+from tests.helpers.engine_server import expected, served
+from tests.helpers.loaded import loaded
+from tests.helpers.rollout_rig import Numbers, make_config
+from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs
+
+ROLLOUT = {
+    "groups_per_step": 4,
+    "group_size": 2,
+    "max_response_tokens": 60,
+    "over_provision": 2,
+    "max_staleness": 4,
+}
+
+
+class Run:
+    """A rollout with workers, and its trainer."""
+
+    def __init__(self, config: Config, engines: list[ScriptedEngine]) -> None:
+        self.config, self.engines = config, engines
+        file = config.run.dir / "config.json"
+        file.write_text(config.model_dump_json())
+        planning = Planning(config, Numbers(), None)
+        self.buffer = RolloutBuffer(
+            config.run.dir / FILE_NAME, identity(config), planning.largest, in_hand=False
+        )
+        n = config.rollout.workers
+        command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
+        own = engines[: config.engine.count]
+        self.workers = Workers(config, [[*command, *(e.url for e in own[i::n])] for i in range(n)])
+        self._planning = planning
+        self.pushes: Counter[str] = Counter()
+        self.rounds: list[list[str]] = []
+        """URLs of the engines of each round of a push."""
+
+    async def begin(self) -> None:
+        await self.workers.start(self.buffer)
+        scorer: Any = Scorer(lambda: None, lambda ids: "", 5)  # type: ignore[arg-type, return-value]
+        self.manager = RolloutManager(
+            self.config, self.buffer, self.workers, Numbers(), scorer, self._planning
+        )
+
+    async def push(self) -> None:
+        """In rounds, where the config says so."""
+        left = True
+        while left:
+            ticket = await self.manager.begin_push()
+            for address in ticket.engines:
+                self.pushes[address.url] += 1
+                engine = next(e for e in self.engines if e.url == address.url)
+                if engine.update_open and not engine.dead:
+                    engine.load(ticket.weight_version)
+            self.rounds.append([address.url for address in ticket.engines])
+            canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
+            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+
+    async def take(self, step: int) -> Taken:
+        while (taken := await self.manager.take(step)) is None:
+            await self.push()
+        return taken
+
+    def pids(self) -> list[int]:
+        return [w.pid for w in self.workers.processes]
+
+
+@asynccontextmanager
+async def run(
+    folder: Path,
+    workers: int,
+    engines: int,
+    *,
+    joiners: int = 0,
+    sections: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> AsyncIterator[Run]:
+    """`joiners`: engines beside those of the launch. At the end: the ledger adds up, and no worker is left."""
+    config = make_config(
+        folder,
+        rollout=ROLLOUT | {"workers": workers} | rollout,
+        engine={"count": engines, "return_routes": True},
+        **(sections or {}),
+    )
+    made = [
+        ScriptedEngine(
+            f"http://e{i}:1", ends_at=lambda s: 3 + s % 50, segments=folder / FOLDER if i % 2 else None
+        )
+        for i in range(engines + joiners)
+    ]
+    (folder / FOLDER).mkdir(exist_ok=True)
+    async with served(*made):
+        one = Run(config, made)
+        try:
+            await one.begin()
+            yield one
+            pids = one.pids()
+            await one.manager.close()
+            check(one.buffer.ledger())
+        finally:
+            await one.workers.close()
+            one.buffer.close()
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def check_step(folder: Path, taken: Taken, seen: set[int]) -> None:
+    for group in loaded(folder, taken.groups):
+        assert group.group_id not in seen
+        seen.add(group.group_id)
+        for sample in group.samples:
+            expected(sample)
+            assert sample.reward == float(sample.tokens % 2)
