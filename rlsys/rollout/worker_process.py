@@ -19,8 +19,8 @@ START_SECONDS = 120.0
 """A start is mostly imports."""
 END_SECONDS = 5.0
 """From the end of its link to its own."""
-_PRESENT = ("in_flight", "waiting", "engines_serving", "weight_version")
-"""Of a router's counts, those that say how things are and not what has happened."""
+_PRESENT = ("in_flight", "waiting", "_serving", "weight_version")
+"""Ends of the names of a router's counts that say how things are and not what has happened."""
 
 
 class WorkerGone(PinLost):
@@ -166,7 +166,7 @@ class WorkerProcess:
     def _lost(self) -> None:
         """All that it told has been heard. Tokens that it had received and not told were never there."""
         self._link = None
-        counts = {k: v for k, v in self.figures.counts.items() if k not in _PRESENT}
+        counts = {k: v for k, v in self.figures.counts.items() if not k.endswith(_PRESENT)}
         counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.told
         states = dict.fromkeys(self.figures.states, "its rollout worker is gone")
         self.figures = Figures(counts, self.figures.prefills, states, generated=self.figures.generated)
