@@ -110,18 +110,26 @@ class Row(OfSequence, tag=True, array_like=True):
 def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> Row:
     """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
-        *_of_sequence(sample, own), sample.sample_id, done, sample.censor_reason, sample.turn_marks,
-        [Further(*_of_sequence(q := sample.sequences[n], new), n, q.parent, q.aside) for n, new in further.items()],
+        **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
+        marks=sample.turn_marks,
+        further=[
+            Further(**_of_sequence(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside)
+            for n, new in further.items()
+        ],
     )  # fmt: skip
 
 
-def _of_sequence(q: Sample, new: New) -> tuple[Any, ...]:
+def _of_sequence(q: Sample, new: New) -> dict[str, Any]:
     """The fields of OfSequence."""
-    return (
-        q.status, [(s.version, s.start, s.end) for s in q.spans], [(s.start, s.end) for s in q.observed], q.mu_sum,
-        q.resumes, q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens, q.engine,
-        list(q.prompt_ids) if q.own_prompt else None, q.spoke, *new,
-    )  # fmt: skip
+    pieces, placed = new
+    return {
+        "status": q.status, "spans": [(s.version, s.start, s.end) for s in q.spans],
+        "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
+        "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
+        "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
+        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "spoke": q.spoke, "pieces": pieces,
+        "placed": placed,
+    }  # fmt: skip
 
 
 class Judged(msgspec.Struct, tag=True, array_like=True):
