@@ -23,6 +23,7 @@ from launch.commands import must_hold_run
 from rlsys.config import Config, load_config
 from rlsys.dash.server import serve
 from rlsys.errors import UserError
+from rlsys.rollout.answers import KINDS, AnswerRows
 from rlsys.rollout.reading import CONFIG_FILE, Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
 from rlsys.trackers.follow import follow
@@ -54,6 +55,11 @@ def add_look(add: Add) -> None:
     sub.add_argument("--grep", metavar="REGEX", help="only those whose response has this")
     sub.add_argument("--n", type=int, default=8, metavar="N", help="show at most so many; 8")
     sub.add_argument("--json", action="store_true", help="print them as JSON, one a line")
+    sub.add_argument(
+        "--rows",
+        choices=KINDS,
+        help="print rows for `rlsys sft` instead, of all samples whose tokens are kept",
+    )
     sub = add("dash", show_dashboard, "serve a page about runs, for a browser: curves, engines, samples")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     sub.add_argument("--port", type=int, default=0, metavar="P", help="of 127.0.0.1; 0 finds a free one")
@@ -75,6 +81,13 @@ def show_samples(args: argparse.Namespace) -> int:
     )  # fmt: skip
     check_query(query)
     texts = RunTexts(args.run)
+    if args.rows:
+        rows = AnswerRows(texts.tokenizer.decode)
+        for row in rows.of(args.rows, texts.every(query, pattern, sys.maxsize)):
+            print(json.dumps(row))
+        if rows.left_out:
+            print(f"{rows.left_out} samples have no kept tokens, or several turns: left out", file=sys.stderr)
+        return 0
     if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
         query = SampleQuery(step=last)
     shown, console = 0, Console()

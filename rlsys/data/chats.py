@@ -2,7 +2,8 @@
 
 Rows are those that TRL knows: `messages`; or `prompt` with `completion`, with `chosen` and `rejected`, or with
 `completion` and `label`. An answer is a text, exactly as the model writes it after its turn was opened, or messages,
-which the model's chat template writes.
+which the model's chat template writes. Where a row has ids beside (`prompt_ids`, `completion_ids`, ...), as those of
+`rlsys samples --rows` have, they are what is learned.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ def _answer(
     row: Entry, key: str, where: str, config: Config, tokenizer: Tokenizer, every: bool = False
 ) -> Trace:
     """The answer under `key`, to the row's `prompt`; without one, `key` is the whole chat."""
+    if f"{key}_ids" in row:
+        return Trace(_ids(row, "prompt_ids", where, tokenizer), _ids(row, f"{key}_ids", where, tokenizer))
     found = row.get(key)
     if not isinstance(found, str | list) or not found:
         raise UserError(f"{where}: {key} is {described(found)}; expected a text or messages")
@@ -145,6 +148,17 @@ def _answer(
         return written(tokenizer, prompt, answer, tools, every)
     except UserError as e:
         raise UserError(f"{where}: {e}") from None
+
+
+def _ids(row: Entry, key: str, where: str, tokenizer: Tokenizer) -> list[int]:
+    ids = row.get(key)
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{where}: {key} is {described(ids)}; expected a list of ids")
+    if (most := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
+        raise UserError(
+            f"{where}: {key} has id {most}, of 0 to {tokenizer.vocab_size - 1}: another model's tokens?"
+        )
+    return ids
 
 
 def written(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Trace:
-    """A prompt and an answer to it; the answer's last id is the eos.
+    """A prompt and an answer to it; the answer's last id is the eos, unless it is a sample that was cut off.
 
     `trained`: which ids of the answer are; None: all. `pair`: a number that two answers share which are compared; -1:
     compared with none. `liked`: the better one of its pair, or marked as good. `margin`: by how much it is better.
