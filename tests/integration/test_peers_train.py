@@ -33,8 +33,9 @@ def test_a_task_of_theirs_trains_three_steps(peer: str, tmp_path: Path) -> None:
     assert all(s["grad_norm"] > 0 for s in metrics.steps), "rewards differ within groups"
     if peer == "verl":
         assert min(s["reward"] for s in metrics.steps) < 1
-        assert all(0 <= s["reward_figure_acc"] <= 1 for s in metrics.steps)
-        first = metrics.steps[0]  # of later steps, other samples were scored since the take before
+        # Of a later step other samples were scored since the take before; or none, where all were scored by then.
+        assert all(0 <= s.get("reward_figure_acc", 0) <= 1 for s in metrics.steps)
+        first = metrics.steps[0]
         assert first["reward"] == pytest.approx(2 * first["reward_figure_acc"] - 1, abs=0.6)
     if peer == "trl":
         assert all(
