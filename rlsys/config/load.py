@@ -26,8 +26,18 @@ def add_config(command: ArgumentParser) -> None:
     )
 
 
+_NAMED = {"params": ("source", "traces"), "generator_params": ("generator",)}
+"""Parameters, and the fields that may say whose they are. Those of a plug-in stand beside its `name`."""
+
+
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """`top` over `base`. Who names something else keeps no parameters of what it was before."""
+    if "name" in base and "name" in top and base["name"] != top["name"]:
+        return top
     out = dict(base)
+    for params, names in _NAMED.items():
+        if any(name in base and name in top and top[name] != base[name] for name in names):
+            out.pop(params, None)
     for key, value in top.items():
         out[key] = (
             _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value

@@ -135,6 +135,19 @@ def test_booleans_stay_where_they_belong() -> None:
     assert load_config(QUICKSTART, ["data.params={a: true}"]).data.params == {"a": True}
 
 
+def test_who_names_something_else_keeps_no_parameters_of_what_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "top.yaml"
+    path.write_text("base: preferences/base\nsft: {traces: pairs, params: {path: x.jsonl}}\n")
+    assert load_config(path).sft.params == {"path": "x.jsonl"}
+    path.write_text("base: preferences/base\nsft: {params: {guess_from: 0.5}}\n")
+    assert load_config(path).sft.params == {"worked": 32, "guess_from": 0.5}
+    both = ["sft.params.path=y.jsonl", "sft.traces=pairs"]
+    assert load_config(path, both).sft.params == {"path": "y.jsonl"}
+    path.write_text("base: preferences/reward_model\n")
+    assert load_config(path).sft.loss.params == {"centre": 0.01}
+    assert load_config(path, ["sft.loss={name: ipo}"]).sft.loss.params == {}
+
+
 def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "top.yaml").write_text(f"base: {QUICKSTART}\ntrainer: {{steps: 3}}\n")
     config = load_config(tmp_path / "top.yaml")
