@@ -141,7 +141,7 @@ def test_a_trainer_and_an_engine_rank_of_one_gpu_are_refused_before_anything_is_
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's end of a group waits for the kernel that hangs on the dead engine, until the watchdog ends the trainer.
-    The others get the weights by a new group, which they and the trainer leave together, since each side waits for the
+    The others get the weights by a new group, which they and the trainer leave together: each side waits for the
     other. Nor does the watchdog end the trainer for what happens to an engine."""
     machines = fake_nccl.machines(load_config(DISAGGREGATED[-1]), monkeypatch)
     machines.dies, machines.fails = machines.engines[0].url, noticed
