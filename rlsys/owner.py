@@ -81,9 +81,13 @@ def _claim(run_dir: Path) -> Owner:
         epoch = max(_epochs(run_dir), default=0) + 1
         try:
             fd = os.open(_file(run_dir, epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            break
         except FileExistsError:  # another launch took this number a moment ago
             continue
+        if max(_epochs(run_dir), default=epoch) == epoch:
+            break
+        # Since the look others took this number and the next, and the first of their files was deleted.
+        os.close(fd)
+        _file(run_dir, epoch).unlink(missing_ok=True)
     about = json.dumps({"epoch": epoch, "key": key, "host": socket.gethostname(), "pid": os.getpid()})
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:

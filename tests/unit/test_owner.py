@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from launch.rundir import open_run_dir
+from rlsys import owner as owner_module
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
-from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, claim, current, of_process
+from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, Owner, claim, current, of_process
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
@@ -59,6 +60,29 @@ def test_launches_at_the_same_moment_get_different_epochs(tmp_path: Path) -> Non
         if owner is not newest:
             with pytest.raises(Deposed):
                 owner.check()
+
+
+def test_a_number_that_was_taken_and_deposed_meanwhile_is_not_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch looks, is slow, and takes the next number when two others have come and one of them has gone."""
+    claim(tmp_path)
+    look = owner_module._epochs
+    others: list[Owner] = []
+
+    def slow(run_dir: Path) -> list[int]:
+        found = list(look(run_dir))
+        monkeypatch.setattr(owner_module, "_epochs", look)
+        others.extend(claim(tmp_path) for _ in range(2))
+        return found
+
+    monkeypatch.setattr(owner_module, "_epochs", slow)
+    late = claim(tmp_path)
+    assert [o.epoch for o in (*others, late)] == [2, 3, 4]
+    late.check()
+    for other in others:
+        with pytest.raises(Deposed):
+            other.check()
 
 
 def test_only_the_owner_of_the_files_can_read_the_key(tmp_path: Path) -> None:
