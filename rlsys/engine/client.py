@@ -264,7 +264,8 @@ class EngineClient(Wire):
     async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
         """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token.
 
-        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made.
+        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made. Without it nobody here
+        can have aborted it: EngineError.
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
@@ -273,6 +274,8 @@ class EngineClient(Wire):
         with self.understanding("/generate"):
             meta = answer["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "abort":
+                if rid is None:
+                    raise EngineError(f"{self.url}/generate: somebody has aborted all its requests")
                 raise Aborted(f"{self.url}/generate: {rid} was aborted")
             self._own(str(meta.get("weight_version")))
             found = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]

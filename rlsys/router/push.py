@@ -132,7 +132,7 @@ class WeightPush:
         (rlsys.weights.checksums); empty: not compared. `left_out`: URLs of engines that did not get all tensors, and
         why: they hold a part of them, and get all once more.
         """
-        pushing, self._pushing, self._under_way = self._pushing, [], False
+        pushing, self._pushing = self._pushing, []
         self._last = version, canaries, checksums
         for engine in pushing:
             if engine.url in left_out:
@@ -143,9 +143,12 @@ class WeightPush:
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
         self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}
         finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
-        await asyncio.gather(
-            *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
-        )
+        try:
+            await asyncio.gather(
+                *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
+            )
+        finally:
+            self._under_way = False  # not before: an engine that is being attested still looks as if it had nothing
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
                 engine.missed_push()

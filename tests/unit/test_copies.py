@@ -121,3 +121,34 @@ async def test_without_checksums_nobody_is_trusted_but_the_trainer() -> None:
         r.join(ScriptedEngine(C, passed=passed))
         await asyncio.sleep(3)
         assert r.router.stale_engines == [C]
+
+
+class SlowlyAttested(ScriptedEngine):
+    """Several looks of the router pass while it computes its canaries."""
+
+    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        if path.startswith("/generate"):
+            await asyncio.sleep(3)
+        return await super().answer(path, body)
+
+
+async def test_an_engine_that_is_being_attested_after_a_push_is_left_alone() -> None:
+    """It has no version yet, while the others serve already: a copy would abort its canaries."""
+    passed: list[int] = []
+    async with routing(ScriptedEngine(A, passed=passed), SlowlyAttested(B, passed=passed), peers=True) as r:
+        for _ in range(2):
+            await push(r)
+        assert r.router.engine_states() == {A: "version 2", B: "version 2"}
+        assert "update_weights_from_tensor" not in r.engines[0].calls + r.engines[1].calls
+
+
+async def test_canaries_that_somebody_else_aborts_cost_a_push_and_not_the_run() -> None:
+    async with routing(*pair(None)) as r:
+        await r.push()
+        r.engines[1].aborting = 1
+        await r.push()
+        assert r.router.engine_states()[A] == "version 2"
+        await asyncio.sleep(3)
+        assert r.router.stale_engines == [B]
+        await r.push(only_stale=True)
+        assert r.router.engine_states() == {A: "version 2", B: "version 2"}
