@@ -264,8 +264,8 @@ class EngineClient(Wire):
     async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
         """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token.
 
-        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made. Without it nobody here
-        can have aborted it: EngineError.
+        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made. Without it nobody
+        here can have aborted it: EngineError.
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
@@ -50,8 +50,8 @@ class Members:
         """Once: who is wanted comes, who is not goes, who is lost is forgotten."""
         for url in [url for url, task in self._leaving.items() if task.done()]:
             self._leaving.pop(url).result()
-        here = self._router.engine_states()
-        for member in members(self._owner):
+        here, told = self._router.engine_states(), members(self._owner)
+        for member in told:
             if member.wanted and member.url not in here:
                 self._take_in(member, len(here))
             elif not member.wanted and member.url in here:
@@ -59,7 +59,7 @@ class Members:
             elif not member.wanted and member.url not in self._own:
                 forget(self._owner, member.url)
             here = self._router.engine_states()
-        self._forget_lost()
+        self._forget_lost({member.url for member in told})
 
     def _take_in(self, member: Member, here: int) -> None:
         if self._most is not None and here >= self._most:
@@ -85,16 +85,21 @@ class Members:
         self._leaving[member.url] = asyncio.create_task(self._router.send_away(member.url))
         self._told.discard(member.url)
 
-    def _forget_lost(self) -> None:
+    def _forget_lost(self, told: Collection[str]) -> None:
+        """`told`: URLs of those that joined. Who started an engine and saw it die takes it back itself."""
         now = asyncio.get_running_loop().time()
         figures = self._router.engine_figures()
         dead = {u for u, told in figures.items() if not told["alive"] and u not in self._own}
         self._dead_since = {url: self._dead_since.get(url, now) for url in dead}
         for url, since in self._dead_since.items():
-            if now - since > LOST_SECONDS and url not in self._leaving:
-                log.warning("%s has not answered for %g s; forgotten", url, LOST_SECONDS)
-                forget(self._owner, url)
-                self._leaving[url] = asyncio.create_task(self._router.send_away(url))
+            lost = now - since > LOST_SECONDS
+            if url in self._leaving or (url in told and not lost):
+                continue
+            log.warning(
+                "%s %s; forgotten", url, f"has not answered for {LOST_SECONDS:g} s" if lost else "died"
+            )
+            forget(self._owner, url)
+            self._leaving[url] = asyncio.create_task(self._router.send_away(url))
 
     def _tell_once(self, member: Member, why: str) -> None:
         if member.url not in self._told:

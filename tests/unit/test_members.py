@@ -125,6 +125,21 @@ async def test_a_member_whose_machine_is_gone_is_forgotten(tmp_path: Path) -> No
         assert list(rig.router.engine_states()) == [A] and members(owner) == []
 
 
+async def test_a_member_whose_engine_died_makes_room_at_once(tmp_path: Path) -> None:
+    """What started it has seen it, and taken its name out of the run's folder."""
+    async with growing(tmp_path, max_engines=2) as (rig, owner):
+        tell(owner, C, 1, wanted=True)
+        await asyncio.sleep(3)
+        await rig.push(only_stale=True)
+        rig.engines[2].die()
+        tell(owner, D, 1, wanted=True)
+        await asyncio.sleep(3)
+        assert list(rig.router.engine_states()) == [A, C]
+        forget(owner, C)
+        await asyncio.sleep(5)
+        assert list(rig.router.engine_states()) == [A, D]
+
+
 async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
         tell(Owner(tmp_path, owner.epoch - 1, "old"), C, 1, wanted=True)

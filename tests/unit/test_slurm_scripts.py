@@ -23,7 +23,10 @@ JOB = {
     "SLURM_ARRAY_JOB_ID": "7",
     "SLURM_ARRAY_TASK_ID": "1",
 }
-GIVEN = {"convert.sbatch": ["hf-to-megatron", "--hf", "here", "--out", "there", "--ep", "2"]}
+GIVEN = {
+    "convert.sbatch": ["hf-to-megatron", "--hf", "here", "--out", "there", "--ep", "2"],
+    "engines.sbatch": ["runs/mine"],
+}
 NODES = {"colocated.sbatch": 2, "disaggregated.sbatch": 2, "disaggregated_het.sbatch": 3, "ray.sbatch": 2}
 
 
@@ -32,7 +35,7 @@ def arguments(script: str, folder: Path, given: list[str], **job: str) -> list[s
     for name, body in (
         (".venv/bin/rlsys", 'printf "%s\\n" "$@"'),
         (".venv/bin/ray", "true"),
-        ("srun", "true"),
+        ("srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"'),
     ):
         stand_in = folder / name
         stand_in.parent.mkdir(parents=True, exist_ok=True)
