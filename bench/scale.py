@@ -51,7 +51,7 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(STAGE), "--coordinator", *common, "--folder", folder]
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
-        if tree == ROOT:  # another tree may know nothing of workers
+        if (tree / "rlsys/rollout/workers.py").is_file():  # an older tree knows nothing of workers
             command += ["--workers", str(args.workers)]
         env = os.environ | {"PYTHONPATH": str(tree)}
         done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)

@@ -20,6 +20,7 @@ WARM_UP_STEPS = 2 * WINDOW_STEPS
 """No alarm before: the first steps cannot have long responses, and the window must have left them behind."""
 RANKS = 4
 MOST_RESUMES = 3
+_ENDED = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -62,11 +63,10 @@ class BiasMonitor:
     def _lengths(self, where: str, *values: int) -> list[tuple[int, bool]]:
         """Of samples: tokens so far, and whether that is all. Without those refused before their first token."""
         query = (
-            "SELECT tokens, status FROM samples JOIN groups USING (group_id) "
+            f"SELECT tokens, status IN ({_ENDED}) FROM samples JOIN groups USING (group_id) "
             f"WHERE {where} AND (tokens > 0 OR status != '{Status.CENSORED}')"
         )
-        rows = self._buffer.read(lambda db: db.execute(query, values).fetchall())
-        return [(tokens, Status(status).terminal) for tokens, status in rows]
+        return self._buffer.read(lambda db: db.execute(query, values).fetchall())
 
     def _by_completion(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """In the order in which they became READY."""

@@ -30,6 +30,7 @@ from rlsys.algo.planners import Prefix
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.forks import fork
 from rlsys.owner import Owner
+from rlsys.rollout.clock_record import ClockRecord
 from rlsys.rollout.ledger import Ledger, count
 from rlsys.rollout.samples import SampleQuery, Seen
 from rlsys.rollout.saved import SavedSamples, Told
@@ -70,6 +71,7 @@ class RolloutBuffer:
         self._saved = SavedSamples(self._file)
         try:
             self.versions = WeightVersions(self._file)
+            self.clock = ClockRecord(self._file, self.versions)
             self._load(in_hand)
         except RlsysError:
             self._file.close()
@@ -115,8 +117,7 @@ class RolloutBuffer:
             blob, size = ids_to_blob(prompt.ids), len(samples)
             row = (group_id, prompt.index, group.state.value, None, None, blob, size)
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            for sample in samples:
-                self._saved.write(sample)
+            self._saved.write(samples)
             self._file.set_counter("issued", group_id + 1)
         self._issued += 1
         group.samples = samples
@@ -146,8 +147,7 @@ class RolloutBuffer:
             fork(source, at, sample, inserted=ids)
         size = len(group.samples) + len(samples)
         with self._file.writing():
-            for sample in (*group.samples, *samples):
-                self._saved.write(sample)
+            self._saved.write((*group.samples, *samples))
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
         group.samples.extend(samples)
         return samples
@@ -165,21 +165,21 @@ class RolloutBuffer:
     def save(self, samples: Iterable[Sample]) -> None:
         """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
         with self._file.writing():
-            for sample in samples:
-                self._check_active(sample)
-                self._saved.write(sample)
+            self._saved.write(self._active(samples))
 
     def save_told(self, told: Iterable[Told]) -> None:
         """The same for samples of workers, which have written their tokens out."""
         with self._file.writing():
-            for sample, sequences in told:
-                self._check_active(sample)
-                self._saved.write_told(sample, sequences)
+            self._saved.write_told((self._active([sample])[0], sequences) for sample, sequences in told)
 
-    def _check_active(self, sample: Sample) -> None:
-        group = self.groups.get(sample.group_id)
-        if group is None or group.state is not GroupState.ACTIVE:
-            raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
+    def _active(self, samples: Iterable[Sample]) -> list[Sample]:
+        """The same. Raises RunError for one of a group that is not active."""
+        found = list(samples)
+        for sample in found:
+            group = self.groups.get(sample.group_id)
+            if group is None or group.state is not GroupState.ACTIVE:
+                raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
+        return found
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
@@ -206,8 +206,7 @@ class RolloutBuffer:
             raise RunError(f"group {group.group_id}: not all of its samples are done")
         with self._file.writing():
             if group.state is GroupState.ACTIVE:
-                for sample in group.samples:
-                    self._saved.write(sample)
+                self._saved.write(group.samples)
             self._move(group, state)
             if state is GroupState.READY:
                 self._db.execute(
@@ -329,22 +328,6 @@ class RolloutBuffer:
 
     # The file
 
-    def record_admission(self, group: SampleGroup) -> None:
-        """The group may start, or go on after a restart, under the current weight version."""
-        with self._file.writing():
-            insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
-            self._db.execute(insert, (group.group_id, self.versions.newest))
-
-    def record_interrupts(self, samples: Iterable[Sample]) -> None:
-        """These sequences were in an engine and are parked now. With spans and journal it is all that the clock
-        decided."""
-        rows = [(s.sample_id, s.sequence, s.tokens, self.versions.newest) for s in samples]
-        with self._file.writing():
-            self._db.executemany(
-                "INSERT INTO interrupts (sample_id, sequence, tokens, weight_version) VALUES (?, ?, ?, ?)",
-                rows,
-            )
-
     def check_counts(self) -> None:
         """Conservation of groups (invariant 3), cheaply: the issue counter, memory and file agree, else RunError."""
         rows = dict(
@@ -364,6 +347,10 @@ class RolloutBuffer:
 
     def ledger(self) -> Ledger:
         return self.read(count)
+
+    async def committed_ledger(self) -> Ledger:
+        """As of the last commit. Counting a long run takes seconds, and others go on meanwhile."""
+        return await self._file.read_committed(count)
 
     @property
     def lost(self) -> int:

@@ -308,10 +308,9 @@ class RolloutManager:
             if train_step > self._done_steps:
                 raise RunError(f"commit({train_step}) after {self._done_steps} steps: no such checkpoint yet")
             t = self._config.trainer
-            check_conservation(self._buffer.ledger())
-            await (
-                self._streams.save_running()
-            )  # what nobody has claimed of the engines' files may go with them
+            self._commits.flush()
+            check_conservation(await self._buffer.committed_ledger())
+            await self._streams.save_running()  # the engines' files go with what nobody has claimed of them
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
             self._commits.flush()
 
@@ -339,9 +338,10 @@ class RolloutManager:
 
     # Figures
 
-    def ledger(self) -> Ledger:
+    async def ledger(self) -> Ledger:
         """For readers, who may not look into the file while it is open here."""
-        return self._buffer.ledger()
+        self._commits.flush()
+        return await self._buffer.committed_ledger()
 
     def samples(self, query: SampleQuery) -> list[Seen]:
         """The same: a page of them, what is not flushed included."""
@@ -394,6 +394,6 @@ class RolloutManager:
         if not going_on:
             self._runner.pause()
         parked = await self._streams.interrupt(keep, going_on=going_on, gently=gently)
-        self._buffer.record_interrupts(parked)
+        self._buffer.clock.interrupted(parked)
         self._spans.interrupted(parked)
         self._received.settle()

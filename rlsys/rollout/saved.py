@@ -68,48 +68,68 @@ class SavedSamples:
         """Whether it has tokens that `write` has not seen."""
         return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
 
-    def write(self, sample: Sample) -> None:
-        """Its rows, and what its arrays and those of its sequences have beyond what was written of them. One that has
-        lost tokens is to be written before it gets others: all of it is written anew."""
-        self._write_row(sample)
-        stored = self._stored.setdefault(sample.sample_id, [])
-        stored += [Stored()] * (1 + len(sample.further) - len(stored))
-        for q in sample.sequences:
-            before = stored[q.sequence]
-            new = q.routes[before.routes :]
-            q.routes[before.routes :] = self._file.routes.claim(q.sample_id, new)
-            if q.sequence:
-                self._write_further(q)
-            if q.tokens < before.tokens:
-                place = q.sample_id, q.sequence
-                self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
-                before = Stored(received=before.received)
-            pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
-            pieces += append_scores(self._file.tokens, q, before.scores)
-            self._file.segments.point(q.sample_id, pieces, q.sequence)
-            now = stored[q.sequence] = Stored.of(q)
-            self.added_tokens += now.received - before.received
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Their rows, and what their arrays and those of their sequences have beyond what was written of them. One
+        that has lost tokens is to be written before it gets others: all of it is written anew."""
+        rows, placed = [], []
+        for sample in samples:
+            rows.append(_row(sample))
+            stored = self._stored.setdefault(sample.sample_id, [])
+            stored += [Stored()] * (1 + len(sample.further) - len(stored))
+            placed += [
+                (q.sample_id, q.sequence, self._append(q, stored[q.sequence])) for q in sample.sequences
+            ]
+            for q in sample.sequences:
+                before, now = stored[q.sequence], Stored.of(q)
+                stored[q.sequence] = now
+                self.added_tokens += now.received - before.received
+        self._put(rows)
+        self._file.segments.point(placed)
 
-    def write_told(self, sample: Sample, told: Iterable[ToldSequence]) -> None:
-        """As `write`, of a sample whose tokens another process has: new ones lie in pieces, which it has written out,
-        and new routes where an engine has put them."""
-        self._write_row(sample)
-        stored = self._stored.setdefault(sample.sample_id, [])
-        for number, pieces, placed in told:
-            q = sample.sequences[number]
-            if number == len(stored):
-                stored.append(Stored())
-            before = stored[number]
-            if claimed := self._file.routes.claim(sample.sample_id, placed):
-                routes = encode_routes(claimed)
-                record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, routes, len(routes))
-                pieces = [*pieces, self._file.tokens.append(record)]
-            if number:
-                self._write_further(q)
-            self._file.segments.point(sample.sample_id, pieces, number)
-            q.pieces += pieces
-            now = stored[number] = Stored.of(q)
-            self.added_tokens += now.received - before.received
+    def _append(self, q: Sample, before: Stored) -> list[Piece]:
+        """What a sequence has in hand beyond `before`, in a segment; and the row of a further one."""
+        new = q.routes[before.routes :]
+        q.routes[before.routes :] = self._file.routes.claim(q.sample_id, new)
+        if q.sequence:
+            self._write_further(q)
+        if q.tokens < before.tokens:
+            place = q.sample_id, q.sequence
+            self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
+            before = Stored()
+        pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
+        return pieces + append_scores(self._file.tokens, q, before.scores)
+
+    def write_told(self, told: Iterable[Told]) -> None:
+        """As `write`, of samples whose tokens another process has: new ones lie in pieces, which it has written out,
+        and new routes where an engine has put them. A sample may be there twice, as it was then and as it is now."""
+        rows, placed = [], []
+        for sample, sequences in told:
+            rows.append(_row(sample))
+            stored = self._stored.setdefault(sample.sample_id, [])
+            for number, pieces, routes in sequences:
+                q = sample.sequences[number]
+                if number == len(stored):
+                    stored.append(Stored())
+                before = stored[number]
+                if claimed := self._file.routes.claim(sample.sample_id, routes):
+                    encoded = encode_routes(claimed)
+                    record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, encoded, len(encoded))
+                    pieces = [*pieces, self._file.tokens.append(record)]
+                if number:
+                    self._write_further(q)
+                placed.append((sample.sample_id, number, pieces))
+                q.pieces += pieces
+                now = stored[number] = Stored.of(q)
+                self.added_tokens += now.received - before.received
+        self._put(rows)
+        self._file.segments.point(placed)
+
+    def _put(self, rows: Sequence[tuple[object, ...]]) -> None:
+        """Of the table samples."""
+        if rows:
+            self._file.db.executemany(
+                f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(rows[0]))})", rows
+            )
 
     def _write_further(self, sequence: Sample) -> None:
         """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
@@ -122,23 +142,6 @@ class SavedSamples:
             )
             self._rows[key] = now, sequence.prompt_ids
 
-    def _write_row(self, sample: Sample) -> None:
-        """In flight is stored as parked: what would be resumed."""
-        status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
-        row = (
-            sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-            sample.all_tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
-            sample.reward, sample.censor_reason, sample.resumes,
-            sample.cached_tokens, sample.prefilled_tokens, sample.engine,
-            None if sample.named_rewards is None else _json(sample.named_rewards),
-            sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
-            None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-            sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
-            sample.given, sample.discarded,
-            None if sample.turn_marks is None else _json(sample.turn_marks),
-        )  # fmt: skip
-        self._file.db.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
-
     def write_scores(self, sample: Sample, found: Scored) -> None:
         """What the trainer says about tokens of this sequence. Raises RunError for tokens that it has not, or that
         have scores."""
@@ -149,7 +152,7 @@ class SavedSamples:
             )
         extend_scores(sample.behaviour, found.start, found.logp)
         pieces = append_scores(self._file.tokens, sample, found.start)
-        self._file.segments.point(found.sample_id, pieces, found.sequence)
+        self._file.segments.point([(found.sample_id, found.sequence, pieces)])
         stored = self._stored[found.sample_id]
         stored[found.sequence] = stored[found.sequence]._replace(scores=len(sample.behaviour))
 
@@ -185,6 +188,23 @@ def changing(q: Sample) -> tuple[object, ...]:
     return (
         q.status, q.tokens, len(q.spans), last, len(q.observed), q.spoke, q.parent, q.aside, q.resumes, q.engine,
         q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
+    )  # fmt: skip
+
+
+def _row(sample: Sample) -> tuple[object, ...]:
+    """Of the table samples. In flight is stored as parked: what would be resumed."""
+    status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
+    return (
+        sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
+        sample.all_tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
+        sample.reward, sample.censor_reason, sample.resumes,
+        sample.cached_tokens, sample.prefilled_tokens, sample.engine,
+        None if sample.named_rewards is None else _json(sample.named_rewards),
+        sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
+        None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
+        sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
+        sample.given, sample.discarded,
+        None if sample.turn_marks is None else _json(sample.turn_marks),
     )  # fmt: skip
 
 

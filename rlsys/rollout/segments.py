@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rlsys.errors import RlsysError, RunError, UserError, disk_errors
@@ -120,16 +120,22 @@ class SegmentTable:
                 os.unlink(self._folder / name)
         return sum(size - known.get(name, 0) for name, size in there.items() if name not in self.unused)
 
-    def point(self, sample_id: int, pieces: Iterable[Piece], sequence: int = 0) -> None:
-        """Inside a transaction: what came of the sample's sequence lies there."""
-        for name, offset, length in pieces:
-            if name not in self._numbers:
-                self._begin(name)
-            row = (sample_id, sequence, self._numbers[name], offset, length)
-            self._db.execute(
-                "INSERT INTO pieces (sample_id, sequence, segment, start, length) VALUES (?, ?, ?, ?, ?)", row
-            )
-            self._reach[name] = max(self._reach.get(name, 0), offset + length)
+    def point(self, placed: Iterable[tuple[int, int, Iterable[Piece]]]) -> None:
+        """Inside a transaction: what came of these sequences, by sample and number, lies there."""
+        rows: list[tuple[int, int, int, int, int]] = []
+        for sample_id, sequence, pieces in placed:
+            for name, offset, length in pieces:
+                if name not in self._numbers:
+                    self._insert(rows)  # first: `_begin` looks which files nothing points into
+                    rows = []
+                    self._begin(name)
+                rows.append((sample_id, sequence, self._numbers[name], offset, length))
+                self._reach[name] = max(self._reach.get(name, 0), offset + length)
+        self._insert(rows)
+
+    def _insert(self, rows: Sequence[tuple[int, int, int, int, int]]) -> None:
+        insert = "INSERT INTO pieces (sample_id, sequence, segment, start, length) VALUES (?, ?, ?, ?, ?)"
+        self._db.executemany(insert, rows)
 
     def _begin(self, name: str) -> None:
         number = self._db.execute("INSERT INTO segments (name, length) VALUES (?, 0)", (name,)).lastrowid

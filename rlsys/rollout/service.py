@@ -77,7 +77,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
 
     async def ledger(request: web.Request) -> web.Response:
         access.check_key(request)
-        return web.Response(body=encode(manager.ledger()))
+        return web.Response(body=encode(await manager.ledger()))
 
     async def samples(request: web.Request) -> web.Response:
         access.check_key(request)

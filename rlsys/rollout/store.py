@@ -47,7 +47,7 @@ from rlsys.types import GroupState, Sample, SampleGroup, Status
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
-_SCHEMA_VERSION = 15
+_SCHEMA_VERSION = 16
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -55,6 +55,7 @@ CREATE TABLE groups (
     train_step INTEGER, ready_order INTEGER, prompt_ids BLOB NOT NULL, size INTEGER NOT NULL
 );
 CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_step ON groups (train_step);
 CREATE TABLE samples (
     sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
     seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, mu_sum REAL NOT NULL,

@@ -3,6 +3,7 @@ small writes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,7 +18,7 @@ from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.route_files import RouteFiles
 from rlsys.rollout.samples import SampleQuery, Seen, find_samples
 from rlsys.rollout.segments import SegmentFile, SegmentTable
-from rlsys.rollout.store import WriterLock, open_store, sqlite_errors
+from rlsys.rollout.store import WriterLock, is_shared, open_readonly, open_store, sqlite_errors
 from rlsys.rollout.takeover import take_over
 from rlsys.types import Sample
 
@@ -163,6 +164,19 @@ class StoreWriter:
         """What a query finds in the file, what is not flushed included."""
         with sqlite_errors(self.path):
             return query(self.db)
+
+    async def read_committed(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """What a query finds as of the last commit. A long one does not stop the loop, where a second connection is
+        allowed: not on a shared file system."""
+        if is_shared(self.path):
+            return self.read(query)
+
+        def beside() -> T:
+            with sqlite_errors(self.path), contextlib.closing(open_readonly(self.path)) as db:
+                db.execute("BEGIN")  # what is committed between two statements is in neither
+                return query(db)
+
+        return await asyncio.to_thread(beside)
 
     def counter(self, key: str) -> int:
         """Of the table meta."""

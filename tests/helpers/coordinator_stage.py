@@ -23,6 +23,7 @@ import aiohttp
 from rlsys.config import Config, identity
 from rlsys.obs.role import end_with_parent
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.clock_record import ClockRecord
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
@@ -79,7 +80,7 @@ BOUNDARIES = {
     "an interrupt goes out": Boundary(WorkerEngines, "all", "before", "interrupt"),
     "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
     "all have answered an interrupt": Boundary(WorkerEngines, "all", "after", "interrupt"),
-    "interrupts are written": Boundary(RolloutBuffer, "record_interrupts", "after"),
+    "interrupts are written": Boundary(ClockRecord, "interrupted", "after"),
     "a push begins": Boundary(WorkerEngines, "all", "before", "begin_push"),
     "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
     "a push has begun": Boundary(WorkerEngines, "all", "after", "begin_push"),

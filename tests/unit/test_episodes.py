@@ -148,7 +148,7 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     grow(s.begin([4]), version, 2)
     buffer.save([s])
     buffer.store_scores([Scored(s.sample_id, 0, [-0.25, -0.5], sequence=1)])
-    buffer.record_interrupts(s.sequences)
+    buffer.clock.interrupted(s.sequences)
     s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
+from rlsys.rollout.ledger import Ledger, check, count
 from rlsys.rollout.reader import RunReader
-from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.store import FILE_NAME, open_readonly, read_groups
 from rlsys.spans import VersionSpan
 from rlsys.types import GroupState, Prompt, SampleGroup, Segment, Status
 
@@ -105,3 +108,43 @@ def test_reading_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"something else" * 100)
     with pytest.raises(UserError, match="not a usable rollout file"):
         RunReader(tmp_path).ledger()
+
+
+async def test_others_go_on_while_a_long_ledger_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty million samples take some fifteen seconds. What is committed meanwhile is not in the count."""
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
+    buffer.issue(Prompt(0, "", [1], {}), [1, 2])
+    buffer.flush()
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(db: sqlite3.Connection) -> Ledger:
+        db.execute("SELECT count(*) FROM groups").fetchone()
+        began.set()
+        assert go_on.wait(60)
+        return count(db)
+
+    monkeypatch.setattr("rlsys.rollout.buffer.count", slow)
+    counting = asyncio.ensure_future(buffer.committed_ledger())
+    await asyncio.to_thread(began.wait, 60)
+    buffer.issue(Prompt(1, "", [1], {}), [1, 2])
+    buffer.flush()
+    go_on.set()
+    assert (await counting).issued_groups == 1
+    check(await counting)
+    assert buffer.ledger().issued_groups == 2
+    buffer.close()
+
+
+def test_no_step_reads_all_that_came_before(run_dir: Path) -> None:
+    """What a take asks of the file: by the step's index, however many groups there are."""
+    with closing(open_readonly(run_dir / FILE_NAME)) as db:
+        asked: list[str] = []
+        db.set_trace_callback(asked.append)
+        read_groups(db, "train_step = ?", 2)
+        db.set_trace_callback(None)
+        assert len(asked) == 4
+        plans = [row[3] for query in asked for row in db.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert any("groups_by_step" in plan for plan in plans)
+    assert not [plan for plan in plans if plan.startswith("SCAN")]

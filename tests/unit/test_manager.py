@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError, UserError
 from rlsys.records import SegmentReader
 from rlsys.rollout.figures import quantile
-from rlsys.rollout.ledger import check
+from rlsys.rollout.ledger import Ledger, check
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.route_records import in_hand, read_pointer
@@ -610,8 +610,12 @@ async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
             await r.take(step)
             await r.push()
         whole = r.buffer.ledger()
+
+        async def one_more() -> Ledger:
+            return replace(whole, issued_groups=whole.issued_groups + 1)
+
         with monkeypatch.context() as patched:
-            patched.setattr(r.buffer, "ledger", lambda: replace(whole, issued_groups=whole.issued_groups + 1))
+            patched.setattr(r.buffer, "committed_ledger", one_more)
             with pytest.raises(RunError, match=rf"{whole.issued_groups + 1} groups were issued, but"):
                 await r.manager.commit(2)
         await r.start(1)
