@@ -1,7 +1,7 @@
 """What one rollout process can carry: CPU time a token, how late its loop is, what a take costs, and its memory.
 
     python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
-                          [--workers 4] [--tree OTHER]
+                          [--workers 4] [--history 1000] [--tree OTHER]
 
 Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
 rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
@@ -17,12 +17,14 @@ time of all processes of the rollout; `coordinator_us_per_token` is the part tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,8 @@ from measure import machine, say
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = Path(__file__).with_name("scale_stage.py")
+MOST_STREAMS = 12_000
+"""Of one process of engines: each is a descriptor, and 20,000 of them are a usual limit."""
 LAYERS, TOPK = 58, 8
 
 
@@ -53,12 +57,35 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
         if (tree / "rlsys/rollout/workers.py").is_file():  # an older tree knows nothing of workers
             command += ["--workers", str(args.workers)]
+        if args.history:
+            command += ["--history", str(args.history)]
         env = os.environ | {"PYTHONPATH": str(tree)}
         done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"the rollout of {tree} failed:\n{done.stderr[-3000:]}")
         found: dict[str, float] = json.loads(done.stdout)
         return found
+
+
+def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> list[list[str]]:
+    """One for all engines, or as many as their streams need."""
+    share = -(-args.engines // -(-args.samples // MOST_STREAMS))
+    return [
+        [sys.executable, str(STAGE), "--engines", str(min(share, args.engines - first)),
+         "--port", str(port + first), *shape]
+        for first in range(0, args.engines, share)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def engines_of(command: list[str]) -> Iterator[None]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def main() -> None:
@@ -74,36 +101,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--routes", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="rollout workers (this tree's)")
+    parser.add_argument("--history", type=int, default=0, help="train steps that the ledger has at the start")
     parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
     args = parser.parse_args()
     if args.quick:
         args.engines, args.samples, args.mean, args.steps, args.rounds = 4, 64, 128, 2, 1
     port = free_ports(args.engines)
-    common = [
-        "--engines",
-        str(args.engines),
-        "--port",
-        str(port),
-        "--mean",
-        str(args.mean),
-        "--layers",
-        str(LAYERS if args.routes else 0),
-        "--topk",
-        str(TOPK),
+    layers = LAYERS if args.routes else 0
+    shape = [
+        word
+        for name, value in (("mean", args.mean), ("layers", layers), ("topk", TOPK))
+        for word in (f"--{name}", str(value))
     ]
+    common = ["--engines", str(args.engines), "--port", str(port), *shape]
     trees = {**({"other": args.tree.resolve()} if args.tree else {}), "this": ROOT}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    engines = subprocess.Popen([sys.executable, str(STAGE), *common], stdout=subprocess.PIPE, text=True)
-    try:
-        assert engines.stdout is not None and engines.stdout.readline() == "ready\n"
+    with contextlib.ExitStack() as stack:
+        for command in engine_commands(args, port, shape):
+            stack.enter_context(engines_of(command))
         for n in range(args.rounds):
             for name, tree in trees.items():
                 found = rollout(tree, common, args)
                 rounds[name].append(found)
                 say(f"round {n + 1}, {name}: {found['rollout_us_per_token']:.2f} us a token")
-    finally:
-        engines.terminate()
-        engines.wait()
     figures: dict[str, Any] = {
         name: {key: median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()
     }

@@ -13,6 +13,7 @@ import base64
 import gc
 import json
 import resource
+import sqlite3
 import sys
 import time
 from contextlib import nullcontext
@@ -170,7 +171,7 @@ class Engine:
 
 async def serve_engines(count: int, port: int, mean: int, layers: int, topk: int) -> None:
     for i in range(count):
-        runner = web.AppRunner(Engine(f"engine-{i}", mean, layers, topk).app(), access_log=None)
+        runner = web.AppRunner(Engine(f"engine-{port + i}", mean, layers, topk).app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port + i, backlog=4096).start()
     print("ready", flush=True)
@@ -212,6 +213,39 @@ class Numbers:
 
     def heldout(self, n: int) -> list[Prompt]:
         return [self.train(10**6 + i) for i in range(n)]
+
+
+def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> None:
+    """A run's ledger after so many train steps, whose tokens are pruned: rows alone."""
+    RolloutBuffer(*file).close()
+    groups, size = config.rollout.groups_per_step, config.rollout.group_size
+    ids = np.arange(PROMPT, dtype="<i4").tobytes()
+    db = sqlite3.connect(file[0], isolation_level=None)
+    db.execute("BEGIN")
+    for step in range(1, steps + 1):
+        own = range((step - 1) * groups, step * groups)
+        db.executemany(
+            "INSERT INTO groups VALUES (?, ?, 'trained', ?, ?, ?, ?)",
+            ((g, g, step, g, ids, size) for g in own),
+        )
+        db.executemany(
+            "INSERT INTO samples (sample_id, group_id, place, seed, status, tokens, mu_sum, spans, reward, resumes, "
+            "cached_tokens, prefilled_tokens, engine, observed, deaths, faults, own_prompt, spoke, given, discarded) "
+            "VALUES (?, ?, ?, 1, 'finished', 512, -99.5, '[[1,0,300],[2,300,512]]', 0.5, 1, 0, 32, 'http://x', '[]', "
+            "0, 0, 0, 0, 0, 0)",
+            ((g * file[2] + i, g, i) for g in own for i in range(size)),
+        )
+        db.execute("INSERT INTO takes VALUES (?, ?, ?, '[]')", (step, step, json.dumps(list(own))))
+        db.execute("INSERT INTO pushes VALUES (?, ?)", (step, step - 1))
+    done = {
+        "issued": steps * groups,
+        "completed": steps * groups,
+        "weight_version": steps,
+        "pruned_to": steps,
+    }
+    db.executemany("UPDATE meta SET value = ? WHERE key = ?", ((n, key) for key, n in done.items()))
+    db.execute("COMMIT")
+    db.close()
 
 
 async def reward(_: Prompt, text: str) -> float:
@@ -302,6 +336,8 @@ class Rollout:
         self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
+        if args.history:
+            write_history(self._file, args.history, self.config)
         self.buffer = RolloutBuffer(*self._file, **more)
         self.made = source, planning
 
@@ -348,14 +384,15 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         await rollout.begin()
         gc.freeze()  # as the service does
         beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
-        await rollout.manager.restore(0)
+        await rollout.manager.restore(args.history)
         await rollout.push()
 
         lag.late.clear()
         workers = [psutil.Process(pid) for pid in rollout.pids()]
         began, before, pushes = time.monotonic(), cpu(), []
         before_workers = of_all(workers)
-        for step in range(1, args.steps + 1):
+        last = args.history + args.steps
+        for step in range(args.history + 1, last + 1):
             await rollout.manager.take(step)
             pushes.append(await rollout.push())
         own, seconds = cpu() - before, time.monotonic() - began
@@ -364,9 +401,12 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         memory = sum(p.memory_info().rss for p in (psutil.Process(), *workers))
 
         start = time.monotonic()
-        taken = await rollout.manager.take(args.steps)  # once more: nothing but reading it back
+        taken = await rollout.manager.take(last)  # once more: nothing but reading it back
         take_seconds = time.monotonic() - start
         assert taken is not None
+        start = time.monotonic()
+        await rollout.manager.commit(last)
+        commit_seconds = time.monotonic() - start
         samples = sum(len(g.samples) for g in taken.groups)
         for task in beside:
             task.cancel()
@@ -381,10 +421,10 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         "coordinator_us_per_token": 1e6 * own / received,
         "streams_lag_p99_ms": 1e3 * streams[int(0.99 * len(streams))],
         "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
-        "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds,
+        "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds, "commit_seconds": commit_seconds,
         "take_bytes_per_sample": len(encode(taken)) / samples, "push_seconds_max": max(pushes),
-        "rss_mb": memory / 2**20, "slots": rollout.config.slots,
-        "reopen_seconds": reopen_seconds,
+        "rss_mb": memory / 2**20, "rss_kb_per_slot": memory / 2**10 / rollout.config.slots,
+        "slots": rollout.config.slots, "reopen_seconds": reopen_seconds,
         "disk_bytes_per_token": sum(f.stat().st_size for f in files) / received,
     }  # fmt: skip
 
@@ -403,6 +443,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8, help="experts of a token in each of them")
     parser.add_argument("--samples", type=int, default=0, help="in flight")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--history", type=int, default=0, help="train steps that the ledger already has")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if args.worker is not None:
