@@ -4,7 +4,7 @@ The plan of a sharded push comes first, with at most 32 senders and with all ran
 ranks send and engine ranks receive, and the seconds that this takes at the stated rate of a link. Then each kind of
 rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
 after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
-takes more than 3 minutes or 4 GB, or a plan more than 10 s. Walls mean something on a quiet machine only.
+takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlsys.weights.senders import MOST_SENDERS, plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
 PLANNED = 10.0
-"""Seconds that the plan of a push may take."""
+"""Seconds of the processor that the plan of a push may take."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Of DeepSeek-V3's 61 layers on 2,048 GPUs."""
@@ -53,9 +53,9 @@ def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
 
 
 def pushed(config: Config, senders: int | None) -> dict[str, Any]:
-    start = time.monotonic()
+    start = time.process_time()
     plan = plan_senders(config, read_model(config), senders=senders)
-    planned = time.monotonic() - start
+    planned = time.process_time() - start
     return {
         "senders": len(plan.sendings), "ranks": len(plan.sent), "sent_max_gb": round(max(plan.sent) / GB, 3),
         "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received / GB, 3),
