@@ -4,7 +4,8 @@ The plan of a sharded push comes first, with at most 32 senders and with all ran
 ranks send and engine ranks receive, and the seconds that this takes at the stated rate of a link. Then each kind of
 rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
 after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
-takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine only.
+takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine
+only.
 """
 
 from __future__ import annotations

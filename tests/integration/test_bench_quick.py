@@ -1,4 +1,4 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, scale, rehearsals, a step's walk, the race.
+"""Benches run and say what they promise: trainer, weight pushes, router, scale, a rank's share, rehearsals, a step's walk, the race.
 
 Figures mean nothing here.
 """
@@ -53,6 +53,13 @@ def test_router() -> None:
         "requests_per_second",
     }
     assert "sglang_router_added_p50_ms" in found
+
+
+def test_share() -> None:
+    """All bytes of a share of 16 are read, and become tokens of micro-batches."""
+    found = printed("share", "--json", "--quick")["summary"]
+    assert found["read_gb"] > 0
+    assert 0.8 < found["share_tokens"] / (256 * 200 / 16) < 1.2
 
 
 @pytest.mark.parametrize("routes", [(), ("--routes",)], ids=["tokens", "routes"])

@@ -1,0 +1,202 @@
+"""What one trainer rank plans and reads of a step of DeepSeek-V3's size: seconds, and memory.
+
+    python bench/share.py --json [--quick] [--samples 25000] [--mean 10000] [--dp 16] [--pp 16]
+
+The files have real bytes where this rank reads, with their checksums: the tokens of its data-parallel share, and the
+experts that its pipeline stage replays. The layers of other stages are holes in the same files. They have just been
+written, so they are in the page cache: the figures are what our code costs, and say nothing about a file system.
+
+`plan_seconds`: of the processor, to say which rank trains which sample. `read_share_seconds`: from the answer of
+`take` to this rank's micro-batches, the plan included. `memory_ratio`: the most memory that this took, over the bytes
+read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from measure import ROOT, machine
+from numpy.typing import NDArray
+
+from rlsys.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
+from rlsys.rollout.protocol import decode
+from rlsys.rollout.protocol import encode as to_wire
+from rlsys.rollout.saved import encode_routes
+from rlsys.rollout.segments import SegmentFile
+from rlsys.route_records import RouteFile
+from rlsys.spans import RoutePlace, RouteSpan, VersionSpan
+from rlsys.trainer.pack import Unread, pack, plan_bins
+from rlsys.types import GroupState, Sample, SampleGroup, Status, Taken
+
+LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
+"""DeepSeek-V3's layers with experts, and a group's samples."""
+PROMPT, LONGEST = 64, 32_768
+STEP = "taken.msgpack"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    samples: int
+    mean: int
+    dp: int
+    pp: int
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch."""
+        return PROMPT + min(LONGEST, 4 * self.mean)
+
+    @property
+    def layers(self) -> list[int]:
+        """Those of the first pipeline stage."""
+        return list(range(-(-LAYERS // self.pp)))
+
+    def lengths(self) -> list[int]:
+        """Of the responses: lognormal, cut off at four times their mean."""
+        drawn = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
+        return np.clip(drawn / drawn.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
+
+
+class HoledRoutes:
+    """Writes records as an engine does (rlsys/route_records.py), of which only some layers are there."""
+
+    def __init__(self, folder: Path, layers: list[int]) -> None:
+        self._name = RouteFile(0, "engine-0", 1, 0, 1).name
+        path = folder / FOLDER / self._name
+        path.parent.mkdir(parents=True)
+        self._file = path.open("wb")
+        self._layers = layers
+        self._at = 0
+
+    def append(self, experts: NDArray[np.uint8]) -> RouteSpan:
+        """`experts`: [layers that are there, positions, topk]."""
+        positions = experts.shape[1]
+        size = positions * TOPK
+        sums = {layer: zlib.crc32(experts[i].tobytes()) for i, layer in enumerate(self._layers)}
+        table = struct.pack("<HHI", LAYERS, TOPK, 1)
+        table += struct.pack(f"<{LAYERS}I", *(sums.get(layer, 0) for layer in range(LAYERS)))
+        length = len(table) + LAYERS * size
+        first = head(Kind.ROUTES, Whose(0), 0, positions, length, table, len(table))
+        self._file.seek(self._at)
+        self._file.write(first + table)
+        for layer, chosen in zip(self._layers, experts, strict=True):
+            self._file.seek(self._at + HEADER_BYTES + len(table) + layer * size)
+            self._file.write(chosen.tobytes())
+        place = RoutePlace(self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little"))
+        self._at += HEADER_BYTES + length
+        self._file.truncate(self._at)
+        return RouteSpan(0, positions, b"", place)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_step(folder: Path, sizes: Sizes) -> None:
+    """The answer of `take`, and the files that rank 0 reads."""
+    (folder / FOLDER).mkdir()
+    lengths = sizes.lengths()
+    bins = plan_bins([PROMPT + n for n in lengths], sizes.budget, 0, sizes.dp)
+    own = {i for members in bins for i in members}
+    rng = np.random.default_rng(1)
+    tokens, routes = SegmentFile(folder, "000000-000001"), HoledRoutes(folder, sizes.layers)
+    groups = [SampleGroup(i, i, [], GroupState.TRAINED, 1) for i in range(-(-sizes.samples // GROUP))]
+    for i, n in enumerate(lengths):
+        spans = [VersionSpan(1, 0, n)]
+        sample = Sample(
+            i, i // GROUP, i % GROUP, [5] * PROMPT, i, spans=spans, status=Status.FINISHED, reward=0.5
+        )
+        if i in own:
+            ids = rng.integers(0, 100_000, n, np.int32).tobytes()
+            mu = rng.random(n).tobytes()
+            experts = rng.integers(0, EXPERTS, (len(sizes.layers), PROMPT + n - 1, TOPK), np.uint8)
+            where = encode_routes([routes.append(experts)])
+            sample.pieces = [tokens.append(encode(Kind.TOKENS, Whose(i), 0, n, ids + mu + where, len(where)))]
+            tokens.write_out()
+        groups[i // GROUP].samples.append(sample)
+    tokens.close()
+    routes.close()
+    (folder / STEP).write_bytes(to_wire(Taken(1, 1, groups, {})))
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
+    """What rank 0 does with the answer."""
+    answer = (folder / STEP).read_bytes()
+    start, cpu = time.perf_counter(), time.process_time()
+    taken = decode(answer, Taken)
+    with SegmentReader(folder) as segments:
+        samples = [s for g in taken.groups for s in g.samples]
+        layers = sizes.layers
+        unread = [Unread(s, row, segments, layers) for row, s in enumerate(samples)]
+        before = peak_bytes()
+        batches = pack(unread, sizes.budget, 0, sizes.dp)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        planned = time.process_time()
+        plan_bins([len(s) for s in unread], sizes.budget, 0, sizes.dp)
+        planned = time.process_time() - planned
+        return {
+            "plan_seconds": planned,
+            "read_share_seconds": seconds,
+            "read_share_cpu_seconds": cpu,
+            "read_gb": segments.bytes_read / 1e9,
+            "memory_ratio": (peak_bytes() - before) / segments.bytes_read,
+            "share_tokens": sum(micro.response_tokens for micro in batches),
+            "micro_batches": len(batches),
+            "answer_bytes_per_sample": len(answer) / sizes.samples,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a test that it runs")
+    parser.add_argument("--samples", type=int, default=25_000, help="of the step")
+    parser.add_argument("--mean", type=int, default=10_000, help="tokens of a response, on average")
+    parser.add_argument("--dp", type=int, default=16)
+    parser.add_argument("--pp", type=int, default=16)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.samples, args.mean = 256, 200
+    sizes = Sizes(args.samples, args.mean, args.dp, args.pp)
+    if args.read:
+        print(json.dumps(read_share(args.read, sizes)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_step(Path(folder), sizes)
+        words = [word for name, value in asdict(sizes).items() for word in (f"--{name}", str(value))]
+        command = [
+            sys.executable,
+            __file__,
+            "--read",
+            folder,
+            *words,
+        ]  # a process whose memory is the read alone
+        found = json.loads(
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        )
+    if args.json:
+        print(json.dumps({"machine": machine(), "sizes": asdict(sizes), "summary": found}))
+    else:
+        for name, value in found.items():
+            print(f"{name:<24} {value:,.3f}")
+
+
+if __name__ == "__main__":
+    main()
