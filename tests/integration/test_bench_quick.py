@@ -1,4 +1,4 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, scale, a rank's share, rehearsals, a step's walk, the race.
+"""Benches run and say what they promise: trainer, weight pushes, router, scale, a share, rehearsals, a walk, races.
 
 Figures mean nothing here.
 """
