@@ -15,6 +15,7 @@ from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.cluster
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
+ARRAYS = ("array.sbatch", "engines.sbatch")
 
 
 SHOW = 'echo "$SLURM_JOB_ID" "$@"'
@@ -34,7 +35,7 @@ def outputs(
     return [log.read_text().split() for log in sorted(folder.glob("slurm-*.log"))]
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != "array.sbatch"])
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s not in ARRAYS])
 def test_slurm_takes_a_script(slurm: SlurmCluster, tmp_path: Path, script: str) -> None:
     (words,) = outputs(slurm, script, tmp_path)
     assert words[2] == "a.yaml"
@@ -49,6 +50,12 @@ def test_an_array_is_a_job_for_each_seed(slurm: SlurmCluster, tmp_path: Path) ->
     seeds = [next(w for w in words if w.startswith("run.seed=")) for words in found]
     assert seeds == ["run.seed=0", "run.seed=1", "run.seed=2"]
     assert len({next(w for w in words if w.startswith("run.dir=")) for words in found}) == 3
+
+
+def test_each_task_of_an_array_starts_an_engine(slurm: SlurmCluster, tmp_path: Path) -> None:
+    found = outputs(slurm, "engines.sbatch", tmp_path, "--array=1-2", "--export=ALL")
+    assert len({words[0] for words in found}) == 2
+    assert [words[1:5] for words in found] == [["engines", "join", "a.yaml", "--host"]] * 2
 
 
 JOIN = """
