@@ -60,6 +60,10 @@ class WeightPush:
         """The trainer's log-probs of each canary, of the last two versions."""
         self._figures = Figures()
 
+    def announce(self) -> None:
+        """A push is to begin. Until it has ended, no engine gets weights from another one."""
+        self._under_way = True
+
     async def begin(
         self, version: int, *, only_stale: bool, members: Collection[str] = ()
     ) -> list[EngineAddress]:
@@ -69,7 +73,7 @@ class WeightPush:
         from the second round on. Without them the push waits up to `patience` for an engine, since the supervisor may
         be restarting the only one; then RunError.
         """
-        self._under_way = True
+        self.announce()
         if not only_stale:
             self._last = None
             self._pool.older = self._pool.version if members else None

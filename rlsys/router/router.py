@@ -268,6 +268,7 @@ class Router:
         `members`: one round of a rolling push, which updates these engines and those without weights. The gate stays
         as it is: what they had goes on in the others. `only_stale`: it is not the first round of this version.
         """
+        self._push.announce()  # else a copy could begin while samples are called back, and meet the push
         await self._copies.settle()
         if members:
             await self._bring_to_rest(members)

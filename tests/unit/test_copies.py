@@ -142,6 +142,24 @@ async def test_an_engine_that_is_being_attested_after_a_push_is_left_alone() -> 
         assert "update_weights_from_tensor" not in r.engines[0].calls + r.engines[1].calls
 
 
+async def test_no_copy_begins_while_samples_are_called_back_for_a_push() -> None:
+    passed: list[int] = []
+    async with routing(*pair(passed), peers=True) as r:
+        await push(r)
+        tasks = [r.start(sample(i, seed=i), LONG) for i in range(4)]
+        await asyncio.sleep(0.1)
+        r.engines[0].hung = True  # so that it takes a while
+        pushing = asyncio.create_task(push(r))
+        await asyncio.sleep(0.1)
+        r.join(ScriptedEngine(C, passed=passed))
+        await asyncio.sleep(4)
+        r.engines[0].wake()
+        await pushing
+        assert r.router.engine_states() == {A: "version 2", B: "version 2", C: "version 2"}
+        assert "update_weights_from_tensor" not in r.engines[2].calls
+        await asyncio.gather(*tasks)
+
+
 async def test_canaries_that_somebody_else_aborts_cost_a_push_and_not_the_run() -> None:
     async with routing(*pair(None)) as r:
         await r.push()
