@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from launch.memory import Fact, budget, model_size
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import layer_stages
 from rlsys.machines import machines
 
 CORE_TOKENS = 400_000
@@ -17,6 +19,13 @@ PASS_SECONDS = 0.004
 """No pass of an engine is assumed to be shorter: its kernels must be launched."""
 TOKEN_BYTES, ROUTE_BYTES = 12, 1
 """On disk: a token with its log-prob; an expert of a layer where there are at most 256 of them."""
+ANSWER_BYTES = 528
+"""Of a sample in the answer of `take` (bench/share.py)."""
+PLAN_SECONDS, READ_SECONDS, HELD = 20e-6, 0.12e-6, 1.6
+"""Of the processor, to plan a sample and to read and pack a token of the share; memory that takes, over the share
+(bench/share.py)."""
+ROW_SECONDS = 50e-6
+"""Of the rollout process, for a sample that it parks (bench/scale.py)."""
 
 
 def tokens_per_second(config: Config, hf: HFConfig) -> float | None:
@@ -55,4 +64,48 @@ def describe_intake(config: Config, hf: HFConfig) -> tuple[list[Fact], list[str]
             f"engines may make {made:,.0f} tokens/s, and rollout.workers = {workers} takes in some "
             f"{workers * CORE_TOKENS:,}: expected rollout.workers = {min(wanted, config.engine.count)}"
         )
-    return [fact], odd
+    return [fact, *describe_step_data(config, hf)], odd
+
+
+class StepShare(NamedTuple):
+    """What one trainer rank reads of a step whose responses are all at their longest; bytes."""
+
+    tokens: float
+    token_bytes: float
+    route_bytes: float
+
+
+def step_share(config: Config, hf: HFConfig) -> StepShare:
+    """Of a rank of the pipeline stage with most layers that have experts."""
+    p, size = config.parallel, model_size(hf)
+    tokens = config.samples_per_step * config.rollout.max_response_tokens / p.data_parallel
+    stages = layer_stages(size.layers, p.pp, p.vpp)
+    replayed = max(sum(size.moe_layers[i] for i in range(size.layers) if stages[i] == s) for s in range(p.pp))
+    width = 1 if hf.experts <= 256 else 2
+    routes = replayed * hf.experts_per_token * width if config.trainer.replay != "off" else 0
+    return StepShare(tokens, TOKEN_BYTES * tokens, routes * tokens)
+
+
+def describe_step_data(config: Config, hf: HFConfig) -> list[Fact]:
+    """What a step moves beside the weights, and what an interrupt costs."""
+    n, share = config.samples_per_step, step_share(config, hf)
+    read = share.token_bytes + share.route_bytes
+    here = min(config.parallel.world_size, config.launch.gpus_per_node)
+    parked = max(0, config.slots - n)
+    facts = [
+        (
+            "a step's data",
+            f"{n * ANSWER_BYTES / 1e6:,.1f} MB from the rollout to the trainer, planned in {n * PLAN_SECONDS:.2g} s; "
+            f"a rank reads at most {read / 1e9:.3g} GB ({share.token_bytes / 1e9:.2g} of tokens, "
+            f"{share.route_bytes / 1e9:.2g} of routes) in about {share.tokens * READ_SECONDS:.2g} s of a core, and "
+            f"holds {HELD * read / 1e9:.3g} GB: {HELD * read * here / 1e9:,.0f} GB of a node's host memory",
+        )
+    ]
+    if parked:
+        facts.append(
+            (
+                "an interrupt",
+                f"{parked} samples are parked at each step: {parked * ROW_SECONDS:.2g} s of the rollout",
+            )
+        )
+    return facts
