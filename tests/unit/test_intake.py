@@ -55,5 +55,5 @@ def test_a_rank_reads_its_share_of_tokens_and_of_its_stages_routes() -> None:
     assert "0.5 MB from the rollout to the trainer" in facts["a step's data"]
     assert "at most 0.159 GB (0.025 of tokens, 0.13 of routes)" in facts["a step's data"]
     assert facts["an interrupt"] == "512 samples are parked at each step: 0.026 s of the rollout"
-    without = load_config(deepseek, ["trainer.replay=off", "engine.return_routes=false"])
+    without = load_config(deepseek, ["trainer.replay='off'", "engine.return_routes=false"])
     assert step_share(without, read_model(without)).route_bytes == 0
