@@ -109,6 +109,8 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
             console.print(
                 f"[bold]{escape(told)}[/bold], {sample['tokens']} tokens, {sample['status']}", highlight=False
             )
+            if "prompt" in sample:
+                console.print(escape(f"to {_shortened(sample['prompt'])}"), highlight=False)
             console.print(escape(_shortened(sample["text"])), style="cyan", highlight=False)
     console.print(Rule(align="left"))
     for line in advice(found):

@@ -46,7 +46,7 @@ import pytest
 
 from rlsys.config import load_config
 from rlsys.data import Tokenizer, build_source
-from rlsys.plugins import resolve
+from rlsys.imports import resolve
 
 HERE = Path(__file__).parent
 START = HERE / {start}  # where rlsys starts: the paths in the config are seen from there

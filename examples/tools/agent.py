@@ -4,7 +4,7 @@ Each response is one run of it; the tool stands in a process of its own, which o
 a killed one is started anew, and the calls so far are made again.
 """
 
-import openai.resources  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
+import openai.resources.chat.completions  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
 from openai import OpenAI
 
 from rlsys.environments.client import RemoteEpisode

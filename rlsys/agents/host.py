@@ -1,4 +1,5 @@
-"""The process that agents are forked from: `python -m rlsys.agents.host`, started and spoken to by hosting.py only.
+"""The process that agents are forked from, started and spoken to by hosting.py only. It may run in the Python of the
+agent's own venv (rlsys/elsewhere/start.py), so it needs the standard library only.
 
 It imports the user's file once, and never runs it: each agent is a fork, which costs milliseconds where a start with
 its imports costs seconds, and shares their memory. An agent is the leader of a process group of its own, so all that
@@ -21,20 +22,22 @@ import random
 import selectors
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from rlsys.errors import UserError
-from rlsys.plugins import place, resolve
-from rlsys.workers import LENGTH
+from rlsys.imports import place, resolve
 
 FIELD = "rollout.generator_params.run"
+LENGTH = struct.Struct("<I")
+"""Every message is its length and its bytes."""
 LONGEST_ERROR = 4000
 """Characters of what an agent raised: less than a pipe holds, so that nobody has to read it while it is written."""
 _PR_SET_PDEATHSIG = 1
@@ -90,9 +93,7 @@ class Host:
         """Kill the agents, and what earlier ones have left behind."""
         for child in list(self._children.values()):
             self._kill(child.id)
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill_descendants(os.getpid())
 
     def _start(self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None]) -> None:
         errors, theirs = os.pipe()
@@ -154,10 +155,7 @@ class Host:
     def _kill(self, agent: int) -> None:
         for pid, child in self._children.items():
             if child.id == agent:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for process in psutil.Process(pid).children(recursive=True):
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            process.kill()
+                _kill_descendants(pid)
                 _kill_group(pid)
 
     def _read(self) -> dict[str, Any] | None:
@@ -175,9 +173,6 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     if command := first.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
-            os.environ.pop(
-                "PYTHONPATH", None
-            )  # ours, so that the host finds rlsys: a program has its own venv
             with tempfile.TemporaryFile() as said:
                 said.write(json.dumps(task, default=str).encode())
                 said.seek(0)
@@ -212,6 +207,33 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _kill_descendants(pid: int) -> None:
+    """All that it has started, and what these have."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _parents():
+        children.setdefault(parent, []).append(child)
+    found = list(children.get(pid, ()))
+    for child in found:  # grows meanwhile
+        found += children.get(child, ())
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Every process of the machine, and the one that started it."""
+    if sys.platform != "linux":
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+        for line in listed.stdout.splitlines():
+            pid, parent = line.split()
+            yield int(pid), int(parent)
+        return
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                after_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
+                yield int(folder.name), int(after_name.split()[1])
+
+
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -229,7 +251,3 @@ def main() -> None:
         host.run()
     finally:
         host.close()
-
-
-if __name__ == "__main__":
-    main()

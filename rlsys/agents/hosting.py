@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,8 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.agents import host as agents_host
+from rlsys.agents.host import LENGTH
+from rlsys.elsewhere import start
 from rlsys.errors import UserError
-from rlsys.workers import KEPT_VARIABLES, LENGTH
+from rlsys.workers import KEPT_VARIABLES
 
 START_SECONDS = 120.0
 
@@ -74,19 +78,25 @@ class AgentHost:
 
 @asynccontextmanager
 async def open_host(
-    run: str | None, command: Sequence[str] | None, variables: Sequence[str]
+    run: str | None, python: str | None, command: Sequence[str] | None, variables: Sequence[str]
 ) -> AsyncIterator[AgentHost]:
-    """A host for the function `run`, or for a command. `variables`: of our environment, what agents may see beside
-    what programs need. Raises UserError for a function that does not exist."""
+    """A host for the function `run` in `python` (None: ours, with the packages of ours), or for a command.
+    `variables`: of our environment, what agents may see beside what programs need. Raises UserError for a function, a
+    Python or a program that does not exist."""
+    for field, program in (("python", python), ("command", command[0] if command else None)):
+        if program is not None and shutil.which(program) is None:
+            raise UserError(f"rollout.generator_params.{field} = {program!r} is no program")
     ours, theirs = socket.socketpair()
     named = {*KEPT_VARIABLES, *variables}
     env = {name: value for name, value in os.environ.items() if name in named}
+    if python is None and command is None:
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlsys.agents.host",
+            python or sys.executable, start.__file__, agents_host.__name__,
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.DEVNULL,
-            env=env | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env=env,
             start_new_session=True,
         )  # fmt: skip
     reader, writer = await asyncio.open_connection(sock=ours)

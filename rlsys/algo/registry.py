@@ -10,7 +10,8 @@ from typing import Any
 from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.config.algo import AlgoSection, Spec
 from rlsys.errors import UserError
-from rlsys.plugins import imported, parse_params
+from rlsys.imports import imported
+from rlsys.plugins import parse_params
 
 KINDS: dict[str, tuple[str, str]] = {
     "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is worded"),

@@ -14,7 +14,8 @@ from rlsys.data.row_source import dataset, jsonl, parquet
 from rlsys.data.source import PromptSource, reasoning_gym
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
-from rlsys.plugins import call, parse_params, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import call, parse_params
 
 
 def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

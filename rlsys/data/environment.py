@@ -19,7 +19,8 @@ from rlsys.data.source import PromptSource
 from rlsys.data.tables import Arrow
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
-from rlsys.plugins import imported, parse_params, tried
+from rlsys.imports import imported
+from rlsys.plugins import parse_params, tried
 
 FIELD = "data.params.load"
 

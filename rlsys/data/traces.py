@@ -19,7 +19,8 @@ from rlsys.data.chats import chats, labels, pairs
 from rlsys.data.source import ReasoningGymSource, stable_hash
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
-from rlsys.plugins import call, parse_params, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import call, parse_params
 
 Part = Annotated[float, Field(ge=0, le=1)]
 

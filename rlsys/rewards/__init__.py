@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.plugins import resolve
+from rlsys.imports import resolve
 from rlsys.rewards.answer import (
     answer_and_format,
     exact_answer,

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 
 from rlsys.config import Config
-from rlsys.plugins import call, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import call
 
 Judge = Callable[[str], Awaitable[str]]
 

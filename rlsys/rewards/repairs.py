@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rlsys.config import Config
 from rlsys.data.chain_sum import expression
 from rlsys.data.traces import working
-from rlsys.plugins import call, expect_function, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import call, expect_function
 from rlsys.types import Prompt
 
 

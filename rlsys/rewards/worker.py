@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.plugins import place
+from rlsys.imports import place
 from rlsys.rewards import make_scores
 from rlsys.rewards.signatures import is_async
 from rlsys.workers import serve

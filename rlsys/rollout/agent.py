@@ -51,6 +51,8 @@ class AgentParams(Section):
 
     run: str | None = None
     """The agent: an async or plain function of its task, `path/to/file.py:function` or `package.module:function`."""
+    python: str | None = None
+    """The Python of a venv that has the packages of `run`; rlsys need not be there. Unset: the run's own."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """The agent as a program, with its arguments; its task comes as JSON through its standard input."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
@@ -71,6 +73,8 @@ class AgentParams(Section):
     def _one(self) -> Self:
         if sum(way is not None for way in (self.run, self.command, self.url)) != 1:
             raise ValueError("run, command, url: expected one of them")
+        if self.python is not None and self.run is None:
+            raise ValueError(f"python = {self.python!r}: only an agent with `run` is imported")
         if self.url is not None and self.env:
             raise ValueError(f"env = {self.env}: a service of its own has an environment of its own")
         return self
@@ -174,7 +178,7 @@ class AgentGenerator:
         """Ends with the event loop, which cancels it."""
         p = self._params
         try:
-            opened = open_host(p.run, p.command, p.env) if p.url is None else open_service(p.url)
+            opened = open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
             async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
                 await host.lost.wait()

@@ -27,8 +27,9 @@ import aiohttp
 from pydantic import Field, model_validator
 
 from rlsys.config.section import Positive, Section
+from rlsys.elsewhere import start
 from rlsys.environments import client as environment_client
-from rlsys.environments import serve, start
+from rlsys.environments import serve
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
 from rlsys.errors import UserError
 from rlsys.workers import KEPT_VARIABLES
@@ -139,7 +140,7 @@ class Service:
         if shutil.which(python) is None:
             raise UserError(f"the environment {p.name}: python = {python!r} is no program")
         process = await asyncio.create_subprocess_exec(
-            python, "-u", start.__file__, _absolute(p.connector or ""),
+            python, "-u", start.__file__, serve.__name__, _absolute(p.connector or ""),
             "--params", json.dumps(p.params), "--socket", str(self._listening.fileno()),
             "--leases", str(p.leases), "--idle", str(p.idle_seconds),
             stdin=asyncio.subprocess.PIPE,

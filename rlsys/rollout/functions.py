@@ -15,7 +15,7 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
 from rlsys.errors import UserError
-from rlsys.plugins import resolve
+from rlsys.imports import resolve
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.turn_reader import TAIL_IDS, Call, TurnReader
 from rlsys.router.turn_ends import TurnEnds

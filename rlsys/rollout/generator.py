@@ -18,7 +18,8 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
-from rlsys.plugins import call, expect_function, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import call, expect_function
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.agent import agent
 from rlsys.rollout.assembly import turn_ends

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
-from rlsys.plugins import place
+from rlsys.imports import place
 from rlsys.rewards.judges import PatientJudge, wait_for_work
 
 

@@ -8,7 +8,7 @@ from rlsys.config import Config
 from rlsys.data import SOURCES
 from rlsys.engine.parsers import check_parsers
 from rlsys.errors import UserError
-from rlsys.plugins import resolve
+from rlsys.imports import resolve
 from rlsys.rewards import find_reward
 from rlsys.rewards.judges import find_judge
 from rlsys.rewards.repairs import build_process_judge

@@ -21,7 +21,8 @@ from rlsys.config import Config
 from rlsys.config.section import Section
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
-from rlsys.plugins import parse_params, resolve
+from rlsys.imports import resolve
+from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed

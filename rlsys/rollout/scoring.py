@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlsys.plugins import place
+from rlsys.imports import place
 from rlsys.rewards.marks import TURNS, NoMark, read_mark
 from rlsys.rewards.workers import RewardError
 from rlsys.spans import TurnMark

@@ -33,7 +33,8 @@ PROMPTS, SAMPLES = 3, 4
 
 async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
     """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none, and
-    whether an evaluation would count it as right.
+    whether an evaluation would count it as right. The prompt is what the model read: an agent or an environment may
+    make its own. A sample with another one than most has it itself.
     """
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
@@ -47,14 +48,18 @@ async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[st
         }
         for (s, _), v in zip(asked, verdicts, strict=True)
     ]  # fmt: skip
-    return [
-        {
-            "prompt": tokenizer.decode(p.ids),
-            "tokens": len(p.ids),
-            "samples": told[n * SAMPLES : (n + 1) * SAMPLES],
-        }
-        for n, p in enumerate(prompts)
-    ]
+    read = [s.prompt_ids for s, _ in asked]
+    places = range(0, len(asked), SAMPLES)
+    return [_entry(tokenizer, read[i : i + SAMPLES], told[i : i + SAMPLES]) for i in places]
+
+
+def _entry(tokenizer: Tokenizer, read: list[list[int]], told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the samples of one prompt. `read`: the prompt of each."""
+    prompt = max(read, key=read.count)
+    for ids, sample in zip(read, told, strict=True):
+        if ids != prompt:
+            sample["prompt"] = tokenizer.decode(ids)
+    return {"prompt": tokenizer.decode(prompt), "tokens": len(prompt), "samples": told}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from tests.integration.test_agent_run import HOST, kill, parents_line
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 STEPS = 9
-SERVICE = "environments/start.py"
+SERVICE = "rlsys.environments.serve"
 CONNECTOR = "tests/data/environments/own.py:SlowTries"
 OVERRIDES = {
     "environment": (
@@ -45,13 +45,13 @@ def test_an_environment_outlives_the_death_of_every_role(
 ) -> None:
     of_agents = "agent" in request.node.name
     session.wait_for_steps(1)
-    kill(session, lambda p: any(word.endswith(SERVICE) for word in command_line(p)))
+    kill(session, lambda p: SERVICE in command_line(p))
     session.wait_for_steps(2)
     if of_agents:
         kill(session, lambda p: HOST in command_line(p) and HOST in parents_line(p))
     session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
     session.wait_for_steps(4)
-    kill(session, lambda p: any(word.endswith(SERVICE) for word in command_line(p)))
+    kill(session, lambda p: SERVICE in command_line(p))
     session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
     session.wait_for_steps(6)
     session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import venv
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -187,8 +188,25 @@ async def test_a_program_that_fails_censors_too() -> None:
     command[2] = "import os; raise SystemExit(4 if 'PYTHONPATH' in os.environ else 5)"
     with pytest.raises(ToolFailed, match="ended with code 5"):  # so that it may run in a venv of its own
         await made(config("", {"run": None, "command": command}))
-    with pytest.raises(ToolFailed, match="FileNotFoundError"):
+    with pytest.raises(UserError, match="command = '/no/such/program' is no program"):
         await made(config("", {"run": None, "command": ["/no/such/program"]}))
+
+
+async def test_an_agent_in_the_python_of_a_venv_without_any_package(tmp_path: Path) -> None:
+    """Nothing of rlsys' own packages is there, and what an agent needs of rlsys is."""
+    venv.create(tmp_path / "venv")
+    (tmp_path / "agent.py").write_text(
+        "import importlib.util\nfrom rlsys.environments.client import URL\n"
+        "assert not any(map(importlib.util.find_spec, ('pydantic', 'psutil', 'aiohttp')))\n"
+        + AGENTS.read_text()
+    )
+    params = {"run": f"{tmp_path}/agent.py:sums", "python": str(tmp_path / "venv/bin/python")}
+    assert TOKENIZER.decode((await made(config("", params))).response_ids) == WHOLE
+    with pytest.raises(UserError, match="python = '/no/such/python' is no program"):
+        await made(config("", {**params, "python": "/no/such/python"}))
+    (tmp_path / "agent.py").write_text("import aiohttp")
+    with pytest.raises(UserError, match=r"run = .*agent.py:sums': cannot import .*No module named 'aiohttp'"):
+        await made(config("", params))
 
 
 async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: Path) -> None:
@@ -413,6 +431,7 @@ async def test_there_has_to_be_such_an_agent() -> None:
         ({"command": ["x"]}, "expected one of them"),
         ({"patients": 3}, "patients"),
         ({"run": None, "url": "ftp://x"}, "url"),
+        ({"run": None, "command": ["x"], "python": "y"}, "only an agent with `run` is imported"),
         (
             {"run": None, "url": "http://x", "env": ["A"]},
             "a service of its own has an environment of its own",

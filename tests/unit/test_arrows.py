@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ BASE = {
     "identity",
     "membership",
     "config",
+    "imports",
     "precision",
     "records",
     "route_records",
@@ -33,19 +35,29 @@ BASE = {
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "machines": BASE,
-    "plugins": {"types", "errors", "config"},
-    "starter": {"errors"},
+    "plugins": {"types", "errors", "config", "imports"},
+    "starter": {"errors", "imports"},
     "config": BASE | {"foreign"},
     "foreign": {"errors"},
-    "algo": {"arrays", "spans", "types", "errors", "config", "plugins"},
-    "rewards": {"types", "errors", "config", "plugins", "workers", "data"},  # the eos token ends an answer
-    "data": {"types", "errors", "config", "plugins"},
+    "algo": {"arrays", "spans", "types", "errors", "config", "plugins", "imports"},
+    "rewards": {
+        "types",
+        "errors",
+        "config",
+        "plugins",
+        "imports",
+        "workers",
+        "data",
+    },  # the eos token ends an answer
+    "data": {"types", "errors", "config", "plugins", "imports"},
     "engine": BASE,
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
-    "agents": BASE | {"plugins", "data"},
+    "elsewhere": set(),
+    "agents": BASE | {"data", "elsewhere"},
     "environments": set(),  # in the Python of an environment's own venv
-    "rollout": BASE | {"plugins", "algo", "rewards", "data", "router", "engine", "agents", "environments"},
+    "rollout": BASE
+    | {"plugins", "algo", "rewards", "data", "router", "engine", "agents", "environments", "elsewhere"},
     "planner": BASE | {"machines", "convert", "engine", "launch", "rollout", "router"},
     "dash": BASE | {"rollout"},
     "trackers": BASE | {"rollout"},
@@ -207,10 +219,16 @@ def test_launch_takes_of_heavy_rooms_what_needs_no_torch() -> None:
     assert {m.replace(".", "/") + ".py" for m in taken} <= set(TORCH_FREE_FILES)
 
 
-def test_bootstrap_imports_the_standard_library_only() -> None:
-    import sys
-
-    assert {m.split(".")[0] for m in imports(ROOT / "launch/bootstrap.py")} <= set(sys.stdlib_module_names)
+def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
+    in_a_venv = ("elsewhere/start", "agents/host", "imports", "errors")
+    names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
+    names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
+    found = {m for name in names for m in imports(ROOT / f"{name}.py")}
+    ours = {m for m in found if m.startswith("rlsys.")}
+    assert {m.split(".")[0] for m in found - ours} <= sys.stdlib_module_names
+    assert {m.removeprefix("rlsys.").replace(".", "/") for m in ours if "environments" not in m} <= {
+        *in_a_venv
+    }
 
 
 def test_the_loop_is_short_enough_to_read() -> None:

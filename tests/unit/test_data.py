@@ -21,7 +21,7 @@ from rlsys.data.source import is_heldout, stable_hash
 from rlsys.data.trace import Trace
 from rlsys.data.traces import terms, trace_batches, working
 from rlsys.errors import UserError
-from rlsys.plugins import resolve
+from rlsys.imports import resolve
 from rlsys.rewards import make_score
 from rlsys.types import Prompt
 

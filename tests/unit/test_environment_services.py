@@ -43,7 +43,7 @@ def processes() -> list[psutil.Process]:
     found = []
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any(word.endswith("environments/start.py") for word in child.cmdline()):
+            if "rlsys.environments.serve" in child.cmdline():
                 found.append(child)
     return found
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from rlsys.cli_own import show
 from rlsys.config import Config, load_config
 from rlsys.config.data import RewardSpec
 from rlsys.data import Tokenizer, build_source
@@ -59,6 +62,26 @@ async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str
     for entry in found:
         for sample in entry["samples"]:
             assert (sample["tokens"], sample["status"], sample["reward"]) == (8, "truncated", 0)
+
+
+async def test_a_try_shows_the_prompt_that_the_model_read(
+    engine: str, config: Config, tmp_path: Path
+) -> None:
+    """An agent's or an environment's own one, not the row's."""
+    (tmp_path / "own.py").write_text(
+        "def own(config, tokenizer, speak):\n"
+        "    async def generate(sample, prompt):\n"
+        "        said = 'last' if sample.index == 3 else 'mine'\n"
+        "        sample.prompt_ids, sample.own_prompt = tokenizer.encode(said), True\n"
+        "        await speak(sample)\n"
+        "    return generate\n"
+    )
+    mine = config.rollout.model_copy(update={"generator": f"{tmp_path}/own.py:own"})
+    (first, *_) = await tryout.try_out(config.model_copy(update={"rollout": mine}), {engine: NOBODY})
+    assert (first["prompt"], first["tokens"]) == ("mine", len(Tokenizer(config.model.path).encode("mine")))
+    assert [sample.get("prompt") for sample in first["samples"]] == [None, None, None, "last"]
+    show([first], Console(file=(page := io.StringIO())))
+    assert "mine" in page.getvalue() and "to last" in page.getvalue()
 
 
 def test_the_commonest_answer_and_the_best_constant_one() -> None:

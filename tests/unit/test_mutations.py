@@ -100,7 +100,7 @@ def test_a_field_of_config_json_is_named(
 
 def test_a_module_that_fails_at_its_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlsys.algo import build
-    from rlsys.plugins import resolve
+    from rlsys.imports import resolve
 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_written.py").write_text("def score(:\n")

@@ -37,12 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.parametrize("name", ["rl", "rl_anthropic"])
 async def test_an_agent_calls_the_tool_in_the_words_of_the_warm_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """rl_sdk's package is in no venv of ours: tests/integration/test_tool_agents.py."""
     monkeypatch.chdir(ROOT)
     tokenizer = Tokenizer(folder)
-    config: Config = load_config(TOOLS / "rl.yaml", [f"model.path={folder}"])
+    here = f"rollout.generator_params.python={sys.executable}"
+    config: Config = load_config(TOOLS / f"{name}.yaml", [f"model.path={folder}", here])
     sft = load_config(TOOLS / "sft.yaml", [f"model.path={folder}"])
     call, answer = module("traces").calls(sft, tokenizer)(0)[:2]
     said = [tokenizer.decode(trace.response_ids) for trace in (call, answer)]
