@@ -74,9 +74,12 @@ def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Pat
     record.mkdir()
     words = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
     words += ["--log-requests-target", str(record)]
-    session = Session(
-        run, *overrides(model, agent), "trainer.steps=3", f"engine.extra_args={json.dumps(words)}"
-    )
+    told = ("engine.stream_interval=1000", f"engine.extra_args={json.dumps(words)}")
+    steps = (
+        "trainer.steps=3",
+        "trainer.checkpoint_every=100",
+    )  # a checkpoint lets tokens of earlier steps go
+    session = Session(run, *overrides(model, agent), *steps, *told)
     try:
         code, output = session.end()
     finally:
@@ -96,25 +99,31 @@ def finished_requests(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What the engine has written of each sample's requests (SGLang's --log-requests), in their order."""
     found = defaultdict(list)
     lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
-    for said in map(json.loads, lines):
+    for said in (json.loads(line.partition("] ")[2]) for line in lines):
         if said["event"] == "request.finished" and said["rid"].endswith("."):
-            found[int(said["rid"].split("-")[-2])].append(said)
+            sample_id = said["rid"].partition("-")[2].rpartition("-")[0]
+            found[int(sample_id)].append(said)
     return found
 
 
 def check_record(sample: Sample, requests: list[dict[str, Any]]) -> None:
-    """Every sampled token of it is in one of the requests, behind the ids that this request was asked with."""
+    """Each request was asked with what the sample has, and made what follows there. The record of a stream has its
+    last chunk and how many tokens there were: here all but the first one."""
     ids = [*sample.prompt_ids, *sample.response_ids]
-    told: dict[int, tuple[int, float]] = {}
+    first, made = len(sample.prompt_ids), 0
     for request in requests:
-        asked = request["obj"]["input_ids"]
+        asked, told = request["obj"]["input_ids"], request["out"]["meta_info"]
+        end = len(asked) + told["completion_tokens"]
+        made += told["completion_tokens"]
+        chunk = [(token, logp) for logp, token, *_ in told["output_token_logprobs"]]
+        assert len(chunk) >= told["completion_tokens"] - 1
         assert asked == ids[: len(asked)]
-        for i, (logp, token, *_) in enumerate(request["out"]["meta_info"]["output_token_logprobs"]):
-            told[len(asked) + i] = (token, logp)
-    first = len(sample.prompt_ids)
-    sampled = [i for i, own in enumerate(sample.trained()) if own]
-    assert [told[first + i][0] for i in sampled] == [sample.response_ids[i] for i in sampled]
-    assert [told[first + i][1] for i in sampled] == pytest.approx([sample.mu[i] for i in sampled], abs=1e-6)
+        start = end - len(chunk)
+        assert [token for token, _ in chunk] == ids[start:end]
+        assert [logp for _, logp in chunk] == pytest.approx(
+            list(sample.mu[start - first : end - first]), abs=1e-7
+        )
+    assert made == sample.sampled_tokens
 
 
 STEPS = 8
