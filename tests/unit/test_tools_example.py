@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_an_agent_calls_the_tool_in_the_words_of_the_warm_start(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rl_sdk's package is in no venv of ours: tests/integration/test_tool_agents.py."""
+    """rl_sdk's package is in no venv of ours."""
     monkeypatch.chdir(ROOT)
     tokenizer = Tokenizer(folder)
     here = f"rollout.generator_params.python={sys.executable}"
