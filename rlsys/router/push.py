@@ -152,9 +152,8 @@ class WeightPush:
                 *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
             )
         finally:
-            self._under_way = (
-                False  # not before: an engine that is being attested still looks as if it had nothing
-            )
+            # Not before: an engine that is being attested still looks as if it had nothing.
+            self._under_way = False
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
                 engine.missed_push()
