@@ -23,9 +23,11 @@ from launch.preflight import read_model
 from rlsys.config import Config, add_config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import UserError
+from rlsys.machines import machines
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
+from rlsys.planner.capacity import describe_capacity
 from rlsys.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -89,7 +91,8 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
         sizes += describe_memory(config, hf)
         odd += odd_sizes(config, hf, gpu_gb)
         intake, too_much = describe_intake(config, hf)
-        sizes, odd = sizes + intake, odd + too_much
+        capacity = describe_capacity(config, hf, machines()["h100"])
+        sizes, odd = sizes + intake + capacity, odd + too_much
         duration = estimated(config, hf)
     else:
         duration = "not known without the model's config.json"

@@ -1,0 +1,64 @@
+"""ECHO-2's capacity rule: against simulated runs of the real rollout code, and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.preflight import read_model
+from rlsys.config import load_config
+from rlsys.machines import machines
+from rlsys.planner.capacity import Demand, Supplier, demand_of, describe_capacity, rate_of
+from rlsys.planner.costs import Costs
+from rlsys.planner.lengths import Lengths
+from rlsys.planner.simulation import simulate
+from tests.helpers.rollout_rig import make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DISAGGREGATED = ROOT / "configs/experiments/glm-4.5-air_64gpu_disaggregated.yaml"
+PROMPT = 10
+
+
+@pytest.mark.parametrize("train", [0.3, 0.8, 3.0], ids=["engines are too few", "even", "engines wait"])
+def test_a_step_takes_as_long_as_the_rollouts_own_code_makes_it(tmp_path: Path, train: float) -> None:
+    """At a staleness of 0 to 3, within 15 %: the next step's first samples run beside the last ones of this step."""
+    lengths = Lengths([60, 80, 100, 120, 140], 200)
+    costs = Costs(every_pass=0.01, prompt_token=1e-5, train_step=train, push=0.2)
+    for staleness in range(4):
+        config = make_config(
+            tmp_path / str(staleness),
+            rollout={
+                "groups_per_step": 8, "group_size": 4, "max_response_tokens": 200, "over_provision": 1.0,
+                "max_staleness": staleness,
+            },
+            launch={"placement": "disaggregated"},
+        )  # fmt: skip
+        found = simulate(config, costs, lengths, prompt_tokens=PROMPT, steps=12)
+        demand = demand_of(config, costs, lengths, config.slots, PROMPT)
+        expected = demand.step_seconds(rate_of(costs, lengths, config.slots, PROMPT), staleness)
+        assert found.step_seconds == pytest.approx(expected, rel=0.15), staleness
+
+
+def test_the_cheapest_engines_that_suffice_are_hired() -> None:
+    demand = Demand(samples=100, busy=12.0, pause=2.0, lag=25.0)
+    fast, cheap = Supplier("fast", 4, rate=4.0, cost=8.0), Supplier("cheap", 3, rate=1.0, cost=1.0)
+    assert demand.hired([fast, cheap]) == {"cheap": 3, "fast": 2}, "10 samples a second: 3 and 8"
+    assert demand.hired([Supplier("few", 2, 1.0)]) == {"few": 2}
+    assert demand.staleness == 3
+    assert [demand.step_seconds(10.0, s) for s in range(4)] == [37.0, 27.0, 14.5, 12.0]
+    assert demand.step_seconds(5.0, 3) == 22.0, "then engines limit"
+
+
+def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
+    h100 = machines()["h100"]
+    config = load_config(DISAGGREGATED)
+    ((name, told),) = describe_capacity(config, read_model(config), h100)
+    assert name == "capacity"
+    assert "45.7 samples/s feed it, engines end 40.4; a step takes" in told
+    slower = load_config(DISAGGREGATED, ["parallel.dp=2", "parallel.ep=8"])
+    ((_, told),) = describe_capacity(slower, read_model(slower), h100)
+    assert "of 4 engines are enough; a step takes" in told
+    for elsewhere in ("configs/quickstart.yaml", "configs/experiments/qwen2.5-7b_8gpu_colocated.yaml"):
+        other = load_config(ROOT / elsewhere)
+        assert describe_capacity(other, read_model(other), h100) == []
