@@ -127,6 +127,8 @@ class World:
         for step in range(self.saved + 1, self.steps + 1):
             taken = await self.take(step)
             self.check(taken)
+            if self.joins:  # it trains: engines pass weights on between two pushes alone
+                await asyncio.sleep(0.5)
             await self.push()
             if step % CHECKPOINT_EVERY == 0:
                 await self.manager.commit(step)
