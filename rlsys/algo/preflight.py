@@ -331,8 +331,6 @@ def _why_not(need: str, config: Config) -> str:
         return f"rollout.generator = {config.rollout.generator} makes its prompt itself"
     if need == "repairs" and config.data.process_judge is None:
         return "data.process_judge names none"
-    if need == "repairs" and config.rollout.workers > 1:
-        return f"rollout.workers = {config.rollout.workers}: samples begin with others of one process; expected 1"
     if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):
         return (
             f"rollout.generator = {config.rollout.generator} does not go on from tokens of another response"

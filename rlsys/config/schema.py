@@ -153,11 +153,6 @@ class Config(Section):
             raise ValueError(
                 f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
             )
-        if r.workers > 1 and r.generator in TREES:
-            raise ValueError(
-                f"rollout.workers = {r.workers} with rollout.generator = {r.generator}: expected rollout.workers = "
-                "1, since branches fork off each other while they grow: one process must have a whole group in hand"
-            )
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "

@@ -61,7 +61,7 @@ class RolloutBuffer:
     ) -> None:
         """`owner`: see StoreWriter. `in_hand`: whether live samples have their tokens here; else workers will."""
         self._path = path
-        self._largest_group = largest_group
+        self._largest_group, self._in_hand = largest_group, in_hand
         self._file = StoreWriter(path, identity, largest_group, owner)
         self._db = self._file.db
         self.groups: dict[int, SampleGroup] = {}
@@ -72,18 +72,18 @@ class RolloutBuffer:
         try:
             self.versions = WeightVersions(self._file)
             self.clock = ClockRecord(self._file, self.versions)
-            self._load(in_hand)
+            self._load()
         except RlsysError:
             self._file.close()
             raise
 
-    def _load(self, in_hand: bool) -> None:
+    def _load(self) -> None:
         with sqlite_errors(self._path):
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             for group in self.groups.values():
                 whole = self.load(group.samples)
-                if in_hand:
+                if self._in_hand:
                     group.samples = whole
                 for sample, own in zip(group.samples, whole, strict=True):
                     for sequence, loaded in zip(sample.sequences, own.sequences, strict=True):
@@ -147,7 +147,8 @@ class RolloutBuffer:
             fork(source, at, sample, inserted=ids)
         size = len(group.samples) + len(samples)
         with self._file.writing():
-            self._saved.write((*group.samples, *samples))
+            self._saved.write(group.samples)
+            (self._saved.write if self._in_hand else self._saved.write_for_workers)(samples)
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
         group.samples.extend(samples)
         return samples

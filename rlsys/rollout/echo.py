@@ -77,19 +77,24 @@ def width(entropy: float, confidence: float, widest: int) -> int:
 
 
 class Echo(TreeGenerator):
+    goes_on = True
+
     def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: EchoParams) -> None:
         super().__init__(speak)
         self._p, self._ends = params, turn_ends(config, tokenizer)
         self._most = min(params.most_steps, config.rollout.max_response_tokens)
 
     async def grow(self, tree: Tree) -> None:
-        branches, start = [Branch(tree.root)], 0
+        found = {id(s): Branch(s) for s in (tree.root, *(s for s, _ in tree.begun))}
+        for sample, source in tree.begun:
+            found[id(source)].children.append(found[id(sample)])
+        branches, start = list(found.values()), 0
         while start < self._most and tree.free:
             end = min(start + self._p.window, self._most)
             going = [b for b in branches if not self._ends.ended(b.sample.response_ids)]
             await tree.grow([b.sample for b in going], end, self._p.tops, greedy=False)
             going = [
-                b for b in going if b.sample.tokens == end and not self._ends.ended(b.sample.response_ids)
+                b for b in going if b.sample.tokens >= end and not self._ends.ended(b.sample.response_ids)
             ]
             if not going:
                 break

@@ -63,7 +63,22 @@ class Branch:
     children: list[Branch] = field(default_factory=list)
 
 
+def begun(tree: Tree) -> list[Branch]:
+    """The root, and what there is from before a restart."""
+    root = Branch(tree.root)
+    found = {id(tree.root): root}
+    for sample, _ in tree.begun:
+        found[id(sample)] = Branch(sample, sample.fork.at if sample.fork is not None else 0)
+    for sample, source in tree.begun:
+        branch, parent = found[id(sample)], found[id(source)]
+        branch.parent = parent
+        parent.children.append(branch)
+    return list(found.values())
+
+
 class Latr(TreeGenerator):
+    goes_on = True
+
     def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: LatrParams) -> None:
         super().__init__(speak)
         self._p, self._decode, self._ends = params, tokenizer.decode, turn_ends(config, tokenizer)
@@ -71,8 +86,8 @@ class Latr(TreeGenerator):
 
     async def grow(self, tree: Tree) -> None:
         p = self._p
-        room = max(1, round(p.share * (1 + len(tree.free))))
-        branches, step = [Branch(tree.root)], 0
+        room = max(1, round(p.share * tree.size))
+        branches, step = begun(tree), 0
         for step in range(min(p.most_steps, self._budget)):
             wanting = [b.sample for b in branches if not b.ended and b.sample.tokens <= step]
             if wanting:

@@ -20,18 +20,20 @@ import msgspec
 
 from rlsys.rollout.saved import New, ToldSequence
 from rlsys.rollout.scoring import Verdict
-from rlsys.spans import Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
+from rlsys.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
 from rlsys.types import Sample, Status
 
 _LENGTH = struct.Struct("<I")
 
 
 class Run(msgspec.Struct, tag=True, array_like=True):
-    """To the reward of this sample, which has its tokens where its row says. `sample`, `prompt`: pickles."""
+    """To the reward of this sample, which has its tokens where its row says. `sample`, `prompt`: pickles. `together`:
+    so many samples of its group come for a tree; 0: none is to grow."""
 
     sample_id: int
     sample: bytes
     prompt: bytes
+    together: int
 
 
 class Forget(msgspec.Struct, tag=True, array_like=True):
@@ -49,7 +51,8 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
 class OfSequence(msgspec.Struct, array_like=True):
     """What has become of a sequence, and what came of it since it was told last: `pieces`, written out already, and
-    the routes that an engine wrote. `prompt_ids`: where they are not its group's."""
+    the routes that an engine wrote. `anew`: it has lost tokens, and these are all that it has. `prompt_ids`: where
+    they are not its group's."""
 
     status: Status
     spans: list[tuple[int, int, int]]
@@ -65,6 +68,7 @@ class OfSequence(msgspec.Struct, array_like=True):
     spoke: int
     pieces: list[Piece]
     placed: list[RouteSpan]
+    anew: bool
 
     def tell(self, sequence: Sample) -> None:
         """Bring the coordinator's one up to date, but for its pieces."""
@@ -94,24 +98,29 @@ class Row(OfSequence, tag=True, array_like=True):
     """Nothing more will be generated."""
     censor_reason: str | None
     marks: list[TurnMark] | None
+    fork: Fork | None
+    given: int
+    discarded: int
     further: list[Further]
 
     def tell_sample(self, sample: Sample) -> list[ToldSequence]:
         """Bring the coordinator's sample up to date. What came of each sequence."""
         self.tell(sample)
         sample.censor_reason, sample.turn_marks = self.censor_reason, self.marks
+        sample.fork, sample.given, sample.discarded = self.fork, self.given, self.discarded
         for told in self.further:
             if told.number > len(sample.further):
                 sample.begin(told.prompt_ids or (), told.parent, aside=told.aside)
             told.tell(sample.sequences[told.number])
-        return [(0, self.pieces, self.placed), *((q.number, q.pieces, q.placed) for q in self.further)]
+        further = [(q.number, q.pieces, q.placed, q.anew) for q in self.further]
+        return [(0, self.pieces, self.placed, self.anew), *further]
 
 
 def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> Row:
     """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
         **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        marks=sample.turn_marks,
+        marks=sample.turn_marks, fork=sample.fork, given=sample.given, discarded=sample.discarded,
         further=[
             Further(**_of_sequence(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside)
             for n, new in further.items()
@@ -121,14 +130,14 @@ def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> 
 
 def _of_sequence(q: Sample, new: New) -> dict[str, Any]:
     """The fields of OfSequence."""
-    pieces, placed = new
+    pieces, placed, anew = new
     return {
         "status": q.status, "spans": [(s.version, s.start, s.end) for s in q.spans],
         "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
         "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
         "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
         "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "spoke": q.spoke, "pieces": pieces,
-        "placed": placed,
+        "placed": placed, "anew": anew,
     }  # fmt: skip
 
 

@@ -53,9 +53,25 @@ class RouteFiles:
                     f"{self._folder / name}: {length} bytes of it are in use, but {has}; restore it"
                 )
 
-    def claim(self, sample_id: int, spans: Sequence[RouteSpan]) -> list[RouteSpan]:
-        """Inside a transaction: those of a sample's new spans that are in hand, or lie where they say."""
-        return [span for span in spans if span.place is None or self._claim(sample_id, span)]
+    def claim(self, sample_id: int, spans: Sequence[RouteSpan], *, again: bool = False) -> list[RouteSpan]:
+        """Inside a transaction: those of a sample's new spans that are in hand, or lie where they say. `again`: some
+        are not new, and are not counted once more."""
+        return [
+            span
+            for span in spans
+            if span.place is None
+            or (again and self._claimed(sample_id, span))
+            or self._claim(sample_id, span)
+        ]
+
+    def _claimed(self, sample_id: int, span: RouteSpan) -> bool:
+        assert span.place is not None
+        name, offset, length, _ = span.place
+        query = (
+            "SELECT 1 FROM route_files JOIN route_places USING (file) "
+            "WHERE sample_id = ? AND name = ? AND length >= ?"
+        )
+        return self._db.execute(query, (sample_id, name, offset + length)).fetchone() is not None
 
     def _claim(self, sample_id: int, span: RouteSpan) -> bool:
         assert span.place is not None

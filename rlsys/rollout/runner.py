@@ -162,7 +162,7 @@ class SampleRunner:
         try:
             while self._has_slot() and (self._pending or self._admit(step)):
                 if self._pending:
-                    self._start(*self._pending.popleft())
+                    self._start_next()
             if self._prompts and self._prompts.keys() <= self._planning.waiting():
                 self._planning.close_round()
                 self._decide_released()
@@ -214,6 +214,13 @@ class SampleRunner:
         """With the decisions that changed it: both are committed by the same flush."""
         if state := self._planning.state():
             self._buffer.set_note("planning", state)
+
+    def _start_next(self) -> None:
+        """The next sample; those of its group with it where they have to be together, whatever slots there are."""
+        group, sample = self._pending.popleft()
+        self._start(group, sample)
+        while self._streams.together and self._pending and self._pending[0][0] is group:
+            self._start(*self._pending.popleft())
 
     def _start(self, group: SampleGroup, sample: Sample) -> None:
         if not sample.status.terminal:

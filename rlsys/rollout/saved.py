@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from rlsys.arrays import log_probs, token_ids
 from rlsys.errors import RunError
 from rlsys.records import Kind, Whose, encode
 from rlsys.rollout.segments import SegmentFile
@@ -17,9 +18,10 @@ from rlsys.rollout.writer import StoreWriter
 from rlsys.spans import Piece, RouteSpan
 from rlsys.types import Sample, Scored, Status
 
-New = tuple[list[Piece], list[RouteSpan]]
-"""Where new tokens of a sequence lie, and where engines have put new routes."""
-ToldSequence = tuple[int, Sequence[Piece], Sequence[RouteSpan]]
+New = tuple[list[Piece], list[RouteSpan], bool]
+"""Where new tokens of a sequence lie, and where engines have put new routes. True: it has lost tokens, and these are
+all that it has."""
+ToldSequence = tuple[int, Sequence[Piece], Sequence[RouteSpan], bool]
 """The same with the sequence's number."""
 Told = tuple[Sample, Sequence[ToldSequence]]
 """What a worker says of a sample, and what came of its sequences."""
@@ -68,9 +70,20 @@ class SavedSamples:
         """Whether it has tokens that `write` has not seen."""
         return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
 
-    def write(self, samples: Iterable[Sample]) -> None:
+    def write_for_workers(self, samples: Sequence[Sample]) -> None:
+        """As `write`, of new samples that other processes go on with: their tokens lie where these can read them."""
+        placed = self.write(samples)
+        self._file.tokens.write_out()
+        for sample, (_, _, pieces) in zip(samples, placed, strict=True):
+            sample.pieces = pieces
+            sample.response_ids, sample.mu = token_ids(), log_probs()
+            sample.routes, sample.support = [], bytearray()
+            self.know(sample)
+
+    def write(self, samples: Iterable[Sample]) -> list[tuple[int, int, list[Piece]]]:
         """Their rows, and what their arrays and those of their sequences have beyond what was written of them. One
-        that has lost tokens is to be written before it gets others: all of it is written anew."""
+        that has lost tokens is to be written before it gets others: all of it is written anew. Returns where it lies,
+        by sample and sequence."""
         rows, placed = [], []
         for sample in samples:
             rows.append(_row(sample))
@@ -85,6 +98,7 @@ class SavedSamples:
                 self.added_tokens += now.received - before.received
         self._put(rows)
         self._file.segments.point(placed)
+        return placed
 
     def _append(self, q: Sample, before: Stored) -> list[Piece]:
         """What a sequence has in hand beyond `before`, in a segment; and the row of a further one."""
@@ -93,9 +107,7 @@ class SavedSamples:
         if q.sequence:
             self._write_further(q)
         if q.tokens < before.tokens:
-            place = q.sample_id, q.sequence
-            self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
-            before = Stored()
+            before = self._forget_tokens(q)
         pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
         return pieces + append_scores(self._file.tokens, q, before.scores)
 
@@ -106,21 +118,25 @@ class SavedSamples:
         for sample, sequences in told:
             rows.append(_row(sample))
             stored = self._stored.setdefault(sample.sample_id, [])
-            for number, pieces, routes in sequences:
+            for number, pieces, routes, anew in sequences:
                 q = sample.sequences[number]
                 if number == len(stored):
                     stored.append(Stored())
-                before = stored[number]
-                if claimed := self._file.routes.claim(sample.sample_id, routes):
+                received, before = stored[number].received, stored[number]
+                if anew:
+                    before = self._forget_tokens(q)
+                    placed = [one for one in placed if one[:2] != (sample.sample_id, number)]
+                if claimed := self._file.routes.claim(sample.sample_id, routes, again=anew):
                     encoded = encode_routes(claimed)
                     record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, encoded, len(encoded))
                     pieces = [*pieces, self._file.tokens.append(record)]
                 if number:
                     self._write_further(q)
+                pieces = [*pieces, *append_scores(self._file.tokens, q, before.scores)]
                 placed.append((sample.sample_id, number, pieces))
                 q.pieces += pieces
                 now = stored[number] = Stored.of(q)
-                self.added_tokens += now.received - before.received
+                self.added_tokens += now.received - received
         self._put(rows)
         self._file.segments.point(placed)
 
@@ -130,6 +146,14 @@ class SavedSamples:
             self._file.db.executemany(
                 f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(rows[0]))})", rows
             )
+
+    def _forget_tokens(self, q: Sample) -> Stored:
+        """It has lost tokens, and will be written anew. What the file has of it then."""
+        place = q.sample_id, q.sequence
+        self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
+        q.pieces = []
+        del q.behaviour[q.tokens :]
+        return Stored()
 
     def _write_further(self, sequence: Sample) -> None:
         """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""

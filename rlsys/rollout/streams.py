@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -56,9 +56,12 @@ class Streams:
         spans: SampleSpans,
         flush_tokens: int,
         stops: Stops | None = None,
+        whole: Callable[[Sample], Awaitable[Sequence[Sample]]] | None = None,
     ) -> None:
-        """`flush_tokens`: the most that all running samples may have unsaved. `stops`: of a record to follow."""
+        """`flush_tokens`: the most that all running samples may have unsaved. `stops`: of a record to follow.
+        `whole`: see Family.siblings; None: `group_of` gives all of a group."""
         self._config = config
+        self._whole = whole
         self._stops = stops
         if stops is not None:
             stops.reached = self._remember
@@ -85,13 +88,18 @@ class Streams:
         router.on_failure = self._remember
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
 
+    @property
+    def together(self) -> bool:
+        """Whether all samples of a group have to begin at the same time."""
+        return False
+
     def runs(self, sample: Sample) -> bool:
         """Whether more may be generated of it."""
         return sample.sample_id in self._running
 
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
-        """All samples of its group, in their order."""
-        return self._group_of(sample).samples
+    async def siblings(self, sample: Sample) -> Sequence[Sample]:
+        """See Family."""
+        return self._group_of(sample).samples if self._whole is None else await self._whole(sample)
 
     @contextmanager
     def growing(self, samples: Iterable[Sample]) -> Iterator[None]:

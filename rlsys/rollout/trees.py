@@ -4,7 +4,10 @@ The first sample of a group that runs grows the tree; the others wait for it. Ev
 its tokens are in the ledger as they come, and it goes on with its seed where the tree has left it. What is pruned
 becomes an empty sample again, and its tokens are counted as discarded.
 
-After a restart of the rollout process a tree that was begun is not grown any further: its branches go on as they are.
+After a restart a tree whose generator `goes_on` grows on from its branches, as the ledger has them. What was most
+probable in the place of a saved token is not known any more, so nothing new forks there. Once a response has ended,
+or one was sampled from the prompt, the tree is done. Other trees are not grown any further: their branches go on as
+they are.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from rlsys.types import Prompt, Sample, Status
 class Family(Protocol):
     """What a tree needs of the samples around it; Streams has it."""
 
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
-        """All samples of its group, in their order."""
+    async def siblings(self, sample: Sample) -> Sequence[Sample]:
+        """All samples of its group, in their order, once all are here; none where some never will be."""
 
     def growing(self, samples: Iterable[Sample]) -> AbstractContextManager[None]:
         """Their tokens are saved for as long as this lasts, whether they run by themselves or not."""
@@ -41,9 +44,13 @@ class Tree:
     """The samples of one group, of which the first is the root. Owns which of them are free."""
 
     def __init__(self, samples: Sequence[Sample], look: Look, family: Family) -> None:
-        self.root, self._look, self._family = samples[0], look, family
-        self.free = list(samples[1:])
+        self.root, self.size, self._look, self._family = samples[0], len(samples), look, family
+        self.free = [s for s in samples[1:] if not s.tokens]
         """Those that are no branch, in the order in which they become one."""
+        self.begun = _begun(samples)
+        """Branches of before a restart, in the order in which they were forked, with those that they fork off."""
+        self._kept = {s.sample_id: s.tokens for s in samples}
+        """So many tokens of each are of before a restart. They may be sampled behind the tree's end, and stay."""
         self._tops: dict[int, Tops] = {}
 
     async def grow(self, branches: Iterable[Sample], most: int, tops: int, *, greedy: bool) -> None:
@@ -72,11 +79,14 @@ class Tree:
         """A new branch."""
         branch = self.free.pop(0)
         fork(source, at, branch, forced)
-        self._family.keep([branch])
+        self._family.keep([source, branch])  # a restart finds no branch longer than what it forks off
         return branch
 
     def cut(self, sample: Sample, at: int) -> None:
-        """It ends with token `at` - 1; with none, it is free again."""
+        """It ends with token `at` - 1, or where it ended before a restart; with none, it is free again."""
+        if not at:
+            self._kept[sample.sample_id] = 0
+        at = max(at, self._kept[sample.sample_id])
         if at < sample.tokens:
             cut(sample, at)
             self._family.keep([sample])
@@ -85,8 +95,23 @@ class Tree:
             self.free.append(sample)
 
 
+def _begun(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Those that fork off at the same token are in the order of those that they fork off."""
+    order, found = {samples[0].index: 0}, list[tuple[Sample, Sample]]()
+    forks = [(s.fork.at, s.fork.place, s) for s in samples if s.fork is not None]
+    for at in sorted({at for at, _, _ in forks}):
+        same = [(place, s) for other, place, s in forks if other == at]
+        for place, sample in sorted(same, key=lambda one: (order[one[0]], one[1].index)):
+            order[sample.index] = len(order)
+            found.append((sample, samples[place]))
+    return found
+
+
 class TreeGenerator:
     """Base of these generators. A subclass grows trees; in an evaluation each response is one turn."""
+
+    goes_on = False
+    """`grow` takes a tree with branches of before a restart (Tree.begun), and finds from them where it was."""
 
     def __init__(self, speak: Speak) -> None:
         self._speak = speak
@@ -104,6 +129,11 @@ class TreeGenerator:
         """Until its branches go on by themselves."""
         raise NotImplementedError
 
+    def _past(self, sample: Sample) -> bool:
+        """Whether it shows that its group's tree is not to be grown any more."""
+        branch = sample.index == 0 or sample.fork is not None
+        return sample.tokens > 0 and not (branch and self.goes_on)
+
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         if self._family is not None and self._look is not None and sample.sample_id != EVALUATION:
             await self._grown(sample, self._family, self._look)
@@ -111,11 +141,11 @@ class TreeGenerator:
 
     async def _grown(self, sample: Sample, family: Family, look: Look) -> None:
         """The tree of its group has been grown when this returns."""
+        samples = await family.siblings(sample)
         if (tree := self._trees.get(sample.group_id)) is not None:
             await asyncio.shield(tree)
             return
-        samples = family.siblings(sample)
-        if any(s.tokens or s.status.terminal for s in samples):
+        if not samples or any(s.status.terminal or self._past(s) for s in samples):
             return
         tree = self._trees[sample.group_id] = asyncio.get_running_loop().create_future()
         try:

@@ -25,7 +25,7 @@ from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.errors import RlsysError, UserError
+from rlsys.errors import RlsysError
 from rlsys.identity import engine_identity
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import STACKS_VARIABLE, run_role
@@ -59,8 +59,9 @@ from rlsys.rollout.segments import SegmentFile
 from rlsys.rollout.streams import Streams
 from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import sampling_turns
+from rlsys.rollout.worker_groups import WorkerGroups
 from rlsys.router.router import RefusedPrompt, Router
-from rlsys.types import Prompt, Sample, SampleGroup, Status
+from rlsys.types import Prompt, Sample, Status
 
 TELL_SECONDS = 0.02
 """Rows go together, for so long: a slot of a sample that has ended is free again after that."""
@@ -92,16 +93,17 @@ class Worker:
         self._parts = parts
         self._router = parts.router
         self._scorer = parts.scorer
+        self._groups = WorkerGroups()
         self._streams = Streams(
-            parts.config, parts.router, parts.scorer, parts.generator, self, self._group_of, SampleSpans(None),
-            parts.flush_tokens, parts.stops,
+            parts.config, parts.router, parts.scorer, parts.generator, self, self._groups.of, SampleSpans(None),
+            parts.flush_tokens, parts.stops, self._groups.whole,
         )  # fmt: skip
         self._link = Link(ToWorker, self._hear, end)
         self._file: SegmentFile | None = None
         self._stored: dict[int, list[Stored]] = {}  # of each sequence of the samples that run here
         self._told: dict[tuple[int, int], object] = {}  # of further sequences, what the coordinator knows
-        self._groups: dict[int, SampleGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()  # forgotten, and not at their end yet
         self._calls: set[asyncio.Task[None]] = set()
         self._rows: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -132,14 +134,15 @@ class Worker:
 
     def _obey(self, message: ToWorker) -> None:
         if isinstance(message, Run):
-            earlier = self._tasks.get(message.sample_id)
-            work = self._run(unpack(message.sample), unpack(message.prompt), earlier)
+            work = self._run(unpack(message.sample), unpack(message.prompt), message.together)
             begun = self._tasks[message.sample_id] = asyncio.create_task(work)
             begun.add_done_callback(lambda t: self._ended(message.sample_id, t))
         elif isinstance(message, Forget):
             for sample_id in message.sample_ids:
                 if (task := self._tasks.get(sample_id)) is not None:
                     task.cancel()
+                    self._leaving.add(task)
+                    task.add_done_callback(self._leaving.discard)
         else:
             call = asyncio.create_task(self._answer(message))
             self._calls.add(call)
@@ -160,9 +163,10 @@ class Worker:
 
     async def do_begin(
         self, writer: str, version: int, opened: bool, joined: list[tuple[str, int]], trained_steps: int
-    ) -> list[str]:
+    ) -> tuple[list[str], bool]:
         """Write segments as `writer`. Engines should have weights of `version`, which contain so many train steps;
-        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`."""
+        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, and
+        whether its generator grows trees."""
         own = list(self._router.engine_states())
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
@@ -173,7 +177,7 @@ class Worker:
         if opened:
             self._router.resume()
         self._calls.add(asyncio.create_task(self._router.watch()))
-        return own
+        return own, isinstance(self._parts.generator, TreeGenerator)
 
     async def do_interrupt(
         self, keep: frozenset[int] | None, going_on: bool, gently: bool
@@ -225,18 +229,17 @@ class Worker:
 
     # Samples
 
-    async def _run(self, sample: Sample, prompt: Prompt, before: asyncio.Task[None] | None) -> None:
-        if before is not None:  # it was forgotten, and has not ended yet
-            await asyncio.wait({before})
+    async def _run(self, sample: Sample, prompt: Prompt, together: int) -> None:
+        if self._leaving:  # it may be one of them, or of their group
+            await asyncio.wait(set(self._leaving))
         with SegmentReader(self._parts.folder) as reader:
             sample = reader.loaded(sample)
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
         self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.further}
-        group = self._groups.setdefault(sample.group_id, SampleGroup(sample.group_id, prompt.index, []))
-        group.samples.append(sample)
+        self._groups.add(sample, prompt.index, together)
         try:
             if sample.status.terminal:
-                self._rows.append(row_of(sample, True, ([], []), {}))
+                self._rows.append(row_of(sample, True, ([], [], False), {}))
                 self.flush_soon()
             else:
                 await self._streams.generate(sample, prompt)
@@ -246,9 +249,7 @@ class Worker:
             self._stored.pop(sample.sample_id, None)
             for q in sample.further:
                 self._told.pop((q.sample_id, q.sequence), None)
-            group.samples.remove(sample)
-            if not group.samples:
-                self._groups.pop(group.group_id, None)
+            self._groups.remove(sample)
 
     def _ended(self, sample_id: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(sample_id) is task:
@@ -257,10 +258,6 @@ class Worker:
             if not isinstance(error, RlsysError):
                 log.error("sample %d", sample_id, exc_info=error)
             self._link.send(Failed(sample_id, pack(error)))
-
-    def _group_of(self, sample: Sample) -> SampleGroup:
-        """Those of its samples that run here: all that are not done."""
-        return self._groups[sample.group_id]
 
     # Where Streams saves
 
@@ -282,12 +279,15 @@ class Worker:
         if sequence.sequence == len(stored):
             stored.append(Stored())
         before = stored[sequence.sequence]
+        anew = sequence.tokens < before.tokens
+        if anew:
+            before = Stored()
         new = sequence.routes[before.routes :]
         placed = [span for span in new if span.place is not None]
         in_hand = [span for span in new if span.place is None]
         pieces = append_tokens(file, sequence, before, in_hand)
         stored[sequence.sequence] = Stored.of(sequence)
-        return pieces, placed
+        return pieces, placed, anew
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `save` has not seen."""
@@ -336,11 +336,6 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
         stops = None if record is None else Stops(record)
         speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
         generator = build_generator(config, tokenizer, speak)
-        if isinstance(generator, TreeGenerator):
-            raise UserError(
-                f"rollout.workers = {workers}: rollout.generator = {config.rollout.generator!r} makes a group's "
-                "responses together; expected rollout.workers = 1"
-            )
 
         def joiner(url: str, tp: int) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp)

@@ -51,6 +51,8 @@ class WorkerProcess:
         """Tokens that it had received for samples when it saved all that runs, and those that it had told by then."""
         self.of_launch: list[str] = []
         """URLs of the engines that it has from its beginning."""
+        self.grows_trees = False
+        """Its generator makes all responses of a group together."""
         self.told = 0
         """Tokens of samples that this process has told."""
         self.deaths = 0
@@ -71,7 +73,7 @@ class WorkerProcess:
         await link.open(ours)
         try:
             async with asyncio.timeout(START_SECONDS):
-                self.of_launch = await self._ask("begin", {"writer": writer, **state})
+                self.of_launch, self.grows_trees = await self._ask("begin", {"writer": writer, **state})
         except (TimeoutError, WorkerGone):
             self.kill()
             raise RunError(f"{self.name} did not start: exit code {await self.reap()}") from None

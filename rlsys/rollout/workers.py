@@ -128,8 +128,11 @@ class Workers:
             run = self._running.get(row.sample_id)
             if run is None or run.home is not worker:
                 continue
-            grown = run.sample.all_tokens
+            grown, fork = run.sample.all_tokens, run.sample.fork
             told = row.tell_sample(run.sample)
+            if (begun := run.sample.fork) is not None and fork is None:
+                source = self._buffer.groups[run.sample.group_id].samples[begun.place]
+                run.sample.behaviour = source.behaviour[: begun.at]
             if run.sample.all_tokens > grown:
                 self._spans.heard(run.sample)
             yield run.sample, told
@@ -207,6 +210,11 @@ class Workers:
     def counts(self) -> Mapping[str, int]:
         return self.engines.generated()
 
+    @property
+    def together(self) -> bool:
+        """See Streams.together: a tree grows where all of its group are."""
+        return any(w.grows_trees for w in self.processes)
+
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Until the sample is terminal, and saved. An interrupt parks it inside this call. Cancel it after an
         interrupt only."""
@@ -246,7 +254,10 @@ class Workers:
         return min(self.processes, key=lambda w: (not w.serving, w.groups.total() / max(1, w.serving)))
 
     def _send(self, run: Running) -> None:
-        run.home.send(Run(run.sample.sample_id, pack(replace(run.sample, behaviour=[])), pack(run.prompt)))
+        sample = run.sample
+        group = self._buffer.groups[sample.group_id].samples
+        together = len(group) if self.together and not any(s.status.terminal for s in group) else 0
+        run.home.send(Run(sample.sample_id, pack(replace(sample, behaviour=[])), pack(run.prompt), together))
 
     def _forget(self, run: Running) -> None:
         """Nobody waits for it any more."""

@@ -14,7 +14,7 @@ class Siblings:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples, self.kept = samples, 0
 
-    def siblings(self, sample: Sample) -> Sequence[Sample]:
+    async def siblings(self, sample: Sample) -> Sequence[Sample]:
         return self.samples
 
     @contextmanager

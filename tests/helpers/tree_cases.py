@@ -1,11 +1,13 @@
-"""A generator that forks, cuts and prunes whatever the model says."""
+"""A generator that forks, cuts and prunes whatever the model says, and a planner that repairs whatever it said."""
 
 from __future__ import annotations
 
+from rlsys.algo.planners import Accept, Decision, More, Planner, Prefix
 from rlsys.config import Config
 from rlsys.forks import Forced
 from rlsys.rollout.trees import Tree, TreeGenerator
 from rlsys.rollout.turns import Speak
+from rlsys.types import SampleGroup
 
 
 class Bushes(TreeGenerator):
@@ -26,3 +28,16 @@ class Bushes(TreeGenerator):
 
 def bushes(config: Config, tokenizer: object, speak: Speak) -> Bushes:
     return Bushes(speak)
+
+
+class Repairing(Planner):
+    """Each group gets two more samples, once: they begin with three tokens of its first one, and two others."""
+
+    def limit(self, size: int) -> int:
+        return size + 2
+
+    def decide(self, group: SampleGroup) -> Decision:
+        if len(group.samples) > 4:
+            return Accept()
+        at = min(3, group.samples[0].tokens - 1)
+        return More(2, prefixes=(Prefix(0, at, (98, 99)),) * 2)

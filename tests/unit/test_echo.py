@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -95,6 +96,27 @@ async def test_branches_whose_entropy_spikes_are_pruned_but_the_root() -> None:
         "one a window, gone in the next"
     )
     assert sum(s.discarded for s in samples) == 2 * 7, "each had seven tokens of its own, and a forced one"
+
+
+async def test_after_a_restart_a_tree_forks_on() -> None:
+    moods = Moods({5, 6, 7, 13, 14, 15})
+    samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(12)]
+
+    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+        if sample.tokens >= 8:
+            raise asyncio.CancelledError
+        await moods.look(sample, most, tops, greedy=greedy)
+
+    with pytest.raises(asyncio.CancelledError):
+        await made(widest=6)._grown(samples[0], Siblings(samples), dies)
+    before = [s.fork for s in samples if s.fork is not None]
+    assert before and all(fork.at < 8 for fork in before)
+    again = made(widest=6)
+    await again._grown(samples[0], Siblings(samples), moods.look)
+    after = [s.fork for s in samples if s.fork is not None]
+    assert after[: len(before)] == before and all(fork.at >= 12 for fork in after[len(before) :])
+    assert len(after) - len(before) == again.counts["tree_forks"] > 0
+    assert sum(s.tokens == 16 for s in samples) == 1 + len(before)
 
 
 def test_echo_needs_the_whole_distribution() -> None:

@@ -157,10 +157,6 @@ def config(**sections: dict) -> Config:
             {"data": {"process_judge": "chain_sum"}, "rollout": {"generator": "calculator"}},
             "does not go on from tokens of another response",
         ),
-        (
-            {"data": {"process_judge": "chain_sum"}, "rollout": {"workers": 2}, "engine": {"count": 2}},
-            "rollout.workers = 2: .*; expected 1",
-        ),
     ],
 )
 def test_what_scope_lacks_is_told_before_the_start(sections: dict, why: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.latr import Latr, rouge_l, suffix_match
+from rlsys.rollout.turns import Look
 from rlsys.spans import Tops, VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
 from tests.helpers.families import Siblings
@@ -115,6 +118,67 @@ async def test_latr_grows_the_tree_of_its_paper(seed: int, chunk: int) -> None:
         assert generate.counts["tree_pruned"] > 0
 
 
+@pytest.mark.parametrize("last", [1, 7, 24, 33, 60])
+@pytest.mark.parametrize("seed", range(4))
+async def test_after_a_restart_between_two_steps_a_tree_grows_on_as_if_there_had_been_none(
+    seed: int, last: int
+) -> None:
+    model = ToyModel(seed, ends=0.01 * (seed % 3))
+    samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
+
+    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+        if sample.tokens >= last:
+            raise asyncio.CancelledError
+        await model.look(sample, most, tops, greedy=greedy)
+
+    made_for = config(generator_params={"chunk": 1, "most_steps": 120}, max_response_tokens=200)
+    with contextlib.suppress(asyncio.CancelledError):
+        await grown(made_for, samples, dies)
+    saved = [pickle.loads(pickle.dumps(s)) for s in samples]
+    again = await grown(made_for, saved, model.look)
+    assert {tuple(s.response_ids) for s in saved if s.tokens} == simulated(model, [3, 4], 8, 120)
+    if seed == 1 and last < 30:
+        assert again.counts["tree_forks"] > 0, "after the restart"
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) -> None:
+    """What was probable in their places is not known any more. A tree that was done stays as it is."""
+    model, asked = ToyModel(1, 0.0), 0
+    samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
+
+    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+        nonlocal asked
+        asked += 1
+        await model.look(sample, most if asked < 4 else sample.tokens + 3, tops, greedy=greedy)
+        if asked >= 4:
+            sample.status = Status.PARKED
+            raise asyncio.CancelledError
+
+    made_for = config(generator_params={"chunk": chunk, "most_steps": 120}, max_response_tokens=200)
+    with pytest.raises(asyncio.CancelledError):
+        await grown(made_for, samples, dies)
+    had = [list(s.response_ids) for s in samples if s.tokens]
+    await grown(made_for, samples, model.look)
+    branches = [list(s.response_ids) for s in samples if s.tokens]
+    kept = [ids for ids in had if any(own[: len(ids)] == ids for own in branches)]
+    assert kept[0] == had[0] and len(branches) > len(had), "the root, and all but those that were pruned since"
+    for sample in samples:
+        sample.status = Status.PARKED
+    told = [(list(s.response_ids), s.fork, s.discarded) for s in samples]
+    await grown(made_for, samples, never)
+    assert [(list(s.response_ids), s.fork, s.discarded) for s in samples] == told
+
+
+async def grown(made_for: Config, samples: list[Sample], look: Look) -> Latr:
+    """As a rollout process that has just begun does it."""
+    generate = build_generator(made_for, TOKENIZER, never)
+    assert isinstance(generate, Latr)
+    generate.attach(Siblings(samples), look)
+    await generate._grown(samples[0], *attached(generate))
+    return generate
+
+
 def attached(generate: Latr) -> tuple:
     return generate._family, generate._look
 
@@ -160,8 +224,7 @@ def test_latr_needs_the_whole_distribution_at_temperature_one() -> None:
             build_generator(config(**fields), TOKENIZER, never)
     with pytest.raises(UserError, match="needs a tokenizer"):
         build_generator(config(), None, never)
-    two = {"model": {"path": MODEL}, "engine": {"count": 2}, "rollout": {"generator": "latr", "workers": 2}}
     with pytest.raises(ValueError, match=r"engine\.ngram_drafts = 4: .*; expected 0"):
-        Config.model_validate({**two, "engine": {"ngram_drafts": 4}, "rollout": {"generator": "latr"}})
-    with pytest.raises(ValueError, match=r"generator = latr: expected rollout\.workers = 1"):
-        Config.model_validate(two)
+        Config.model_validate(
+            {"model": {"path": MODEL}, "engine": {"ngram_drafts": 4}, "rollout": {"generator": "latr"}}
+        )

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.membership import tell
 from rlsys.owner import claim
 from rlsys.rollout.members import Members
-from rlsys.types import Taken
+from rlsys.types import Sample, SampleGroup, Taken
 from tests.helpers.engine_server import expected
 from tests.helpers.loaded import loaded
+from tests.helpers.scripted_engine import logprob, token
 from tests.helpers.several_turns import MARKS
 from tests.helpers.workers_rig import Run, check_step, run
 
@@ -162,10 +162,45 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
         assert r.manager.status()["resumes_total"] > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("generator", ["latr", "echo"])
-def test_trees_are_refused_with_the_reason(generator: str) -> None:
-    sections = {"rollout": {"workers": 2, "generator": generator}, "engine": {"count": 2}}
-    with pytest.raises(
-        ValueError, match=r"expected rollout\.workers = 1, since branches fork off each other"
-    ):
-        Config.model_validate({"model": {"path": "x"}, **sections})
+@pytest.mark.parametrize("planners", [[], ["tests.helpers.tree_cases:Repairing"]], ids=["", "repairs"])
+async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path: Path) -> None:
+    """All samples of a group are with one worker, which forks, cuts and prunes them: the ledger has what it has."""
+    name, forked = "tests.helpers.tree_cases:bushes", 0
+    sections = {"algo": {"planners": planners}}
+    async with run(tmp_path, 2, 4, sections=sections, generator=name, group_size=4, flush_tokens=16) as r:
+        await r.manager.restore(0)
+        await r.push()
+        for step in range(1, 9):
+            taken = await r.take(step)
+            for group in loaded(tmp_path, taken.groups):
+                assert len(group.samples) == (6 if planners else 4)
+                for sample in group.samples:
+                    check_branch(group, sample)
+                    forked += sample.fork is not None
+            assert taken.metrics["lost"] == 0
+            if step in (3, 5):
+                r.workers.processes[step % 2].kill()
+            await r.push()
+        ledger = r.buffer.ledger()
+        assert forked > 20 and ledger.given > 20 and ledger.discarded > 20
+
+
+def check_branch(group: SampleGroup, sample: Sample) -> None:
+    """Its own tokens are its engine's, and those before its fork are its stem's."""
+    first, versions = len(sample.prompt_ids), sample.versions()
+    assert len(sample.response_ids) == len(sample.mu) == sample.tokens and sample.status.terminal
+    assert sample.reward == float(sample.tokens % 2)
+    own = [i for i, trained in enumerate(sample.trained()) if trained]
+    if sample.fork is not None:
+        stem, at = group.samples[sample.fork.place], sample.fork.at
+        shared = min(at, 5)  # the root is cut off there, after the first forks
+        assert list(sample.response_ids[:shared]) == list(stem.response_ids[:shared])
+        assert (
+            list(sample.mu[:shared]) == list(stem.mu[:shared])
+            and versions[:shared] == stem.versions()[:shared]
+        )
+        assert sample.response_ids[at] in (97, 98, 99)
+        own = [i for i in own if i > at]
+    for i in own:
+        assert sample.response_ids[i] in (2, token(sample.seed, first + i, versions[i]))
+        assert sample.mu[i] == logprob(sample.seed, first + i, versions[i])

@@ -1,0 +1,157 @@
+"""examples/tools with each stock client, in a venv of its own: the ledger has what the engine says that it made, and
+nothing is lost when agents, environment, engine, rollout and trainer are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlsys.obs.metrics import read_metrics
+from rlsys.rollout.reader import RunReader
+from rlsys.types import Sample
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import GROUPS, RLSYS, Session, check_agreement, check_ledger, command_line
+from tests.helpers.venvs import venv
+from tests.integration.test_agent_run import HOST, kill, parents_line
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+
+TOOLS = ROOT / "examples/tools"
+CLIENTS = ("openai==3.57.0", "anthropic==2.13.0", "openai-agents==0.24.0")
+AGENTS = {"openai": "agent.py", "anthropic": "anthropic_agent.py", "sdk": "sdk_agent.py"}
+ENVIRONMENT = "rlsys.environments.serve"
+SFT_STEPS = 120
+"""After so many the model calls the tool, as long as it has not learned to guess as well."""
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm start in short."""
+    folder = tmp_path_factory.mktemp("tools")
+    module("model").make(folder / "model")
+    small = [f"trainer.steps={SFT_STEPS}", "trainer.token_budget=4096", "sft.params={guesses: 0}"]
+    where = [f"model.path={folder}/model", f"run.dir={folder}/sft"]
+    command = [*RLSYS, "sft", "examples/tools/sft.yaml", *where, *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "sft/model"
+
+
+def overrides(model: Path, agent: str) -> tuple[str, ...]:
+    """As rl.yaml and its neighbours have it."""
+    params = {
+        "run": f"examples/tools/{AGENTS[agent]}:solve",
+        "python": str(venv("agents", *CLIENTS)),
+        "environment": {"connector": "examples/tools/adding.py:Adding"},
+    }
+    return (
+        f"model.path={model}", "data.reward=exact_answer", "engine.tool_call_parser=qwen25",
+        "rollout.generator=agent", f"rollout.generator_params={json.dumps(params)}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", sorted(AGENTS))
+def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Path, tmp_path: Path) -> None:
+    """Id by id and log-prob by log-prob, over interruptions and pushes."""
+    run, record = tmp_path / "run", tmp_path / "record"
+    record.mkdir()
+    words = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
+    words += ["--log-requests-target", str(record)]
+    told = ("engine.stream_interval=1000", f"engine.extra_args={json.dumps(words)}")
+    steps = (
+        "trainer.steps=3",
+        "trainer.checkpoint_every=100",
+    )  # a checkpoint lets tokens of earlier steps go
+    session = Session(run, *overrides(model, agent), *steps, *told)
+    try:
+        code, output = session.end()
+    finally:
+        session.kill()
+    assert code == 0, output
+    assert check_ledger(run)["trained"] == 3 * GROUPS
+    check_agreement(run)
+    assert sum(s["resumed_samples"] for s in read_metrics(run).steps) > 0, "over_provision"
+    samples = [s for g in RunReader(run).groups("state = 'trained'") for s in g.samples]
+    assert any(s.observed for s in samples), "the tool was called"
+    made = finished_requests(record)
+    for sample in samples:
+        check_record(sample, made[sample.sample_id])
+
+
+def finished_requests(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What the engine has written of each sample's requests (SGLang's --log-requests), in their order."""
+    found = defaultdict(list)
+    lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    for said in (json.loads(line.partition("] ")[2]) for line in lines):
+        if said["event"] == "request.finished" and said["rid"].endswith("."):
+            sample_id = said["rid"].partition("-")[2].rpartition("-")[0]
+            found[int(sample_id)].append(said)
+    return found
+
+
+def check_record(sample: Sample, requests: list[dict[str, Any]]) -> None:
+    """Each request was asked with what the sample has, and made what follows there. The record of a stream has its
+    last chunk and how many tokens there were: here all but the first one."""
+    ids = [*sample.prompt_ids, *sample.response_ids]
+    first, made = len(sample.prompt_ids), 0
+    for request in requests:
+        asked, told = request["obj"]["input_ids"], request["out"]["meta_info"]
+        end = len(asked) + told["completion_tokens"]
+        made += told["completion_tokens"]
+        chunk = [(token, logp) for logp, token, *_ in told["output_token_logprobs"]]
+        assert len(chunk) >= told["completion_tokens"] - 1
+        assert asked == ids[: len(asked)]
+        start = end - len(chunk)
+        assert [token for token, _ in chunk] == ids[start:end]
+        assert [logp for _, logp in chunk] == pytest.approx(
+            list(sample.mu[start - first : end - first]), abs=1e-7
+        )
+    assert made == sample.sampled_tokens
+
+
+STEPS = 8
+
+
+@pytest.fixture
+def session(model: Path, tmp_path: Path) -> Iterator[Session]:
+    made = Session(tmp_path / "run", *overrides(model, "sdk"), f"trainer.steps={STEPS}")
+    yield made
+    made.kill()
+
+
+def test_nothing_is_lost_when_everybody_is_killed(session: Session, tmp_path: Path) -> None:
+    """An agent of a framework: it has no say in how its client asks again."""
+    run = tmp_path / "run"
+    session.wait_for_steps(1)
+    kill(session, lambda p: ENVIRONMENT in command_line(p))
+    session.wait_for_steps(1)
+    kill(session, lambda p: HOST in command_line(p) and HOST in parents_line(p))  # agents
+    session.find("rlsys.engine.server").send_signal(signal.SIGKILL)
+    session.wait_for_steps(3)
+    session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
+    session.wait_for_steps(5)
+    session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+    code, output = session.end()
+    assert code == 0, output
+    assert check_ledger(run)["trained"] == STEPS * GROUPS
+    assert [s["step"] for s in read_metrics(run).steps] == list(range(1, STEPS + 1))
+    check_agreement(run)
+    samples = [s for g in RunReader(run).groups("train_step = ?", STEPS) for s in g.samples]
+    assert any(s.observed for s in samples), "the tool was called"
