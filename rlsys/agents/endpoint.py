@@ -1,6 +1,7 @@
 """The HTTP server that agents ask: for each sample an address and a key of its own, on loopback.
 
     http://127.0.0.1:PORT/SESSION/v1/chat/completions, /v1/responses, /v1/messages
+    http://127.0.0.1:PORT/SESSION/reward                what the agent says that its response was worth
 
 A request may have to wait for a train step, a push or a new engine. So that no client gives up meanwhile, one that
 waits gets white space before its JSON, or comments in its stream (as DeepSeek's API does it). A request whose client
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -21,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from rlsys.agents import anthropic, chat, responses
+from rlsys.agents.host import REWARD_URL
 from rlsys.agents.messages import Answer, Asked, BadRequest
 
 HOST = "127.0.0.1"
@@ -72,12 +75,14 @@ class Session:
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
         self.waiting: set[asyncio.Future[Answer]] = set()
         """Answers that somebody waits for."""
+        self.reward: float | None = None
+        """What the agent has said last that its response was worth."""
 
     def environment(self) -> dict[str, str]:
         """With which stock clients find it."""
         openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
         anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
-        return openai | anthropic | {"NO_PROXY": HOST, "no_proxy": HOST}
+        return openai | anthropic | {REWARD_URL: f"{self.url}/reward", "NO_PROXY": HOST, "no_proxy": HOST}
 
 
 class Endpoint:
@@ -91,7 +96,9 @@ class Endpoint:
     async def listening(self) -> AsyncIterator[Endpoint]:
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.add_routes([web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()])
-        app.add_routes([web.get("/{session}/v1/models", self._models)])
+        app.add_routes(
+            [web.get("/{session}/v1/models", self._models), web.post("/{session}/reward", self._hear)]
+        )
         runner = web.AppRunner(app, shutdown_timeout=0, access_log=None)
         await runner.setup()
         try:
@@ -125,6 +132,19 @@ class Endpoint:
             return _refusal(401, "not the address and key of an agent that runs")
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _hear(self, request: web.Request) -> web.Response:
+        if (session := self._session(request)) is None:
+            return _refusal(401, "not the address and key of an agent that runs")
+        try:
+            body = await request.json()
+            reward = float(body["reward"])
+        except (ValueError, KeyError, TypeError):
+            return _refusal(400, 'expected {"reward": NUMBER}')
+        if not math.isfinite(reward):
+            return _refusal(400, f"reward = {reward}: expected a finite number", "reward")
+        session.reward = reward
+        return web.json_response({})
 
     def _answering(self, api: Api) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:

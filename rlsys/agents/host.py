@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import http.client
 import inspect
 import json
+import numbers
 import os
 import random
 import selectors
@@ -31,11 +33,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from rlsys.errors import UserError
 from rlsys.imports import place, resolve
 
 FIELD = "rollout.generator_params.run"
+REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
+"""Where an agent finds to whom it may say what its response was worth, and with which key."""
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
 LONGEST_ERROR = 4000
@@ -165,7 +170,8 @@ class Host:
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
-        self._channel.sendall(LENGTH.pack(len(data)) + data)
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: the next read ends us
+            self._channel.sendall(LENGTH.pack(len(data)) + data)
 
 
 def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
@@ -183,12 +189,24 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     function = resolve(FIELD, first["run"], {})
 
     def call(task: dict[str, Any]) -> None:
-        if inspect.iscoroutinefunction(function):
-            asyncio.run(function(task))
-        else:
-            function(task)
+        given = asyncio.run(function(task)) if inspect.iscoroutinefunction(function) else function(task)
+        if isinstance(given, numbers.Real):  # others return an answer, which nobody asked for
+            _tell_reward(float(given))
 
     return call
+
+
+def _tell_reward(reward: float) -> None:
+    """Raises ValueError for one that is not finite."""
+    url = urlsplit(os.environ[REWARD_URL])
+    connection = http.client.HTTPConnection(url.hostname or "", url.port)
+    headers = {"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}
+    connection.request("POST", url.path, json.dumps({"reward": reward}), headers)
+    answer = connection.getresponse()
+    said = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise ValueError(json.loads(said)["error"]["message"])
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes | None:

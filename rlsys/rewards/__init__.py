@@ -24,7 +24,7 @@ from rlsys.rewards.answer import (
 )
 from rlsys.rewards.code import code
 from rlsys.rewards.consistency import reasoning_answer_consistency
-from rlsys.rewards.environment import environment
+from rlsys.rewards.environment import agent, environment
 from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.marks import Mark, join_marks, read_mark
 from rlsys.rewards.maths import math
@@ -45,6 +45,7 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
     "fapo_judge": fapo_judge,
     "reasoning_answer_consistency": reasoning_answer_consistency,
     "environment": environment,
+    "agent": agent,
     "math": math,
     "code": code,
     "regex": regex,

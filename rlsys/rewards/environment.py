@@ -1,4 +1,4 @@
-"""The reward `environment`: what the run's environment says.
+"""The rewards `environment` and `agent`: what the run's environment, or its agent, says.
 
 With `rollout.generator: environment`, or `replayed`, it is the sum of what the turns were worth. With `data.source:
 environment` it is the rubric of that verifiers environment.
@@ -16,6 +16,16 @@ from rlsys.errors import UserError
 from rlsys.rewards.marks import SCORE, TURNS
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.types import Prompt
+
+
+def agent(config: Config) -> Score:
+    """What the agent has given when it ended."""
+    if config.rollout.generator != "agent":
+        raise UserError(
+            "data.reward = 'agent' is what an agent gives when it ends, but rollout.generator = "
+            f"{config.rollout.generator}; expected agent"
+        )
+    return lambda prompt, text: math.fsum(prompt.entry[TURNS])
 
 
 def environment(config: Config) -> Score:

@@ -35,6 +35,7 @@ from rlsys.rollout.conversation import Conversation
 from rlsys.rollout.environment_services import ServiceParams, Services
 from rlsys.rollout.turn_reader import ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
+from rlsys.spans import TurnMark
 from rlsys.types import Prompt, Sample
 
 STARTS = 3
@@ -94,6 +95,7 @@ class AgentGenerator:
         parsed = config.engine.tool_call_parser or config.engine.reasoning_parser
         self._reader = TurnReader(config) if parsed else None
         self._ends = turn_ends(config, tokenizer)
+        self._wants_reward = any(spec.name == "agent" for spec in config.data.reward)
         self.remote = params.url is not None
         """Agents are somebody else's processes."""
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
@@ -128,6 +130,7 @@ class AgentGenerator:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
             if end is None or not end.lost:
                 self._conclude(talk, end)
+                self._take_reward(sample, session.reward, full=end is None)
                 return
             self.counts["agent_restarts"] += 1
             lost = end.lost
@@ -140,6 +143,20 @@ class AgentGenerator:
             talk.conclude(full=end is None)
         except ToolFailed as e:
             raise ToolFailed(f"the agent {self._params.name}: {e}") from None
+
+    def _take_reward(self, sample: Sample, reward: float | None, *, full: bool) -> None:
+        """What the agent has said, as the worth of the last turn. One that had no room to come to its end has not
+        said more: nothing is worth 0."""
+        if self._wants_reward and reward is None:
+            if not full:
+                raise ToolFailed(
+                    f"the agent {self._params.name}: gave no reward, and data.reward = agent is its own"
+                )
+            reward = 0.0
+        if reward is not None:
+            turns = [(q.spoke, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
+            last = turns.index(max(turns))
+            sample.turn_marks = [TurnMark(reward if i == last else 0.0) for i in range(len(turns))]
 
     @asynccontextmanager
     async def _running(

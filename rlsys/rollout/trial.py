@@ -226,7 +226,8 @@ async def _score(
     """Names of the reward's parts; None: a service says them, which is not asked."""
     if any(is_url(spec.name) for spec in config.data.reward):
         return None
-    if config.rollout.generator in ("environment", "replayed"):
+    own = any(spec.name == "agent" for spec in config.data.reward)
+    if own or config.rollout.generator in ("environment", "replayed"):
         prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
     verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
     if verdict.reward is None:

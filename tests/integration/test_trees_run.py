@@ -46,6 +46,27 @@ def test_a_run_of_trees_and_repairs_outlives_its_rollout_process(tmp_path: Path)
     finally:
         session.kill()
     assert code == 0, output
+    check_trees(run)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_trees_and_repairs_of_two_workers_outlive_worker_and_coordinator(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    session = Session(run, *TREES, "engine.count=2", "rollout.workers=2")
+    try:
+        session.wait_for_steps(1)
+        session.find("rlsys.rollout.worker", "--number", "1").kill()
+        session.wait_for_steps(3)
+        session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+        code, output = session.end()
+    finally:
+        session.kill()
+    assert code == 0, output
+    check_trees(run)
+
+
+def check_trees(run: Path) -> None:
     figures = check_ledger(run)
     assert figures["trained"] == STEPS * GROUPS and figures["given"] > 0
     check_agreement(run)

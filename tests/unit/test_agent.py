@@ -21,11 +21,14 @@ from aiohttp import web
 from rlsys.agents import endpoint, remote
 from rlsys.agents.messages import Answer
 from rlsys.config import Config, identity, load_config
+from rlsys.config.data import DataConfig
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
+from rlsys.rewards import make_score
 from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.scoring import asked_about
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.tools import ToolFailed
 from rlsys.rollout.trial import try_rollout
@@ -190,6 +193,40 @@ async def test_a_program_that_fails_censors_too() -> None:
         await made(config("", {"run": None, "command": command}))
     with pytest.raises(UserError, match="command = '/no/such/program' is no program"):
         await made(config("", {"run": None, "command": ["/no/such/program"]}))
+
+
+@pytest.mark.parametrize(
+    ("agent", "worth", "marks"),
+    [
+        ("worth", 0.5, [0.5]),
+        ("worth", True, [1.0]),
+        ("worth", None, None),
+        ("worth", "an answer", None),
+        ("says_its_worth", -2, [0.0, 0.0, -2.0]),
+    ],
+)
+async def test_an_agent_may_say_what_its_response_was_worth(
+    agent: str, worth: object, marks: list[float] | None
+) -> None:
+    """It is the worth of the last turn."""
+    found = (await made(config(agent), worth=worth)).turn_marks
+    assert (None if found is None else [mark.reward for mark in found]) == marks
+
+
+async def test_the_reward_agent_is_what_the_agent_gives() -> None:
+    wanting = config("worth").model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
+    s = await made(wanting, worth=0.5)
+    score = make_score(wanting)
+    assert score(asked_about(prompt(), s), "") == 0.5
+    with pytest.raises(ToolFailed, match=r"gave no reward, and data\.reward = agent is its own"):
+        await made(wanting, worth=None)
+    with pytest.raises(ToolFailed, match="reward = nan: expected a finite number"):
+        await made(wanting, worth=float("nan"))
+    endless = config("asks_for_ever", max_response_tokens=60).model_copy(update={"data": wanting.data})
+    full = await made(endless, model=Model(["no<eos>"] * 9, budget=60))
+    assert full.turn_marks is not None and {mark.reward for mark in full.turn_marks} == {0.0}
+    with pytest.raises(UserError, match=r"rollout\.generator = single_turn; expected agent"):
+        make_score(Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "agent"}}))
 
 
 async def test_an_agent_in_the_python_of_a_venv_without_any_package(tmp_path: Path) -> None:

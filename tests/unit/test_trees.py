@@ -162,7 +162,9 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     await grown(made_for, samples, model.look)
     branches = [list(s.response_ids) for s in samples if s.tokens]
     kept = [ids for ids in had if any(own[: len(ids)] == ids for own in branches)]
-    assert kept[0] == had[0] and len(branches) > len(had), "the root, and all but those that were pruned since"
+    assert kept[0] == had[0] and len(branches) > len(had), (
+        "the root, and all but those that were pruned since"
+    )
     for sample in samples:
         sample.status = Status.PARKED
     told = [(list(s.response_ids), s.fork, s.discarded) for s in samples]

@@ -26,6 +26,23 @@ def ask(messages, headers=(), **more):
     return said["choices"][0]["message"]
 
 
+def worth(task):
+    """Its answer is worth the task's."""
+    ask(question(task))
+    return task["worth"]
+
+
+def says_its_worth(task):
+    """Before it asks, and once more."""
+    for reward in (0.25, task["worth"]):
+        url = urlsplit(os.environ["RLSYS_REWARD_URL"])
+        connection = http.client.HTTPConnection(url.hostname, url.port)
+        headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+        connection.request("POST", url.path, json.dumps({"reward": reward}), headers)
+        assert connection.getresponse().status == 200
+    sums(task)
+
+
 def question(task):
     return [{"role": "user", "content": task["question"]}]
 
