@@ -114,7 +114,8 @@ class SavedSamples:
     def write_told(self, told: Iterable[Told]) -> None:
         """As `write`, of samples whose tokens another process has: new ones lie in pieces, which it has written out,
         and new routes where an engine has put them. A sample may be there twice, as it was then and as it is now."""
-        rows, placed = [], []
+        rows: list[tuple[object, ...]] = []
+        placed: list[tuple[int, int, Sequence[Piece]]] = []
         for sample, sequences in told:
             rows.append(_row(sample))
             stored = self._stored.setdefault(sample.sample_id, [])
