@@ -19,7 +19,15 @@ from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.reader import RunReader
 from rlsys.types import Sample
 from tests.helpers.servers import ROOT
-from tests.helpers.sessions import GROUPS, RLSYS, Session, check_agreement, check_ledger, command_line
+from tests.helpers.sessions import (
+    GROUPS,
+    RLSYS,
+    Session,
+    as_json,
+    check_agreement,
+    check_ledger,
+    command_line,
+)
 from tests.helpers.venvs import venv
 from tests.integration.test_agent_run import HOST, kill, parents_line
 
@@ -86,13 +94,14 @@ def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Pat
         session.kill()
     assert code == 0, output
     assert check_ledger(run)["trained"] == 3 * GROUPS
-    check_agreement(run)
     assert sum(s["resumed_samples"] for s in read_metrics(run).steps) > 0, "over_provision"
     samples = [s for g in RunReader(run).groups("state = 'trained'") for s in g.samples]
     assert any(s.observed for s in samples), "the tool was called"
     made = finished_requests(record)
     for sample in samples:
         check_record(sample, made[sample.sample_id])
+    summary = as_json("report", str(run))[1]  # its 99.9th percentile is of a handful of tokens here
+    assert summary["mean_abs_logprob_diff"] <= 1e-6
 
 
 def finished_requests(folder: Path) -> dict[int, list[dict[str, Any]]]:
