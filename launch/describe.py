@@ -97,7 +97,7 @@ def describe_arithmetic(config: Config) -> list[Fact]:
     """How many samples, groups and ranks the numbers of the config come to."""
     r, p, n = config.rollout, config.parallel, config.samples_per_step
     per_rank = n // (p.data_parallel * config.algo.minibatches)
-    capacity = config.engine.count * config.max_running_requests
+    capacity = config.engine.writers * config.max_running_requests
     factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
     updates = config.algo.minibatches * config.algo.epochs
     return [
@@ -105,12 +105,13 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "in flight",
             f"{config.slots} samples (over_provision {factor}), "
-            f"{config.engine.count} engine(s) decode up to {capacity} at once",
+            f"{config.engine.writers} engine(s) decode up to {capacity} at once",
         ),
         *(
             (
                 f"pool {p.name}",
-                f"{p.count} engine(s) of tp {p.tp or config.engine.tp}, cost {p.cost:g} a rank and second",
+                f"{p.count} engine(s) of tp {p.tp or config.engine.tp}, cost {p.cost:g} a rank and second"
+                + (", tries prompts out" if p.role == "explore" else ""),
             )
             for p in config.engine.pools
         ),

@@ -368,7 +368,7 @@ def does_not_fit(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
 def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     """What will not fit a GPU of `gpu_gb` GB, and sizes that do not suit each other."""
     found = does_not_fit(config, hf, gpu_gb)
-    if config.slots > (capacity := config.engine.count * config.max_running_requests):
+    if config.slots > (capacity := config.engine.writers * config.max_running_requests):
         found.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens
     if (held := config.engine.max_total_tokens // longest) < config.max_running_requests:

@@ -40,7 +40,7 @@ class Role:
     Roles of one `unit` live and die together: the trainer's nodes, or those of an engine that spans several.
     `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's gives its
     counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds. `engine`: the URL of the engine
-    that it is, or is a part of.
+    that it is, or is a part of. `explores`: that engine tries prompts out, and writes no samples.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Role:
     node: int = 0
     gpus: tuple[int, ...] = ()
     engine: str | None = None
+    explores: bool = False
 
     def __post_init__(self) -> None:
         if not self.unit:
@@ -203,6 +204,7 @@ def _engine(
                 f"{name}.{part}" if spans else name, "engine", argv, env,
                 ready_url=f"{url}/health" if part == 0 else None,
                 start_timeout=config.start_seconds, unit=name, node=share.node, gpus=share.gpus, engine=url,
+                explores=config.engine.explores(index),
             )
         )  # fmt: skip
     return roles

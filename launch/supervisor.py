@@ -208,7 +208,8 @@ class Supervisor:
     def _go_on_without(self, role: Role, error: RlsysError) -> None:
         """Give up an engine that the run can spare; else raises the error."""
         engines = {r.unit for r in self._plan.pool()}
-        left = len(engines) - len(self._given_up) - 1
+        writers = {r.unit for r in self._plan.pool() if not r.explores} - {role.unit}
+        left = sum(unit not in self._given_up for unit in writers)
         fewest = self._config.launch.min_engines
         if fewest is None or role.unit not in engines or left < fewest:
             raise error

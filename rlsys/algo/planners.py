@@ -92,6 +92,22 @@ class Planner(Plugin):
     def hear_repairs(self, group_id: int, found: Sequence[Prefix]) -> None:
         """What further samples of a group may begin with."""
 
+    def wants_probes(self, group_id: int) -> int:
+        """How many answers to a group's prompt it wants to hear the rewards of, as soon as the group begins."""
+        return 0
+
+    def hear_probes(self, group_id: int, rewards: Sequence[float]) -> int:
+        """They are known; none when nobody could give any. Further samples that the group gets at once."""
+        return 0
+
+    def closed(self, group: SampleGroup, *, kept: bool) -> None:
+        """The group is decided for good. `kept`: it goes to the trainer, else it is filtered."""
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """For the metrics."""
+        return {}
+
     def wants_guidance(self, group: SampleGroup) -> Sequence[int]:
         """Places of failed samples from which a judge is to make a hint, before it decides."""
         return ()

@@ -30,6 +30,7 @@ NEEDS: dict[str, str] = {
     "forks": "which sample of its group a response branches off, and where",
     "guidance": "what a judge makes of failed responses: a hint for the prompt",
     "repairs": "where a response goes wrong first, and what is right there",
+    "probes": "rewards of answers that engines of a pool with role explore give to the prompt",
     "prompt_scores": "how far policy and reference disagree on each prompt token",
 }
 """Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""

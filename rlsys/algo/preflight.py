@@ -8,6 +8,7 @@ from typing import Any
 from rlsys.algo import no_effect
 from rlsys.algo.allocation import Xrpo
 from rlsys.algo.anchors import ANCHOR_NEEDS
+from rlsys.algo.explore import Explore
 from rlsys.algo.hooks import BatchScaling, Hook
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
@@ -36,6 +37,10 @@ def check(config: Config) -> None:
         for need in sorted(needs):
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
+    if config.engine.explorers and not any("probes" in needs for needs in asked.values()):
+        raise UserError(
+            "engine.pools: role = explore, but nobody asks such engines; name explore in algo.planners"
+        )
     _check_reducer(made)
     _check_anchor(objective.anchor, made)
     no_effect.check(config, made)
@@ -234,12 +239,18 @@ def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
     if isinstance(advantage, McGrpo):
         _check_odd(start, said, planners, made["selectors"])
     growing = [type(p).__name__ for p in planners if p.limit(start) > start]
-    if len(growing) > 1 and "Xrpo" in growing:
-        raise UserError(
-            f"algo.planners ({', '.join(growing)}): Xrpo allots all further samples of a group in its rounds; "
-            "leave the others out"
-        )
+    for alone, why in (
+        ("Xrpo", "allots all further samples of a group in its rounds"),
+        ("Explore", "sizes groups"),
+    ):
+        if len(growing) > 1 and alone in growing:
+            raise UserError(f"algo.planners ({', '.join(growing)}): {alone} {why}; leave the others out")
     for i, planner in enumerate(planners):
+        if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
+            raise UserError(
+                f"algo.planners[{i}] (Explore): {said} is the size of a group that nobody explored; expected it "
+                f"between first = {planner.first} and largest = {planner.largest}, and these to differ"
+            )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest} leaves no room: groups "
@@ -335,6 +346,8 @@ def _why_not(need: str, config: Config) -> str:
         return (
             f"rollout.generator = {config.rollout.generator} does not go on from tokens of another response"
         )
+    if need == "probes" and not config.engine.explorers:
+        return "engine.pools has no pool with role = explore"
     if need == "prompt_scores" and config.engine.reference is None:
         return "engine.reference names no server of the weights to hold them against; own starts one"
     return ""

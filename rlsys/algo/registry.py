@@ -57,6 +57,7 @@ TABLE: dict[str, dict[str, str]] = {
         "ttrl": "rlsys.algo.planners:Votes",
         "aoi": "rlsys.algo.miners:Aoi",
         "scope": "rlsys.algo.repairs:Scope",
+        "explore": "rlsys.algo.explore:Explore",
     },
     "group_reward": {
         "ttrl": "rlsys.algo.group_rewards:Ttrl",

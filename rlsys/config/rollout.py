@@ -128,6 +128,9 @@ class PoolConfig(Section):
     """Tensor parallel size of each of them. Unset: engine.tp."""
     cost: Annotated[float, Field(ge=0)] = 1.0
     """What one rank of it costs in a second, in any unit. The metrics multiply its rank-seconds by it."""
+    role: Literal["rollout", "explore"] = "rollout"
+    """What its engines are for. rollout: they write samples. explore: they try prompts out, so that the planner
+    explore knows how many samples a prompt is worth; nothing of theirs is trained."""
 
 
 OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
@@ -182,6 +185,21 @@ class EngineConfig(Section):
     """Further arguments of sglang.launch_server, passed on unchanged."""
 
     @property
+    def explorers(self) -> int:
+        """Engines that try prompts out."""
+        return sum(pool.count for pool in self.pools if pool.role == "explore")
+
+    @property
+    def writers(self) -> int:
+        """Engines that write samples: all others."""
+        return self.count - self.explorers
+
+    def explores(self, index: int | None) -> bool:
+        """Whether engine `index` tries prompts out; one that joins, None, writes samples."""
+        pool = None if index is None else self.pool_of(index)
+        return pool is not None and pool.role == "explore"
+
+    @property
     def tps(self) -> list[int]:
         """All tensor parallel sizes, each once, ascending."""
         return sorted({self.tp_of(i) for i in range(self.count)})
@@ -219,6 +237,10 @@ class EngineConfig(Section):
         if JOINED in names:
             raise ValueError(
                 f"pools: name = {JOINED} is that of engines that join a run; expected another one"
+            )
+        if all(p.role == "explore" for p in self.pools):
+            raise ValueError(
+                "pools: role = explore in all of them; expected one whose samples are trained, with role = rollout"
             )
         if (total := sum(p.count for p in self.pools)) != self.count:
             raise ValueError(

@@ -81,7 +81,7 @@ class Config(Section):
     @property
     def max_running_requests(self) -> int:
         """Requests that one engine decodes at the same time."""
-        share = -(-self.slots // self.engine.count)
+        share = -(-self.slots // self.engine.writers)
         return self.engine.max_running_requests or min(2048, max(128, share))
 
     @property
@@ -115,18 +115,19 @@ class Config(Section):
                 f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
                 "engines never rest; use colocated"
             )
-        if self.eval.background and (self.launch.placement == "colocated" or self.engine.count < 2):
+        writing = self.engine.writers
+        if self.eval.background and (self.launch.placement == "colocated" or writing < 2):
             raise ValueError(
                 "eval.background = true keeps an engine for the evaluation while the others go on: expected "
-                "launch.placement = disaggregated and engine.count >= 2, they are "
-                f"{self.launch.placement} and {self.engine.count}"
+                "launch.placement = disaggregated and engine.count >= 2 without a pool that explores, they are "
+                f"{self.launch.placement} and {writing}"
             )
         if (rolling := self.weights.rolling) is not None:
-            if self.launch.placement == "colocated" or self.engine.count < 2 or r.max_staleness < 1:
+            if self.launch.placement == "colocated" or writing < 2 or r.max_staleness < 1:
                 raise ValueError(
                     f"weights.rolling = {rolling} lets engines with older weights go on: expected launch.placement = "
-                    "disaggregated, engine.count >= 2 and rollout.max_staleness >= 1, they are "
-                    f"{self.launch.placement}, {self.engine.count} and {r.max_staleness}"
+                    "disaggregated, engine.count >= 2 without a pool that explores, and rollout.max_staleness >= 1, "
+                    f"they are {self.launch.placement}, {writing} and {r.max_staleness}"
                 )
             if r.repeat is not None:
                 raise ValueError(
@@ -153,6 +154,8 @@ class Config(Section):
             raise ValueError(
                 f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
             )
+        if self.engine.explorers and (told := self._not_with_explorers()):
+            raise ValueError(f"engine.pools: role = explore {told}")
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
@@ -179,9 +182,10 @@ class Config(Section):
                 f"rollout.top_k = {r.top_k} with algo.planners = lens, which trains a response on another prompt "
                 "than it was drawn from: the tokens that were kept there are not this prompt's; leave one of them out"
             )
-        if (fewest := self.launch.min_engines) is not None and fewest > self.engine.count:
+        if (fewest := self.launch.min_engines) is not None and fewest > self.engine.writers:
+            explore = f", of which {self.engine.explorers} explore" if self.engine.explorers else ""
             raise ValueError(
-                f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}"
+                f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}{explore}"
             )
         if (most := self.launch.max_engines) is not None and most < self.engine.count:
             raise ValueError(
@@ -242,6 +246,21 @@ class Config(Section):
         if r.group_size == 1 and self.algo.advantage.name == "grpo" and not self.algo.planners:
             raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
+
+    def _not_with_explorers(self) -> str:
+        """Where prompts cannot be tried out beside what is trained."""
+        r = self.rollout
+        if self.launch.placement == "colocated":
+            return "needs launch.placement = disaggregated: colocated engines rest while the trainer works"
+        if r.workers > 1:
+            return f"needs rollout.workers = 1, since one router must know all engines; it is {r.workers}"
+        if r.repeat is not None:
+            return "with rollout.repeat: a record does not say what was tried out; leave one of them out"
+        if r.generator in TREES:
+            return (
+                f"with rollout.generator = {r.generator}: a tree is as large as its branches; use single_turn"
+            )
+        return ""
 
     def _not_with_lora(self) -> str:
         """What would train, or compute with, something else than adapters on megatron-core's own layers."""

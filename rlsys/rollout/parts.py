@@ -17,9 +17,12 @@ from rlsys.rewards.judges import build_judge
 from rlsys.rewards.repairs import build_process_judge
 from rlsys.rollout.assembly import ask_engines, build_router, build_scorer, client_maker
 from rlsys.rollout.engines import Engines
+from rlsys.rollout.exploring import Explorer
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
 from rlsys.rollout.repairs import Repairs
+from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.workers import Workers, worker_commands
 from rlsys.router.router import Router
 
@@ -74,7 +77,13 @@ class Parts:
         if (process_judge := build_process_judge(config)) is not None:
             seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
             repairs = Repairs(process_judge, self.tokenizer, seconds, budget)
-        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores, repairs)
+        explorer = None
+        if config.engine.explorers:
+            assert isinstance(self.router, Router), "the config refuses it with several workers"
+            speak = sampling_turns(config, self.router, explorers=True)
+            generate = build_generator(config, self.tokenizer, speak)
+            explorer = Explorer(generate, self.scorer, config.run.seed)
+        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer)
 
     @property
     def hung(self) -> bool:

@@ -21,6 +21,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
+from rlsys.rollout.exploring import Explorer
 from rlsys.rollout.group_scoring import GroupScorer
 from rlsys.rollout.guidance import Guidance
 from rlsys.rollout.repairs import Repairs
@@ -34,7 +35,7 @@ FIELDS = ("prompt", "planners", "group_reward")
 
 class Planning:
     """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask, `prompt_scores`
-    what a planner hears of prompts, `repairs` of failed responses."""
+    what a planner hears of prompts, `repairs` of failed responses, `explorer` of prompts that were tried out."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Planning:
         judge: PatientJudge | None = None,
         prompt_scores: PromptScores | None = None,
         repairs: Repairs | None = None,
+        explorer: Explorer | None = None,
     ) -> None:
         made = make_all(config.algo, FIELDS)
         self._chooser: PromptChooser = made["prompt"][0]
@@ -55,7 +57,7 @@ class Planning:
             self._scorer = GroupScorer(name, self._reward, config.rollout.reward_timeout)
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
-        self._prompt_scores, self._repairs = prompt_scores, repairs
+        self._prompt_scores, self._repairs, self._explorer = prompt_scores, repairs, explorer
         self._guidance = None if judge is None or tokenizer is None else Guidance(judge, tokenizer)
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
@@ -116,7 +118,8 @@ class Planning:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Groups without a reward of the group reward, questions without a verdict; only of what there is."""
+        """Groups without a reward of the group reward, questions without a verdict, what planners count; only of
+        what there is."""
         counts: dict[str, float] = {}
         if (scorer := self._scorer) is not None:
             counts |= {"group_reward_hung": scorer.hung, "group_reward_failed": scorer.failed}
@@ -126,12 +129,30 @@ class Planning:
             counts |= self._guidance.counts
         if (judge := self._judge) is not None:
             counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
+        for planner in self._planners:
+            counts |= planner.counts
         return counts
 
     @property
     def hung(self) -> bool:
         """A task of a plug-in may still run, and not let itself be cancelled."""
         return any(n for name, n in self.counts.items() if name.endswith("_hung"))
+
+    def wants_probes(self, group: SampleGroup) -> bool:
+        """Whether a planner wants the group's prompt to be tried out."""
+        return any(p.wants_probes(group.group_id) for p in self._planners)
+
+    async def explore(self, prompt: Prompt, group: SampleGroup) -> int:
+        """Have its prompt tried out for the planners that want it; further samples that the group gets."""
+        more = 0
+        for planner in self._planners:
+            if count := planner.wants_probes(group.group_id):
+                assert self._explorer is not None, (
+                    "preflight lets no such planner in without engines that explore"
+                )
+                rewards = await self._explorer.rewards(prompt, group.group_id, count)
+                more += planner.hear_probes(group.group_id, rewards)
+        return more
 
     async def score_prompt(self, group: SampleGroup) -> None:
         """Tell the planners that want it how far policy and reference disagree on the group's prompt."""
@@ -184,13 +205,16 @@ class Planning:
         for planner in self._planners:
             planner.restart()
 
-    def close(self, group: SampleGroup, *, rewarded: bool) -> None:
-        """The group is decided, or was dropped without rewards."""
+    def close(self, group: SampleGroup, *, rewarded: bool, kept: bool = False) -> None:
+        """The group is decided, or was dropped without rewards. `kept`: it goes to the trainer."""
         if rewarded:
             self._chooser.hear(group)
         else:
             self._chooser.forget(group.group_id)
-            for planner in self._planners:
+        for planner in self._planners:
+            if rewarded:
+                planner.closed(group, kept=kept)
+            else:
                 planner.forget(group.group_id)
 
     @property

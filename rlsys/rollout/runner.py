@@ -96,7 +96,7 @@ class SampleRunner:
     async def reset(self) -> None:
         """After an interrupt: end all tasks; what is active waits to be let in again, start nothing before `go`."""
         self._trained_steps = None
-        await self.stop([s.sample_id for g in self._buffer.active() for s in g.samples])
+        await self.stop(_tasks_of(self._buffer.active()))
         self._pending.clear()
         self._prompts.clear()
         self._admitted_at.clear()
@@ -105,7 +105,7 @@ class SampleRunner:
 
     async def drop(self, groups: Collection[SampleGroup], state: GroupState) -> None:
         """After an interrupt: end the tasks of these groups and move them to a state that nobody trains."""
-        await self.stop([s.sample_id for g in groups for s in g.samples])
+        await self.stop(_tasks_of(groups))
         for group in groups:
             self._prompts.pop(group.group_id, None)
             self._admitted_at.pop(group.group_id, None)
@@ -201,6 +201,8 @@ class SampleRunner:
         self._buffer.clock.admitted(group)
         self._prompts[group.group_id] = prompt
         self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
+        if self._planning.wants_probes(group):
+            self._watch(_exploring(group), self._explore(group))
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)
         if not waiting:  # a restart came between its last reward and its decision
@@ -259,8 +261,27 @@ class SampleRunner:
         if all(is_settled(s) for s in group.samples):
             await self._conclude(group)
 
+    async def _explore(self, group: SampleGroup) -> None:
+        """The group gets as many further samples as its prompt is worth."""
+        more = await self._planning.explore(self._prompts[group.group_id], group)
+        if more:
+            self._grow(group, More(more))
+        else:
+            self._save_planning()
+            self._commits.flush_soon()
+
+    async def _explored(self, group: SampleGroup) -> bool:
+        """Once its size is known: whether all of its samples are there, and settled."""
+        if (task := self._tasks.get(_exploring(group))) is not None:
+            await asyncio.wait({task})
+            if task.cancelled() or task.exception() is not None:  # which ends the run
+                return False
+        return all(is_settled(s) for s in group.samples)
+
     async def _conclude(self, group: SampleGroup) -> None:
         """Every sample of the group has its reward or its reason: what becomes of it."""
+        if not await self._explored(group):
+            return
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
         if reason is None:
             reason = await self._planning.reward(self._prompts[group.group_id], group, self._buffer.load)
@@ -297,7 +318,7 @@ class SampleRunner:
     def _settle(self, group: SampleGroup, state: GroupState, reason: str | None = None) -> None:
         """The group is decided. `reason`: why it is censored."""
         del self._prompts[group.group_id], self._admitted_at[group.group_id]
-        self._planning.close(group, rewarded=reason is None)
+        self._planning.close(group, rewarded=reason is None, kept=state is GroupState.READY)
         self._buffer.finish(group, state)
         self._save_planning()
         self._commits.flush_soon()
@@ -336,6 +357,16 @@ class SampleRunner:
         if self._failure is None:
             self._failure = error
         self.wake.set()
+
+
+def _exploring(group: SampleGroup) -> int:
+    """Key of the task that tries the group's prompt out, among those of samples."""
+    return -1 - group.group_id
+
+
+def _tasks_of(groups: Iterable[SampleGroup]) -> list[int]:
+    """Keys of all tasks of these groups."""
+    return [key for g in groups for key in (_exploring(g), *(s.sample_id for s in g.samples))]
 
 
 def is_settled(sample: Sample) -> bool:

@@ -275,9 +275,11 @@ async def _manage(
             sets,
             spans,
         )
-        fewest = config.launch.min_engines or len(parts.engines)
+        fewest, awaited = config.launch.min_engines, parts.engines
+        if fewest is not None:  # of those that write samples: the run can do without the others
+            awaited = [e for e in parts.engines if not config.engine.explores(e.index)]
         members = Members(config, owner, parts.asked, parts.joiner, parts.engines)
-        watch = EngineWatch(parts.engines, parts.references, fewest, parts.router, members)
+        watch = EngineWatch(awaited, parts.references, fewest or len(awaited), parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # what is here now stays: every full collection would look at all of it
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):

@@ -42,8 +42,9 @@ def looking_turns(config: Config, router: Router) -> Look:
     return look
 
 
-def sampling_turns(config: Config, router: Router) -> Speak:
-    """Turns of training: sampled, in the ledger."""
+def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -> Speak:
+    """Turns of training: sampled, in the ledger. `explorers`: the same by engines that try prompts out, of samples
+    outside of it."""
     r = config.rollout
 
     async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
@@ -53,6 +54,7 @@ def sampling_turns(config: Config, router: Router) -> Speak:
             temperature=r.temperature,
             truncation=r.truncation,
             stop_texts=stop_texts,
+            explorers=explorers,
         )
 
     return speak

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engine_state import NEVER, EngineState, Flight
-from rlsys.router.pool import Pool
+from rlsys.router.pool import NobodyExplores, Pool
 from rlsys.router.strategy import Strategy, Wish
 from rlsys.types import Sample
 
@@ -58,14 +58,22 @@ class Dispatcher:
     # -- one request --------------------------------------------------------------------------------------------
 
     async def admit(
-        self, priority: Priority, wish: Callable[[], Wish], *, evaluation: bool = False
+        self,
+        priority: Priority,
+        wish: Callable[[], Wish],
+        *,
+        evaluation: bool = False,
+        explorers: bool = False,
     ) -> EngineState:
         """Wait until the gate is open and an engine serves; lower priorities first, then in order of arrival.
+        `explorers`: one of those that try prompts out. Raises NobodyExplores when all of them are dead.
 
         Both are asked for at the last moment: a prefix lives in a cache for as long as the weights do, and siblings
         may have ended while this one waited.
         """
-        while not (self._may_pass(evaluation) and (serving := self.pool.serving())):
+        while not (self._may_pass(evaluation) and (serving := self.pool.serving(explorers=explorers))):
+            if explorers and not self.pool.explorable:
+                raise NobodyExplores("no engine that explores is there")
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, next(self._order), waiter))
             await waiter

@@ -16,6 +16,10 @@ class PinLost(RunError):
     """The engine that was pinned for an evaluation has died, and its weights are gone."""
 
 
+class NobodyExplores(RunError):
+    """Every engine of the pools that try prompts out is dead, or must not serve."""
+
+
 class Pool:
     """All engines and the weight version that they should have. Owns the pin."""
 
@@ -51,6 +55,7 @@ class Pool:
         if self._kinds is not None:
             pool = None if client.index is None else self._kinds.pool_of(client.index)
             engine.pool, engine.cost = (JOINED, 1.0) if pool is None else (pool.name, pool.cost)
+            engine.explores = self._kinds.explores(client.index)
         self.engines.append(engine)
         return engine
 
@@ -69,8 +74,8 @@ class Pool:
     def alive(self) -> list[EngineState]:
         return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
-    def serving(self) -> list[EngineState]:
-        """Those that a request may go to now."""
+    def serving(self, *, explorers: bool = False) -> list[EngineState]:
+        """Those that a request may go to now; of `explorers`, one that tries a prompt out."""
         now, version = asyncio.get_running_loop().time(), self.version
         if version == NEVER:
             return []
@@ -78,9 +83,14 @@ class Pool:
             e
             for e in self.engines
             if e.version in (version, self.older) and e.alive
-            if not (e.paused or e.pinned or e.draining or e.resting)
+            if e.explores is explorers and not (e.paused or e.pinned or e.draining or e.resting)
             if e.quarantined is None and not e.held_off(now)
         ]
+
+    @property
+    def explorable(self) -> bool:
+        """Whether a prompt can be tried out, now or after a push."""
+        return any(e.explores for e in self.alive())
 
     def stale(self) -> list[EngineState]:
         """Alive, but without weights that may serve: they serve after a push."""
@@ -157,7 +167,10 @@ class Pool:
         return {
             e.url: {
                 "state": e.state,
-                "serving": e.alive and e.url not in left_out and e.version in (self.version, self.older),
+                "serving": e.alive
+                and not e.explores
+                and e.url not in left_out
+                and e.version in (self.version, self.older),
                 "requests": e.load,
                 "tokens": e.tokens,
                 "weight_version": e.version if e.version >= 0 else None,
@@ -178,7 +191,7 @@ class Pool:
         for engine in self.engines:
             _add(pools, _by_pool(engine))
         if self._kinds is not None:
-            serving = Counter(e.pool for e in self.serving())
+            serving = Counter(e.pool for e in [*self.serving(), *self.serving(explorers=True)])
             names = {p.name for p in self._kinds.pools} | {e.pool for e in self.engines}
             pools |= {f"pool_{name}_serving": serving[name] for name in names}
         return {

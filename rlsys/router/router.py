@@ -21,7 +21,7 @@ from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import UNBOUNDED, Flight
 from rlsys.router.ladder import Poisonous, Suspects, attempt
 from rlsys.router.limits import Limits, RefusedPrompt
-from rlsys.router.pool import PinLost, Pool
+from rlsys.router.pool import NobodyExplores, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.request import Requests, Turn
 from rlsys.router.strategy import STRATEGIES, Wish
@@ -30,7 +30,7 @@ from rlsys.spans import Tops
 from rlsys.tickets import Canary, EngineAddress
 from rlsys.types import Sample, Segment, Status
 
-__all__ = ["EVALUATION", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
+__all__ = ["EVALUATION", "NobodyExplores", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 
 
 class Router:
@@ -111,12 +111,14 @@ class Router:
         truncation: Truncation | None = None,
         stop_texts: Sequence[str] = (),
         pinned: bool = False,
+        explorers: bool = False,
         tops: Tops | None = None,
     ) -> Sample:
         """Until the sample is FINISHED or TRUNCATED, over all interruptions and engine deaths.
 
-        `pinned`: by the engine that is pinned; PinLost when that has died. `tops`: gets the most probable ids in the
-        place of each token.
+        `pinned`: by the engine that is pinned; PinLost when that has died. `explorers`: by those that try prompts
+        out, outside the ledger; NobodyExplores when none is left. `tops`: gets the most probable ids in the place of
+        each token.
 
         `max_response_tokens` counts over all segments. `stop_texts`: further texts that end this turn. Raises
         RefusedPrompt before anything is sent, and Poisonous when too many engines died with the sample or answered
@@ -152,7 +154,10 @@ class Router:
                     engine = self._pool.pinned()
                 else:
                     engine = await self._dispatcher.admit(
-                        priority, lambda: self._requests.wish(sample, turn.limit), evaluation=evaluation
+                        priority,
+                        lambda: self._requests.wish(sample, turn.limit),
+                        evaluation=evaluation,
+                        explorers=explorers,
                     )
                 fault = await self._requests.send(engine, sample, turn) or fault
         return sample
@@ -345,8 +350,7 @@ class Router:
         """For the life of the process: notice engines that die, come back, or were restarted unseen."""
         while True:
             await self._pool.probe()
-            if self._pool.serving():
-                self._dispatcher.wake()
+            self._dispatcher.wake()  # to an engine, or to the news that none is left to explore
             self._copies.look()
             await asyncio.sleep(PROBE_SECONDS)
 

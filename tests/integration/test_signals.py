@@ -301,7 +301,9 @@ WITHOUT = {
     ),
 }  # fmt: skip
 """Recipe -> itself without its plug-in, where it is more than the quickstart and that, or has a batch of its own."""
-ROLLOUT_SIDE = {"aoi", "dapo", "dare", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade"}
+ROLLOUT_SIDE = {
+    "aoi", "dapo", "dare", "explore", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade",
+}  # fmt: skip
 """Recipes that change what is rolled out: tests/unit/test_planning.py."""
 
 

@@ -28,6 +28,8 @@ from rlsys.owner import claim
 from rlsys.planner.virtual_time import run_virtual
 from rlsys.records import FOLDER, SegmentReader
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.exploring import Explorer
+from rlsys.rollout.generator import single_turn
 from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.members import Members
@@ -35,6 +37,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.reader import RunReader
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.turns import sampling_turns
 from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -76,6 +79,9 @@ class World:
         self.engines = [
             ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i], passed=passed)
             for i in range(2)
+        ] + [
+            ScriptedEngine(f"http://x{i}:1", ends_at=lambda s: 3 + s % 40, passed=passed)
+            for i in range(config.engine.explorers)
         ]
         self.happened: Counter[str] = Counter()
         self.told: dict[int, list[tuple[int, list[int]]]] = {}  # step -> group ids and their tokens
@@ -108,16 +114,17 @@ class World:
 
     async def session(self) -> None:
         """From the last checkpoint to the end, or until killed."""
-        planning = Planning(self.config, Numbers(), None)
-        self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
-        own = [self.client(e.url, 1) for e in self.engines if e not in self.joined]
+        launched = [e.url for e in self.engines if e not in self.joined]
+        own = [self.client(url, 1, i) for i, url in enumerate(launched)]
         router = Router(
             own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
-            routes=True, peers=self.joins,
+            routes=True, peers=self.joins, kinds=self.config.engine,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
         )
+        planning = self.planning(router, scorer)
+        self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
         self.manager = RolloutManager(self.config, self.buffer, router, Numbers(), scorer, planning)
         self.watch = asyncio.create_task(router.watch())
         members = Members(self.config, self.owner, router, self.client, own)
@@ -135,9 +142,12 @@ class World:
                 self.saved = step
         assert not coming.done()
 
-    def client(self, url: str, _tp: int) -> EngineClient:
+    def planning(self, router: Router, scorer: Scorer) -> Planning:
+        return Planning(self.config, Numbers(), None)
+
+    def client(self, url: str, _tp: int, index: int | None = None) -> EngineClient:
         network: Any = Network(*self.engines, *self.gone)
-        return EngineClient(url, network)
+        return EngineClient(url, network, index=index)
 
     async def take(self, step: int) -> Taken:
         """Some answers get lost on their way: then the trainer asks again."""
@@ -349,6 +359,27 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
 
 
+class Scouted(World):
+    """Prompts are tried out by engines of a pool of their own."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.metrics: list[dict[str, float]] = []
+        self.seeds: set[int] = set()  # of samples that were trained
+
+    def planning(self, router: Router, scorer: Scorer) -> Planning:
+        generate = single_turn(self.config, None, sampling_turns(self.config, router, explorers=True))
+        explorer = Explorer(generate, scorer, self.config.run.seed)
+        return Planning(self.config, Numbers(), None, explorer=explorer)
+
+    def check(self, taken: Taken) -> None:
+        super().check(taken)
+        for group in taken.groups:
+            self.happened[f"groups of {len(group.samples)}"] += 1
+            self.seeds |= {s.seed for s in group.samples}
+        self.metrics.append(taken.metrics)
+
+
 class Forest(World):
     """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
 
@@ -421,3 +452,39 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     served = [engine for engine in [*world.joined, *world.gone] if engine.started]
     assert len(served) >= 4 and world.happened["left in order"] >= 3, world.happened
     assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+
+
+SCOUTS = {"pools": [{"name": "exact", "count": 2}, {"name": "scouts", "count": 1, "role": "explore"}]}
+
+
+@pytest.mark.gate
+def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
+    """Nothing that they make is trained; without them groups have the usual size, and nobody waits."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "stall_timeout": 600,
+        "groups_per_step": 4, "group_size": 4,
+    }  # fmt: skip
+    config = make_config(
+        folder,
+        rollout=rollout,
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        engine=SCOUTS,
+        launch={"placement": "disaggregated"},
+        algo={"planners": [{"name": "explore", "probes": 4, "first": 2, "largest": 6}]},
+    )
+    world = Scouted(config, 0, steps=60)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 60 * config.rollout.groups_per_step
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    explorer, writers = world.engines[2], world.engines[:2]
+    tried = {request.seed for request in explorer.history}
+    written = {request.seed for engine in writers for request in engine.history}
+    assert len(tried) > 100 and not tried & written and world.seeds <= written
+    sizes = {int(name.split()[-1]) for name in world.happened if name.startswith("groups of")}
+    assert {2, 4, 5, 6} <= sizes, "4 p (1 - p) is 0, 3/4 or 1 of four answers; 4 without any"
+    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+    assert any(m["explored_not"] for m in world.metrics) and any(m["explored"] > 9 for m in world.metrics)
+    assert any(-1 <= m.get("explore_correlation", 2) <= 1 for m in world.metrics)
