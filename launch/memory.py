@@ -190,7 +190,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     engine_tp = config.engine.tps[0]  # the smallest engines have most on a GPU
     kv_share = 1 if size.kv_heads is None else min(engine_tp, size.kv_heads)
     beside = 0.0
-    if config.algo.teacher is not None:
+    if config.algo.teacher is not None and config.algo.teacher.engine is None:
         folders = set(config.algo.teacher.folders.values())
         beside = sum(sum(_held(config, model_size(HFConfig.read(folder)), stage)) for folder in folders)
     return Budget(

@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.environment import Kind, environment, on_cuda
 from launch.layout import Layout, NodeShare, push_plan
 from rlsys.config import Config
+from rlsys.config.beside import reference_config, teacher_config
 from rlsys.errors import UserError
 from rlsys.identity import config_path
 from rlsys.membership import FOLDER as MEMBERS
@@ -68,7 +69,8 @@ class Role:
 class Ports:
     """The engines' ports in order, the rollout process's, and where the nodes of one unit meet.
 
-    `trainer_meeting` and `engine_meetings` are used by units on several nodes only, `reference` by its server.
+    `trainer_meeting` and `engine_meetings` are used by units on several nodes only, `reference` and `teacher` by the
+    servers that are called so.
     """
 
     engines: list[int]
@@ -76,6 +78,7 @@ class Ports:
     trainer_meeting: int = 0
     engine_meetings: tuple[int, ...] = ()
     reference: int = 0
+    teacher: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,16 @@ def build_plan(
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
     rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
     if (reference := config.engine.reference) == "own":
-        roles.append(own := _reference(config, layout, ports.reference, engine_command))
-        reference = (own.ready_url or "").removesuffix("/health")
+        own = reference_config(config)
+        roles.append(_beside("reference", "engine.reference", own, layout, ports.reference, engine_command))
+        reference = roles[-1].engine
     rollout += ["--reference", reference] if reference else []
+    teacher = config.algo.teacher.engine if config.algo.teacher is not None else None
+    if teacher == "own":
+        own = teacher_config(config)
+        roles.append(_beside("teacher", "algo.teacher.engine", own, layout, ports.teacher, engine_command))
+        teacher = roles[-1].engine
+    rollout += ["--teacher", teacher] if teacher else []
     roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
     arguments = ["--rollout", rollout_url]
     roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
@@ -210,27 +220,22 @@ def _engine(
     return roles
 
 
-def _reference(config: Config, layout: Layout, port: int, engine_command: EngineCommand) -> Role:
-    """One more engine, beside the rollout process, which keeps the weights that it starts with."""
+def _beside(
+    name: str, field: str, own: Config, layout: Layout, port: int, engine_command: EngineCommand
+) -> Role:
+    """One more engine of the config `own`, beside the rollout process, which keeps the weights that it starts with.
+    `field`: asks for it."""
     if layout.engines[0][0].gpus:
         raise UserError(
-            "engine.reference = own: no GPU is planned for it; start a server of the reference weights yourself and "
-            "give its URL"
+            f"{field} = own: no GPU is planned for it; start a server of the {name}'s weights yourself and give its "
+            "URL"
         )
-    engine = config.engine.model_copy(update={"host": LOOPBACK, "tp": 1, "pools": []})
-    model = config.model.model_copy(update={"fp8": "none"})  # nobody pushes to it
-    own = config.model_copy(update={"engine": engine, "model": model})
-    argv, env = engine_command(own, config.engine.count, port)
-    argv = [*argv, "--config", str(config_path(config.run.dir, "reference"))]
+    own = own.model_copy(update={"engine": own.engine.model_copy(update={"host": LOOPBACK})})
+    argv, env = engine_command(own, own.engine.count, port)
+    argv = [*argv, "--config", str(config_path(own.run.dir, name))]
     url = f"http://{LOOPBACK}:{port}"
     return Role(
-        "reference",
-        "engine",
-        argv,
-        env,
-        ready_url=f"{url}/health",
-        start_timeout=own.start_seconds,
-        engine=url,
+        name, "engine", argv, env, ready_url=f"{url}/health", start_timeout=own.start_seconds, engine=url
     )
 
 

@@ -35,7 +35,7 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
     """Raises UserError when a configured port is taken."""
     homes = [shares[0].node for shares in layout.engines]  # each needs a port to serve, and one to meet
     need = Counter(homes) + Counter(homes)
-    need[0] += 3  # the rollout process's, where the trainer's nodes meet, and a reference's
+    need[0] += 4  # the rollout process's, where the trainer's nodes meet, and a reference's, and a teacher's
     # Nodes may be one machine in disguise: what one got is not taken for another.
     taken: set[int] = set()
     stock: dict[int, list[int]] = defaultdict(list)
@@ -45,9 +45,14 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
             stock[node] += new
             taken.update(new)
     meetings = tuple(stock[node].pop() for node in homes)
-    rollout, trainer, reference = stock[0].pop(), stock[0].pop(), stock[0].pop()
+    rollout, trainer, reference, teacher = (stock[0].pop() for _ in range(4))
     return Ports(
-        _engine_ports(config) or [stock[n].pop() for n in homes], rollout, trainer, meetings, reference
+        _engine_ports(config) or [stock[n].pop() for n in homes],
+        rollout,
+        trainer,
+        meetings,
+        reference,
+        teacher,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout, check_teacher
+from rlsys.convert.fit import check_asked, check_layout, check_teacher, check_vocabulary, read_vocabulary
 from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
 
@@ -26,6 +26,9 @@ def check_model(config: Config) -> None:
     if (teacher := config.algo.teacher) is not None:
         for field, folder in teacher.folders.items():
             check_folder(folder, f"algo.teacher.{field}")
+            if teacher.engine is not None:  # any model that SGLang serves
+                check_vocabulary(config, hf, read_vocabulary(folder), folder)
+                continue
             other = HFConfig.read(folder)
             check_teacher(config, hf, other, folder)
             find_tensors(folder, other)

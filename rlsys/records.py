@@ -8,6 +8,7 @@
         payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
         payload of SCORES: logp float32[tokens]
         payload of SUPPORT: rows of the ids that sampling had kept, one a token (rlsys/support.py)
+        payload of OPINIONS: what a teacher finds most probable in the place of each (rlsys/opinions.py)
         payload of ROUTES: see rlsys/route_records.py; engines write these, into files of their own
 
 `start` is the first token's place in its sequence. `sequence` and `parent` tell the sequences of one sample apart and
@@ -57,6 +58,7 @@ class Kind(IntEnum):
     SCORES = 2
     SUPPORT = 3
     ROUTES = 4
+    OPINIONS = 5
 
 
 class Record(NamedTuple):
@@ -157,6 +159,7 @@ class Arrays(NamedTuple):
     behaviour: NDArray[np.float32]  # of the first tokens; NaN: not scored
     routes: list[RouteSpan]
     support: bytearray  # a row of kept ids for each token; empty: sampling kept all
+    opinions: bytes  # a teacher's, of each token; empty: none was asked
 
 
 class SegmentReader:
@@ -222,11 +225,16 @@ class SegmentReader:
                 f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0][0]}"
                 + f", sequence {strange[0][1]}" * (strange[0][0] == sample.sample_id)
             )
-        wanted = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT
-        own, scores, kept = ([r for r in records if r.kind is kind] for kind in wanted)
+        wanted = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT, Kind.OPINIONS
+        own, scores, kept, taught = ([r for r in records if r.kind is kind] for kind in wanted)
         if (found := sum(r.tokens for r in own)) != sample.tokens:
             raise RunError(
                 f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {found} are kept"
+            )
+        if strange_opinions := [r.tokens for r in taught if (r.start, r.tokens) != (0, sample.tokens)]:
+            raise RunError(
+                f"sample {sample.sample_id}: a teacher's opinions of {strange_opinions[0]} tokens, but it has "
+                f"{sample.tokens}"
             )
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:
@@ -235,7 +243,7 @@ class SegmentReader:
         routes.sort(key=lambda span: span.start)  # those that an engine wrote come in a record of their own
         return Arrays(
             _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour, routes,
-            bytearray().join(r.payload for r in kept),
+            bytearray().join(r.payload for r in kept), bytes(taught[-1].payload) if taught else b"",
         )  # fmt: skip
 
     def loaded(self, sample: Sample) -> Sample:
@@ -244,10 +252,10 @@ class SegmentReader:
         further = [self.loaded(q) for q in sample.further]
         if isinstance(arrays := self.arrays(sample), Sample):
             return replace(sample, further=further) if further else sample
-        ids, mu, behaviour, routes, support = arrays
+        ids, mu, behaviour, routes, support, opinions = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, pieces=[], further=further,
+            support=support, opinions=opinions, pieces=[], further=further,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

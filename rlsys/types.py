@@ -78,8 +78,8 @@ class Sample:
     """One response, or a further sequence of one. `mu[i]` is the engine's log-prob of `response_ids[i]` when it was
     sampled.
 
-    Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes`, `support` and
-    `behaviour` are empty. `spans` are there always, and tile the response.
+    Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes`, `support`,
+    `opinions` and `behaviour` are empty. `spans` are there always, and tile the response.
 
     `routes` is in order and without overlap. Positions that no span covers have no routes: the engine was not asked
     for them, or it died before it handed them over; such tokens train without replay.
@@ -120,6 +120,10 @@ class Sample:
     """It was drawn from another prompt than its group's, and is trained on that (agents)."""
     support: bytearray = field(default_factory=bytearray)
     """Rows of the ids that sampling had kept, one a response token (rlsys/support.py); empty: it kept all."""
+    opinions: bytes = b""
+    """What a teacher that is an engine finds most probable in the place of each response token (rlsys/opinions.py).
+    It is large: from the time it is saved, only who loads the sample has it."""
+    taught: bool = False  # a teacher was asked about the whole response
     behaviour: list[float] = field(default_factory=list)
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not scored."""
     mu_sum: float = 0.0

@@ -102,8 +102,12 @@ def describe_passes(config: Config) -> list[str]:
         if name in objective.asks.passes
     ]
     if "divergence" in objective.asks.passes:
-        teachers = len(set(config.algo.teacher.folders.values())) if config.algo.teacher is not None else 1
-        found.append(
-            f"the whole step with {f'each of {teachers} teachers' if teachers > 1 else 'the teacher'}"
-        )
+        teacher = config.algo.teacher
+        teachers = len(set(teacher.folders.values())) if teacher is not None else 1
+        if teacher is not None and teacher.engine is not None:
+            found.append("none of the teacher: an engine is asked about each response")
+        else:
+            found.append(
+                f"the whole step with {f'each of {teachers} teachers' if teachers > 1 else 'the teacher'}"
+            )
     return found or ["none"]

@@ -41,6 +41,7 @@ def check(config: Config) -> None:
         raise UserError(
             "engine.pools: role = explore, but nobody asks such engines; name explore in algo.planners"
         )
+    _check_teacher(config, made)
     _check_reducer(made)
     _check_anchor(objective.anchor, made)
     no_effect.check(config, made)
@@ -105,6 +106,33 @@ def _why_not_early(config: Config) -> str:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _check_teacher(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
+    """What an engine that teaches cannot do, or does for nobody."""
+    teacher, rollout = config.algo.teacher, config.rollout
+    if teacher is None or teacher.engine is None:
+        return
+    if not any("divergence" in term.needs() for term in made["loss"]):
+        raise UserError(
+            f"algo.teacher.engine = {teacher.engine} is asked for nobody: no term of algo.loss compares the policy "
+            "with a teacher; add distill"
+        )
+    reasons = {
+        "algo.teacher.top_k = null: it tells its most probable tokens only; give a number": teacher.top_k
+        is None,
+        "algo.teacher.by_source names further teachers; expected one": bool(teacher.by_source),
+        f"rollout.workers = {rollout.workers}: one process asks it; expected 1": rollout.workers > 1,
+        f"rollout.temperature = {rollout.temperature:g}: SGLang tells log-probs of given tokens at 1 only; use 1": (
+            rollout.temperature != 1
+        ),
+        f"rollout.top_k = {rollout.top_k}: it tells nothing of tokens that were left to draw from; use null": (
+            rollout.top_k is not None
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"algo.teacher.engine = {teacher.engine}, but {reason}")
 
 
 def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:

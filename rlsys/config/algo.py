@@ -41,7 +41,11 @@ class CriticSection(Section):
 class TeacherSection(Section):
     path: FilePath
     """Folder of the teacher: any model that can be trained here, with the policy's vocabulary. Every rank holds its
-    part of it, in `model.dtype`, beside the policy's."""
+    part of it, in `model.dtype`, beside the policy's, if no engine serves it."""
+    engine: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
+    """Server with the teacher's weights, which is asked about each response before its reward: its URL. own starts
+    one more engine. The trainer then holds no teacher, and the folder may be of any family that SGLang serves. A
+    teacher that does not answer costs samples, not the run. null: the trainer holds it."""
     by_source: dict[str, FilePath] = Field(default_factory=dict)
     """Folders of further teachers, by the `data_source` of a prompt's entry, as a mixture's parts have it; prompts of
     other sources keep the teacher of `path`. A name that no prompt has is refused. Each takes its memory, and a pass

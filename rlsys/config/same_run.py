@@ -24,6 +24,8 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
     for key in ("steps", "checkpoint_every", "export_every", "keep_checkpoints"):
         data["trainer"].pop(key)
+    if (teacher := data["algo"]["teacher"]) is not None and teacher.pop("engine") is not None:
+        teacher["engine"] = "engine"  # its server may move
     data.pop("eval")
     data.pop("parallel")  # a checkpoint loads in any layout
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rlsys.config import Config
@@ -131,9 +132,23 @@ def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig, folder: Path)
     """Raises UserError when the model `teacher` in `folder`, of algo.teacher, does not fit the layout, or has another
     vocabulary than the policy `hf`."""
     check_layout(config, teacher)
-    if config.algo.teacher is not None and teacher.vocab_size != hf.vocab_size:
+    check_vocabulary(config, hf, teacher.vocab_size, folder)
+
+
+def check_vocabulary(config: Config, hf: HFConfig, tokens: int, folder: Path) -> None:
+    """Raises UserError when the teacher in `folder` has another number of tokens than the policy `hf`."""
+    if config.algo.teacher is not None and tokens != hf.vocab_size:
         field = next(f for f, path in config.algo.teacher.folders.items() if path == folder)
         raise UserError(
-            f"algo.teacher.{field} = {str(folder)!r} has {teacher.vocab_size} tokens, the policy "
+            f"algo.teacher.{field} = {str(folder)!r} has {tokens} tokens, the policy "
             f"{hf.vocab_size}; expected the same vocabulary"
         )
+
+
+def read_vocabulary(folder: Path) -> int:
+    """Tokens of a model of any family. Raises UserError when its config.json does not tell."""
+    file = folder / "config.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{file}: cannot read vocab_size: {type(e).__name__} {e}") from None

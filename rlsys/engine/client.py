@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
+from numpy.typing import NDArray
 
 from rlsys.config.rollout import Truncation
 from rlsys.engine.chunks import decode_chunk, read_chunk, read_routes
@@ -282,6 +284,28 @@ class EngineClient(Wire):
             if len(found) != len(ids) - 1:
                 raise ValueError(f"{len(found)} log-probs of {len(ids) - 1} tokens")
             return found
+
+    async def most_probable(
+        self, prompt_ids: Sequence[int], response_ids: Sequence[int], top_k: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The `top_k` most probable ids in the place of each response token, and their log-probs at temperature 1:
+        `[len(response_ids), top_k]` both.
+
+        SGLang divides the logits of what it is given by no temperature (0.5.23).
+        """
+        body = {
+            "input_ids": [*prompt_ids, *response_ids], "return_logprob": True, "top_logprobs_num": top_k,
+            "logprob_start_len": len(prompt_ids) - 1, "sampling_params": {"max_new_tokens": 0},
+            **self._adapter,
+        }  # fmt: skip
+        answer = await self.post("/generate", body, self.limits.work)
+        with self.understanding("/generate"):
+            rows = answer["meta_info"]["input_top_logprobs"][1:]
+            logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
+            ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
+            if ids.shape != (shape := (len(response_ids), top_k)) or not np.isfinite(logp).all():
+                raise ValueError(f"log-probs {list(ids.shape)}, expected finite ones {list(shape)}")
+            return ids, logp
 
     def _version_of(self, label: str) -> int:
         """Of weights that made tokens; of another run's, none that anybody has pushed."""

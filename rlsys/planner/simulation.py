@@ -132,6 +132,8 @@ class _Run:
             "return_routes": False,
         }
         engine |= {"start_timeout": _NEVER, "reference": None}
+        if changed["algo"]["teacher"] is not None:
+            changed["algo"]["teacher"]["engine"] = None
         changed["eval"]["sets"] = []
         changed["trainer"]["replay"] = "off"
         return Config.model_validate(changed)

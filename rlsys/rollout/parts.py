@@ -22,6 +22,7 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.prompt_scores import ReferenceScores
 from rlsys.rollout.repairs import Repairs
+from rlsys.rollout.teacher import build_teacher
 from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.workers import Workers, worker_commands
 from rlsys.router.router import Router
@@ -35,10 +36,12 @@ class Parts:
         config: Config,
         urls: list[str],
         reference: str | None,
+        teacher: str | None,
         owner: Owner,
         session: ClientSession,
     ) -> None:
-        """`urls`: of the engines. `reference`: of the server that prompts are held against."""
+        """`urls`: of the engines. `reference`: of the server that prompts are held against. `teacher`: of the one
+        that is asked about responses."""
         client = client_maker(config, session)
 
         def own(url: str, tp: int, index: int | None = None) -> EngineClient:
@@ -71,6 +74,9 @@ class Parts:
             self.references = [client(reference, whose, adapter=None)]
             protected = self.tokenizer.special_ids
             prompt_scores = ReferenceScores(self.asked, self.references[0], protected, config.start_seconds)
+        asked_teacher = None if teacher is None else build_teacher(config, teacher, owner, session)
+        if asked_teacher is not None:
+            self.references.append(asked_teacher.client)
         ask = partial(ask_engines, self.asked, self.tokenizer, config.rollout.max_response_tokens)
         judge = build_judge(config, ask, lambda: self.asked.open)
         repairs = None
@@ -83,7 +89,9 @@ class Parts:
             speak = sampling_turns(config, self.router, explorers=True)
             generate = build_generator(config, self.tokenizer, speak)
             explorer = Explorer(generate, self.scorer, config.run.seed)
-        self.planning = Planning(config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer)
+        self.planning = Planning(
+            config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer, asked_teacher
+        )
 
     @property
     def hung(self) -> bool:

@@ -25,6 +25,7 @@ from rlsys.rollout.exploring import Explorer
 from rlsys.rollout.group_scoring import GroupScorer
 from rlsys.rollout.guidance import Guidance
 from rlsys.rollout.repairs import Repairs
+from rlsys.rollout.teacher import EngineTeacher
 from rlsys.types import Prompt, Sample, SampleGroup
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
@@ -35,7 +36,8 @@ FIELDS = ("prompt", "planners", "group_reward")
 
 class Planning:
     """Raises UserError for a plug-in that does not exist. `judge` is what a group reward may ask, `prompt_scores`
-    what a planner hears of prompts, `repairs` of failed responses, `explorer` of prompts that were tried out."""
+    what a planner hears of prompts, `repairs` of failed responses, `explorer` of prompts that were tried out.
+    `teacher`: asked about every response."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Planning:
         prompt_scores: PromptScores | None = None,
         repairs: Repairs | None = None,
         explorer: Explorer | None = None,
+        teacher: EngineTeacher | None = None,
     ) -> None:
         made = make_all(config.algo, FIELDS)
         self._chooser: PromptChooser = made["prompt"][0]
@@ -58,6 +61,8 @@ class Planning:
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
         self._prompt_scores, self._repairs, self._explorer = prompt_scores, repairs, explorer
+        self.teacher = teacher
+        """That is an engine, and asked about every response."""
         self._guidance = None if judge is None or tokenizer is None else Guidance(judge, tokenizer)
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
@@ -127,6 +132,8 @@ class Planning:
             counts |= self._repairs.counts
         if self._guidance is not None and any("guidance" in p.needs() for p in self._planners):
             counts |= self._guidance.counts
+        if self.teacher is not None:
+            counts |= self.teacher.counts
         if (judge := self._judge) is not None:
             counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
         for planner in self._planners:

@@ -30,6 +30,8 @@ def check_names(config: Config) -> None:
     build_process_judge(config)
     if (reference := config.engine.reference) not in (None, "own"):
         _check_url("engine.reference", reference)
+    if (teacher := config.algo.teacher) is not None and teacher.engine not in (None, "own"):
+        _check_url("algo.teacher.engine", teacher.engine)
 
 
 def _check_url(field: str, url: str) -> None:

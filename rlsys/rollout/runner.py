@@ -26,6 +26,7 @@ from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.rollout.scoring import take_turns
 from rlsys.rollout.streams import REFUSED, Streams
+from rlsys.rollout.teacher import AWAY, EngineTeacher
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Poisonous
 from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
@@ -245,6 +246,8 @@ class SampleRunner:
             self._note_occupancy()
             if self._config.rollout.max_resumes is not None:
                 self.wake.set()  # a take may have waited for this one alone
+        if sample.status is not Status.CENSORED and self._planning.teacher is not None:
+            await self._ask(self._planning.teacher, sample)
         if sample.status is not Status.CENSORED:
             verdict = await self._streams.score(sample, prompt)
             reason = verdict.reason
@@ -277,6 +280,15 @@ class SampleRunner:
             if task.cancelled() or task.exception() is not None:  # which ends the run
                 return False
         return all(is_settled(s) for s in group.samples)
+
+    async def _ask(self, teacher: EngineTeacher, sample: Sample) -> None:
+        """What the teacher says of it is saved before it has a reward: nobody asks twice."""
+        reason = await teacher.ask(sample)
+        if reason is None:
+            self._commits.save([sample])
+            self._commits.flush_soon()
+        else:
+            sample.status, sample.censor_reason = Status.CENSORED, reason
 
     async def _conclude(self, group: SampleGroup) -> None:
         """Every sample of the group has its reward or its reason: what becomes of it."""
@@ -337,11 +349,15 @@ class SampleRunner:
         self._fill()
 
     def _watch_censored(self, group: SampleGroup, reason: str | None) -> None:
-        """One censored group is counted and left out; nothing but censored groups is no run."""
+        """One censored group is counted and left out; nothing but censored groups is no run. But all groups of a
+        time in which the teacher is away are censored, each after a long wait, and the next ones are not."""
+        if reason is not None:
+            log.warning("group %d is censored: %s", group.group_id, reason)
+            if reason.startswith(AWAY):
+                return
         self._censored_in_row = 0 if reason is None else self._censored_in_row + 1
         if reason is None:
             return
-        log.warning("group %d is censored: %s", group.group_id, reason)
         if self._censored_in_row >= CENSORED_STEPS * self._config.rollout.groups_per_step:
             kind = UserError if reason.startswith(REFUSED) else RunError
             raise kind(f"the last {self._censored_in_row} groups could not be used; the last one: {reason}")

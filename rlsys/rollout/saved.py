@@ -251,6 +251,10 @@ def append_tokens(
     if len(sample.support) != before.support:
         kept = bytes(sample.support[before.support :])
         pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
+    if sample.opinions:  # they come once, of the whole response
+        record = encode(Kind.OPINIONS, Whose.of(sample), 0, sample.tokens, sample.opinions)
+        pieces.append(file.append(record))
+        sample.opinions = b""
     return pieces
 
 

@@ -212,18 +212,28 @@ class EngineWatch:
         return all(here[:split]) and sum(here[split:]) >= self._fewest
 
 
-async def serve(config: Config, port: int, urls: list[str], reference: str | None, owner: Owner) -> None:
-    """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one.
+async def serve(
+    config: Config,
+    port: int,
+    urls: list[str],
+    reference: str | None,
+    owner: Owner,
+    teacher: str | None = None,
+) -> None:
+    """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one;
+    `teacher`: of the one that is asked about responses.
 
     Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
+    if config.algo.teacher is not None and config.algo.teacher.engine is not None and teacher is None:
+        raise UserError(f"algo.teacher.engine = {config.algo.teacher.engine}: --teacher is missing")
     raise_descriptors(most_slots(config), "rollout: over_provision x groups_per_step x group_size")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session:
-        parts = Parts(config, urls, reference, owner, session)
+        parts = Parts(config, urls, reference, teacher, owner, session)
         path = config.run.dir / FILE_NAME
 
         async def listen(runner: web.AppRunner) -> None:
@@ -324,7 +334,7 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, _ = of_process(config.run.dir)
-    asyncio.run(serve(config, args.port, args.engine, args.reference, owner))
+    asyncio.run(serve(config, args.port, args.engine, args.reference, owner, args.teacher))
 
 
 def main() -> None:
@@ -333,6 +343,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="port of the commands, on loopback")
     parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
     parser.add_argument("--reference", metavar="URL", help="an SGLang server with the reference weights")
+    parser.add_argument("--teacher", metavar="URL", help="an SGLang server with algo.teacher's weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_role(lambda: _main(args))

@@ -12,5 +12,6 @@ def add_models(policy: Trainer, objective: Objective) -> None:
     """Before the first step, and before a checkpoint is loaded: it holds the critic. Collective."""
     if objective.critic is not None:
         add_critic(policy, objective.critic)
-    if "divergence" in objective.asks.passes:
+    teacher = policy.config.algo.teacher
+    if "divergence" in objective.asks.passes and (teacher is None or teacher.engine is None):
         add_teacher(policy)

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys import support
+from rlsys import opinions, support
 from rlsys.algo.batch import Batch
+from rlsys.errors import RunError
 from rlsys.records import Arrays, SegmentReader
 from rlsys.route_records import LayerRoutes, read_routes
 from rlsys.spans import RouteSpan
@@ -39,7 +40,7 @@ class TrainSample:
     in the sample table, `place` the sequence's number within its sample. `turns`: the number of each token's turn
     within the sample, -1 where no model sampled it; all are of turn 0 where it is not given. `transferred`: mu is of
     the same response to another prompt. `support`: a row for each response token of the ids that sampling had kept
-    (rlsys/support.py); empty: it kept all.
+    (rlsys/support.py); empty: it kept all. `opinions`: of a teacher that is an engine (rlsys/opinions.py).
     """
 
     prompt_ids: Sequence[int]
@@ -52,6 +53,7 @@ class TrainSample:
     routes: Sequence[RouteSpan | LayerRoutes] = ()
     transferred: bool = False
     support: bytes | bytearray = b""
+    opinions: bytes = b""
     place: int = 0
     turns: Values = ()
 
@@ -91,7 +93,7 @@ class TrainSample:
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
-            sample.sequence, turns,
+            held.opinions, sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -297,10 +299,13 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
     for s, start in zip(samples, starts, strict=False):
         tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
     at, ids = _supports(samples, starts) if any(s.support for s in samples) else (None, None)
+    most, most_logp = _opinions(samples, starts) if all(s.opinions for s in samples) else (None, None)
     return MicroBatch(
         tokens=tokens,
         support_at=at,
         support_ids=ids,
+        teacher_ids=most,
+        teacher_logp=most_logp,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor([s.row for s in samples]),
         places=[s.place for s in samples],
@@ -331,3 +336,22 @@ def _supports(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Te
     ]
     at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
     return at, ids
+
+
+def _opinions(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """ids and log-probs `[T, K]`; 0 at prompts. Raises RunError where samples have another K."""
+    found = [opinions.decode(s.opinions, len(s.response_ids)) for s in samples]
+    widths = sorted({ids.shape[1] for ids, _ in found})
+    if len(widths) > 1:
+        raise RunError(
+            f"a teacher's {widths[0]} most probable ids at each token of some samples, {widths[-1]} of others"
+        )
+    all_ids = torch.zeros((starts[-1], widths[0]), dtype=torch.int64)
+    all_logp = torch.zeros((starts[-1], widths[0]))
+    for s, start, (ids, logp) in zip(samples, starts, found, strict=False):
+        place = slice(start + len(s.prompt_ids), start + len(s))
+        all_ids[place], all_logp[place] = (
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(logp.copy()),
+        )
+    return all_ids, all_logp

@@ -28,7 +28,7 @@ from torch import Tensor
 from rlsys.algo.batch import Samples, fork_columns
 from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.obs.metrics import MISMATCH_EDGES
 from rlsys.route_records import in_hand
 from rlsys.trainer.critic import Critic
@@ -265,7 +265,10 @@ def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective,
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
-    if "divergence" in passes:
+    if "divergence" in passes and trainer.teacher is None:  # an engine was asked, and the samples have it
+        if any(micro.teacher_ids is None for batch in batches for micro in batch):
+            raise RunError("a sample that was taken has no opinions of algo.teacher.engine")
+    elif "divergence" in passes:
         assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"
         trainer.teacher.score(batches)
 

@@ -17,6 +17,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning, PromptScores
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.teacher import EngineTeacher
 from rlsys.types import Prompt, Sample, SampleGroup, Taken
 from tests.helpers.loaded import loaded
 from tests.helpers.scripted_router import ScriptedRouter
@@ -69,10 +70,11 @@ class Rig:
         prompt_scores: PromptScores | None = None,
         judge: PatientJudge | None = None,
         tokenizer: Any = None,
+        teacher: EngineTeacher | None = None,
     ) -> None:
         self.folder = config.run.dir
         self.router = ScriptedRouter(length)
-        planning = Planning(config, Numbers(), tokenizer, judge, prompt_scores)
+        planning = Planning(config, Numbers(), tokenizer, judge, prompt_scores, teacher=teacher)
         self.buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         self.scorer = Scorer(
             lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
@@ -126,9 +128,10 @@ async def rig(
     prompt_scores: PromptScores | None = None,
     judge: PatientJudge | None = None,
     tokenizer: Any = None,
+    teacher: EngineTeacher | None = None,
 ) -> AsyncIterator[Rig]:
     """At the end: the ledger adds up, and every token that the router received is in it."""
-    made = Rig(config, length, reward, prompt_scores, judge, tokenizer)
+    made = Rig(config, length, reward, prompt_scores, judge, tokenizer, teacher)
     before = sum(made.buffer.ledger().tokens.values())
     try:
         yield made

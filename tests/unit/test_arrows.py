@@ -29,6 +29,7 @@ BASE = {
     "records",
     "route_records",
     "support",
+    "opinions",
     "workers",
     "obs",
 }
@@ -109,6 +110,7 @@ TORCH_FREE = (
     "records",
     "route_records",
     "support",
+    "opinions",
     "workers",
     "obs",
     "plugins",

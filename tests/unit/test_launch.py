@@ -20,6 +20,8 @@ from launch.ports import choose_ports, free_ports
 from launch.preflight import check_model
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
+from rlsys.config.beside import teacher_config
+from rlsys.engine.launch_args import engine_command as served_by
 from rlsys.errors import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -37,7 +39,7 @@ def planned(*overrides: str) -> LaunchPlan:
     c = config(*overrides)
     layout, n = lay_out(c), c.launch.nodes
     nodes = [Node(f"n{i}", f"10.0.0.{i}") for i in range(n)] if n > 1 else [Node("localhost")]
-    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)), 6200)
+    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)), 6200, 6300)
     return build_plan(c, layout, nodes, ports, engine_command)
 
 
@@ -112,6 +114,30 @@ def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -
     assert plan.roles[1].argv[-2:] == ["--reference", "http://judge:30000"]
     with pytest.raises(UserError, match=r"engine.reference = own: no GPU is planned"):
         planned("engine.reference=own", "launch.gpus_per_node=1")
+
+
+def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> None:
+    """Of its own folder, and with nothing that only engines of the policy need."""
+    taught = "algo.teacher={path: /models/teacher, engine: %s}"
+    c = config(
+        taught % "own", "engine.count=2", "engine.return_routes=true", "engine.extra_args=[--log-requests]"
+    )
+    argv, _ = served_by(teacher_config(c), 0, 1)
+    assert argv[argv.index("--model-path") + 1] == "/models/teacher"
+    assert not {"--enable-return-routed-experts", "--log-requests"} & set(argv)
+    plan = planned(taught % "own", "engine.count=2")
+    assert [r.name for r in plan.roles] == ["engine-0", "engine-1", "teacher", "rollout", "trainer"]
+    teacher, rollout = plan.roles[2], plan.roles[3]
+    assert teacher.argv[-1].endswith("teacher.yaml")
+    assert rollout.argv[-2:] == ["--teacher", "http://127.0.0.1:6300"]
+    assert [r.name for r in plan.pool()] == ["engine-0", "engine-1"]
+    plan = planned(taught % "http://judge:30000")
+    assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
+    assert plan.roles[1].argv[-2:] == ["--teacher", "http://judge:30000"]
+    with pytest.raises(
+        UserError, match=r"algo.teacher.engine = own: no GPU is planned .* the teacher's weights"
+    ):
+        planned(taught % "own", "launch.gpus_per_node=1")
 
 
 def test_fine_tuning_needs_the_trainer_alone() -> None:

@@ -1,0 +1,31 @@
+"""Configs of the servers that a run starts beside its engines: nobody pushes weights to them."""
+
+from __future__ import annotations
+
+from rlsys.config.schema import Config
+
+
+def reference_config(config: Config) -> Config:
+    """Of engine.reference = own: the policy's first weights."""
+    return _of(config, {"fp8": "none"}, {"tp": 1, "pools": []})
+
+
+def teacher_config(config: Config) -> Config:
+    """Of algo.teacher: its folder, and nothing that only engines of the policy need."""
+    assert config.algo.teacher is not None
+    plain = {
+        "tp": 1, "pools": [], "ngram_drafts": 0, "return_routes": False, "tool_call_parser": None,
+        "reasoning_parser": None, "extra_args": [],
+    }  # fmt: skip
+    trainer = config.trainer.model_copy(update={"lora": None})
+    made = _of(config, {"path": config.algo.teacher.path, "fp8": "none"}, plain)
+    return made.model_copy(update={"trainer": trainer})
+
+
+def _of(config: Config, model: dict[str, object], engine: dict[str, object]) -> Config:
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "engine": config.engine.model_copy(update=engine),
+        }
+    )
