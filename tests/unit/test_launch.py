@@ -192,7 +192,7 @@ def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
         return {i: [*range(20000, 20000 + n)] if first else free_ports("", n) for i, n in need.items()}
 
     ports = choose_ports(c, layout, free)
-    assert asked == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
+    assert asked == [{0: 6, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
     every = [*ports.engines, *ports.engine_meetings, ports.rollout, ports.trainer_meeting]
     assert len(set(every)) == len(every) == 6
 

@@ -368,7 +368,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["rollout.workers=2"], r"but rollout.workers = 2: .* expected 1"),
+        (["rollout.workers=2", "engine.count=2"], r"but rollout.workers = 2: .* expected 1"),
         (["rollout.temperature=0.8"], r"but rollout.temperature = 0.8: .* use 1"),
         (["rollout.top_k=20"], r"but rollout.top_k = 20: .* use null"),
         (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* give a number"),
@@ -387,7 +387,7 @@ def test_what_it_cannot_do_is_one_line(overrides: list[str], told: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "told"),
-    [("http://user:secret@host:1", "a name or a password"), ("http://", "expected a URL")],
+    [("http://user:secret@host:1", "a name or a password"), ("http://:80", "expected a URL")],
 )
 def test_what_is_no_server_is_one_line(url: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
