@@ -197,6 +197,7 @@ class EngineWatch:
         self._engines, self._references, self._fewest = engines, references, fewest
         self._router, self._members = router, members
         self.ready = False
+        self._told = False
 
     async def run(self) -> None:
         while not await self._enough():
@@ -209,7 +210,13 @@ class EngineWatch:
         asked = [*self._references, *self._engines]
         here = await asyncio.gather(*(e.healthy() for e in asked))
         split = len(self._references)
-        return all(here[:split]) and sum(here[split:]) >= self._fewest
+        if sum(here[split:]) < self._fewest:
+            return False
+        away = [e.url for e, up in zip(self._references, here, strict=False) if not up]
+        if away and not self._told:  # nobody else would say what the run waits for
+            self._told = True
+            log.warning("the engines are there; waiting for %s", ", ".join(away))
+        return not away
 
 
 async def serve(

@@ -35,6 +35,7 @@ class EngineTeacher:
         self.client, self._top_k, self._patience = client, top_k, patience
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._tokens = self._unanswered = 0
+        self._away = False
 
     @property
     def counts(self) -> dict[str, float]:
@@ -65,15 +66,24 @@ class EngineTeacher:
                         ids, logp = await self.client.most_probable(
                             prompt, sequence.response_ids, self._top_k
                         )
+                        self._tell(away=False)
                         sequence.opinions, sequence.taught = opinions.encode(ids, logp), True
                         return None
                     except DeadEngine as e:
-                        log.warning("the teacher at %s does not answer: %s", url, e or type(e))
+                        self._tell(away=True, why=str(e) or type(e).__name__)
                         await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError:
             return f"{AWAY}: {url} has not answered for {self._patience:g} s"
         except EngineError as e:
             return f"algo.teacher: {e}"
+
+    def _tell(self, *, away: bool, why: str = "") -> None:
+        """Once an outage: many samples ask."""
+        if away and not self._away:
+            log.warning("the teacher at %s does not answer: %s", self.client.url, why)
+        elif self._away and not away:
+            log.warning("the teacher at %s answers again", self.client.url)
+        self._away = away
 
 
 def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession) -> EngineTeacher:

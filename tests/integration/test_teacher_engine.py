@@ -87,7 +87,7 @@ def divergence(student: Path, teacher: Path) -> float:
     samples for held-out prompts."""
     import transformers
 
-    config = load_config("distill")
+    config = load_config(ROOT / "configs" / "algorithms" / "distill.yaml")
     heldout = build_source(config, Tokenizer(config.model.path)).heldout(HELD_OUT)
     p, q = (
         transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (student, teacher)

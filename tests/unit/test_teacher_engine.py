@@ -295,8 +295,9 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
 
 
 async def test_a_teacher_that_comes_back_in_time_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is told once that it is away, and once that it is back."""
     monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
     client = Teacher()
     client.away = True
@@ -309,6 +310,11 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
         taken = task.result()
         assert taken is not None and taken.metrics["censored"] == 0
         assert taken.metrics["teacher_unanswered"] == 0
+    told = [r.getMessage() for r in caplog.records if r.name == "rlsys.rollout"]
+    assert [t.partition(client.url)[2] for t in told if client.url in t] == [
+        " does not answer: TimeoutError",
+        " answers again",
+    ]
 
 
 async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
