@@ -16,6 +16,7 @@ import torch
 from rlsys.config import load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
+from rlsys.engine.cpu_platform import declare_torchvision_ops
 from rlsys.engine.wire import make_session
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.reader import RunReader
@@ -85,6 +86,7 @@ async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_
 def divergence(student: Path, teacher: Path) -> float:
     """KL(student || teacher) over the whole vocabulary, by transformers: the mean over the tokens that the student
     samples for held-out prompts."""
+    declare_torchvision_ops()
     import transformers
 
     config = load_config(ROOT / "configs" / "algorithms" / "distill.yaml")
