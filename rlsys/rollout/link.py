@@ -24,6 +24,8 @@ from rlsys.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
 from rlsys.types import Sample, Status
 
 _LENGTH = struct.Struct("<I")
+MOST_TOGETHER = 512
+"""Messages: the other end begins with them while there are more."""
 
 
 class Run(msgspec.Struct, tag=True, array_like=True):
@@ -185,8 +187,8 @@ ToCoordinator = OfSamples | Answer | Figures
 
 
 class Link(asyncio.Protocol):
-    """One end. Messages of one turn of the loop go together, in their order. `lost` is called once, when the other
-    end is gone; whatever it said before has been heard then."""
+    """One end. Messages of one turn of the loop go together, at most MOST_TOGETHER, in their order. `lost` is called
+    once, when the other end is gone; whatever it said before has been heard then."""
 
     def __init__(self, kind: Any, hear: Callable[[list[Any]], None], lost: Callable[[], None]) -> None:
         """`kind`: the union of what comes. `hear`: takes those that came together; what it raises ends the link."""
@@ -207,6 +209,8 @@ class Link(asyncio.Protocol):
         if not self._out:
             asyncio.get_running_loop().call_soon(self.flush)
         self._out.append(message)
+        if len(self._out) >= MOST_TOGETHER:
+            self.flush()
 
     def flush(self) -> None:
         """What was sent leaves now."""

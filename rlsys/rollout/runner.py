@@ -34,6 +34,10 @@ from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
 CENSORED_STEPS = 2
 """Train steps' worth of groups censored in a row that stop the run: then it is no accident."""
 
+AT_ONCE = 512
+"""Samples that start in one turn of the loop. At 50,000 slots a step starts tens of thousands, some seconds of work:
+meanwhile others are heard, and the first of them generate."""
+
 log = logging.getLogger("rlsys.rollout")
 
 
@@ -73,6 +77,7 @@ class SampleRunner:
         self._pending: deque[tuple[SampleGroup, Sample]] = deque()  # let in, waiting for a slot
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._generating: set[int] = set()  # ids of samples that hold a slot
+        self._filling: asyncio.Handle | None = None  # the turn of the loop that starts more of them
         self._prompts: dict[int, Prompt] = {}  # of groups that were let in
         self._censored_in_row = 0
         self._admitted_at: dict[int, float] = {}  # of groups that were let in, on the loop's clock
@@ -161,14 +166,29 @@ class SampleRunner:
         if step is None:
             return
         try:
-            while self._has_slot() and (self._pending or self._admit(step)):
+            for _ in range(AT_ONCE):
+                if not (self._has_slot() and (self._pending or self._admit(step))):
+                    break
                 if self._pending:
                     self._start_next()
+            else:
+                self._fill_soon()
+                return
             if self._prompts and self._prompts.keys() <= self._planning.waiting():
                 self._planning.close_round()
                 self._decide_released()
         except RlsysError as e:  # called from tasks and commands alike: the next command tells it
             self._fail(e)
+
+    def _fill_soon(self) -> None:
+        if self._filling is None:
+            self._filling = asyncio.get_running_loop().call_soon(self._fill_on)
+
+    def _fill_on(self) -> None:
+        self._filling = None
+        self._fill()
+        if self._trained_steps is not None:
+            self._note_occupancy()
 
     def _has_slot(self) -> bool:
         return self._repeat is not None or len(self._generating) < self.slots

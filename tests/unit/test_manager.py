@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -164,6 +165,21 @@ async def test_slots_bound_the_samples_in_flight(tmp_path: Path) -> None:
             await r.push()
         # Half-finished groups leave no slot empty: 8 = 2 * 2 groups of 2.
         assert r.router.most_in_flight == 8
+
+
+async def test_others_are_heard_while_many_samples_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a start of many samples shows to the rest of the loop: a few more each time."""
+    monkeypatch.setattr("rlsys.rollout.runner.AT_ONCE", 3)
+    async with rig(make_config(tmp_path, **APRIL)) as r:
+        await r.start()
+        taking, seen = asyncio.create_task(r.take(1)), [0]
+        while r.router.most_in_flight < 8:
+            await asyncio.sleep(0)
+            seen.append(len(r.router.in_flight))
+        assert max(after - before for before, after in itertools.pairwise(seen)) <= 3
+        assert ids((await taking).groups) == [0, 1]
 
 
 async def test_surplus_groups_are_kept_for_the_next_step(tmp_path: Path) -> None:
