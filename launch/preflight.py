@@ -28,6 +28,11 @@ def check_model(config: Config) -> None:
             check_folder(folder, f"algo.teacher.{field}")
             if teacher.engine is not None:  # any model that SGLang serves
                 check_vocabulary(config, hf, read_vocabulary(folder), folder)
+                if teacher.engine == "own" and (folder / ".metadata").is_file():
+                    raise UserError(
+                        f"algo.teacher.engine = own: {folder} is a Megatron checkpoint, with which an engine begins "
+                        "without weights; expected a Hugging Face folder"
+                    )
                 continue
             other = HFConfig.read(folder)
             check_teacher(config, hf, other, folder)

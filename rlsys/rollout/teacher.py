@@ -20,6 +20,8 @@ from rlsys.types import Sample
 AWAY = "the teacher is away"
 """Reasons begin with it that say nothing about the sample."""
 AGAIN_SECONDS = 1.0
+_ITS_FAULT = 500
+"""The first of the HTTP statuses that say nothing against the request: the server fails, or it is about to die."""
 AT_ONCE = 16
 """Responses that it is asked about at the same time: an answer has `algo.teacher.top_k` entries for each token."""
 
@@ -69,13 +71,13 @@ class EngineTeacher:
                         self._tell(away=False)
                         sequence.opinions, sequence.taught = opinions.encode(ids, logp), True
                         return None
-                    except DeadEngine as e:
+                    except (*DeadEngine, EngineError) as e:
+                        if isinstance(e, EngineError) and e.status < _ITS_FAULT:
+                            return f"algo.teacher: {e}"
                         self._tell(away=True, why=str(e) or type(e).__name__)
                         await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError:
             return f"{AWAY}: {url} has not answered for {self._patience:g} s"
-        except EngineError as e:
-            return f"algo.teacher: {e}"
 
     def _tell(self, *, away: bool, why: str = "") -> None:
         """Once an outage: many samples ask."""

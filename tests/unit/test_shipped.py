@@ -48,7 +48,8 @@ def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 
 
 def test_every_example_has_a_config() -> None:
-    parts = {p.stem for p in (ROOT / "examples").iterdir()} - {"README", "__pycache__", "tools"}
+    others = {"README", "__pycache__", "tools", "ray_engines"}  # the last one: tests/cluster/test_churn.py
+    parts = {p.stem for p in (ROOT / "examples").iterdir()} - others
     assert {p.stem for p in EXAMPLES} == parts
     assert parts == {
         "own_agent",
@@ -60,7 +61,7 @@ def test_every_example_has_a_config() -> None:
         "second_try",
     }
     for file in (ROOT / "examples").iterdir():
-        assert file.is_dir() or len(file.read_text().splitlines()) < 60
+        assert file.is_dir() or len(file.read_text().splitlines()) < 70
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

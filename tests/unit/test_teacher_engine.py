@@ -54,6 +54,7 @@ class Teacher:
     def __init__(self) -> None:
         self.away = False
         self.refusal: str | None = None
+        self.status = 400
         self.asked: list[tuple[list[int], list[int]]] = []
         self.failed = 0
 
@@ -63,7 +64,8 @@ class Teacher:
             self.failed += 1
             raise TimeoutError
         if self.refusal is not None:
-            raise EngineError(self.refusal)
+            self.failed += 1
+            raise EngineError(self.refusal, self.status)
         self.asked.append((list(prompt), list(response)))
         return said(prompt, response)
 
@@ -315,6 +317,21 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
         " does not answer: TimeoutError",
         " answers again",
     ]
+
+
+async def test_a_servers_own_fault_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies may answer with an error first."""
+    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    client = Teacher()
+    client.refusal, client.status = "out of memory", 500
+    async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
+        await r.start()
+        task = asyncio.create_task(r.manager.take(1))
+        while not task.done():
+            client.refusal = client.refusal if client.failed < 20 else None
+            await go_on(r)
+        taken = task.result()
+        assert taken is not None and taken.metrics["censored"] == 0
 
 
 async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
