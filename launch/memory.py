@@ -181,7 +181,8 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
     matrices = size.dense_of(layers)[0] / p.tp
     trained, of_experts = dense, experts
     if config.trainer.lora is not None:
-        found = [_factors(config)[i] for i in layers]
+        every = _factors(config)
+        found = [every[i] for i in layers]
         trained, of_experts = sum(f.dense for f in found), sum(f.experts for f in found) / p.ep
         matrices = 0.0
     states_held = states * (trained - matrices) / copies + per_matrix * (
