@@ -165,6 +165,12 @@ class Lora:
             set_tensor_model_parallel_attributes(parameter, True, cut or 0, 1)
         return parameter
 
+    def named_factors(self) -> Iterator[tuple[str, Entry, Parameter]]:
+        """Of this rank: PEFT's name, entry and parameter of each factor."""
+        for factors in self.of_chunks:
+            for own, entry in factors.entries.items():
+                yield next(iter(entry.hf)), entry, factors.get_parameter(own)
+
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The weight with its adapter; the weight itself where there is none."""
         adapter = self._adapters.get(name)

@@ -141,6 +141,9 @@ class MicroBatch(Batch):
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
+    asked: Tensor | None = (
+        None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
+    )
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)

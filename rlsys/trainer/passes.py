@@ -7,7 +7,7 @@ together (collectives), with as many micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,15 @@ class Accumulated:
 
     sums: dict[str, Tensor]
     padding_share: float
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What went backward since the last update, beside its gradient: nothing where no token was computed."""
+
+    sums: list[dict[str, Tensor]] = field(default_factory=list)
+    real_tokens: int = 0
+    computed_tokens: int = 0
 
 
 class Passes:
@@ -118,14 +127,21 @@ class Passes:
 
     def take_accumulated(self) -> Accumulated:
         """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
-        stored, counts = self._sums, torch.tensor([self._real_tokens, self._computed_tokens])
-        self._sums, self._real_tokens, self._computed_tokens = [], 0, 0
+        begun = self.exchange(Begun())
+        stored, counts = begun.sums, torch.tensor([begun.real_tokens, begun.computed_tokens])
         sums = {
             name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
             for name in (stored[0] if stored else ())
         }
         real, computed = self.sum_over_dp(counts).tolist()
         return Accumulated(from_last_stage(sums), 1 - real / computed)
+
+    def exchange(self, begun: Begun) -> Begun:
+        """Go on from `begun` instead of from what is given back. The gradients are the caller's to exchange."""
+        before = Begun(self._sums, self._real_tokens, self._computed_tokens)
+        self._sums, self._real_tokens = begun.sums, begun.real_tokens
+        self._computed_tokens = begun.computed_tokens
+        return before
 
     def sum_over_dp(self, value: Tensor) -> Tensor:
         """The sum over the ranks that hold other sequences, on the device of `value`."""

@@ -43,7 +43,8 @@ def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -
 
 @dataclass(frozen=True)
 class Share:
-    """tokens, position_ids, following `[P / c]` int64: this rank's tokens, and the token that follows each of them.
+    """tokens, position_ids, following `[P / c]` int64: this rank's tokens, and the token that follows each of them,
+    or that is asked for in its place.
 
     `lengths`: those of the padded sequences, each whole. `gathered` `[P]`: where their tokens stand once the ranks'
     shares are gathered; None where one rank has them all, in order. `place` `[T]`: the same of the micro-batch's
@@ -89,13 +90,14 @@ class Share:
 
         follows = torch.ones(len(micro.tokens), dtype=torch.bool).index_fill(0, ends - 1, False)
         tokens = micro.tokens.cpu()
+        asked = tokens if micro.asked is None else micro.asked.cpu()
         source = spread(torch.arange(len(tokens)), -1)[mine]
         support_at, support_ids = _own_support(micro, source)
         positions = torch.cat([torch.arange(n) for n in padded])
         return cls(
             tokens=spread(tokens)[mine].to(device),
             position_ids=positions[mine].to(device),
-            following=spread(tokens.roll(-1))[mine].to(device),
+            following=spread(asked.roll(-1))[mine].to(device),
             lengths=padded,
             gathered=place.to(device) if cp > 1 else None,
             place=place[at].to(device),

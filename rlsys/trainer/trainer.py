@@ -197,8 +197,6 @@ class Trainer:
         sum_over_dp = self.passes.sum_over_dp
         if denominator is None:
             denominator = float(sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         divisor = denominator
         if (
             self.config.trainer.balance_loss
@@ -206,6 +204,20 @@ class Trainer:
             divisor = float(sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
         if batch:
             self.passes.accumulate(batch, loss_fn, divisor / denominator)
+        done = self.apply(lr, denominator, divisor)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if done.skipped else 0
+        if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
+            raise RunError(
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
+                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
+            )
+        return done
+
+    def apply(self, lr: float, denominator: float, divisor: float) -> Updated:
+        """The update of what was accumulated: its gradient is divided by `divisor`, its loss by `denominator`. Where
+        the gradient is not finite, the weights stay as they are."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
         biases = [bias.clone() for bias in self._expert_biases]
         # Not by the schedule: its own division knows token counts only, and portions are reduced together.
         finalize_model_grads(self._models, None)
@@ -217,12 +229,6 @@ class Trainer:
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         skipped = not math.isfinite(grad_norm)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
-            raise RunError(
-                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
-                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
-            )
         if skipped:
             for bias, before in zip(self._expert_biases, biases, strict=True):
                 bias.copy_(before)  # megatron moves it while it reduces gradients
@@ -253,6 +259,11 @@ class Trainer:
     def optimizer(self) -> Any:
         """Megatron's chain of optimizers."""
         return self._optimizer
+
+    @property
+    def adapters(self) -> Lora | None:
+        """Beside this rank's part of the model; None without trainer.lora."""
+        return self._chunks.lora
 
     @property
     def modules(self) -> Sequence[torch.nn.Module]:
@@ -351,9 +362,13 @@ class Trainer:
         In the background; call finish_checkpoint before the next. `score`: of the held-out evaluation, if one
         was made of these weights. Raises RunError when the model under adapters is not what it was.
         """
+        self.check_base()
+        self._checkpoints.begin(step, self._learners, objective, score)
+
+    def check_base(self) -> None:
+        """Raises RunError when the model under adapters is not what it was. Collective."""
         if self._chunks.lora is not None and fingerprint(self._chunks, self.hf) != self._chunks.lora.base:
             raise RunError("weights that trainer.lora keeps frozen have changed; nothing was saved")
-        self._checkpoints.begin(step, self._learners, objective, score)
 
     def finish_checkpoint(self, wait: bool = True) -> int | None:
         """The step of a checkpoint that is on the disk since now; None when there is none, or not yet."""
