@@ -104,7 +104,7 @@ def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fa
     demand = demand_of(config, costs_of(config, hf, machine), lengths, running, _PROMPT_TOKENS)
     suppliers = []
     for name, count, tp, cost in _kinds(config):
-        costs = costs_of(_with_tp(config, tp), hf, machine)
+        costs = costs_of(config, hf, machine, tp)
         suppliers.append(Supplier(name, count, rate_of(costs, lengths, running, _PROMPT_TOKENS), cost * tp))
     rate, age = sum(s.count * s.rate for s in suppliers), config.rollout.max_staleness
     told = f"a step keeps the trainer busy for {demand.busy:.0f} s: {demand.wanted:.3g} samples/s feed it, "
@@ -124,7 +124,3 @@ def _kinds(config: Config) -> list[tuple[str, int, int, float]]:
     if not config.engine.pools:
         return [("engines", config.engine.count, config.engine.tp, 1.0)]
     return [(f"of {p.name}", p.count, p.tp or config.engine.tp, p.cost) for p in config.engine.pools]
-
-
-def _with_tp(config: Config, tp: int) -> Config:
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"tp": tp})})

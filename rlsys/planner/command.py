@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +25,8 @@ from rlsys.planner.costs import Costs, costs_of
 from rlsys.planner.lengths import Lengths, long_tail, read_trace
 from rlsys.planner.settings import PER_NODE, Setting, as_written, settings
 from rlsys.planner.simulation import Forecast, simulate
+
+_PROMPT_TOKENS = 512
 
 _COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("step", lambda f: clock(f.step_seconds)),
@@ -59,19 +61,16 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="RUN",
         help="take costs and lengths from a run of this model and layout",
     )
-    sub.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="of each prompt; 512")
+    sub.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of each prompt; as the calibration has them, or 512"
+    )
     sub.add_argument("--steps", type=int, default=8, metavar="N", help="train steps that are averaged; 8")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def plan(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
-    if config.engine.pools:
-        raise UserError(
-            f"engine.pools = {', '.join(p.name for p in config.engine.pools)}: the simulation knows engines of one "
-            "kind; plan with 'engine.pools=[]' engine.count=N"
-        )
-    cost, lengths = _basis(args, config)
+    basis = _basis(args, config)
     hf = read_model(config)
     machine = None if args.calibrate else machines()[args.gpu]
     tried: list[tuple[Setting, Forecast]] = []
@@ -83,13 +82,16 @@ def plan(args: argparse.Namespace) -> int:
             continue
         print(f"rlsys: {setting.name}", file=sys.stderr, flush=True)
         try:
-            forecast = simulate(
-                setting.config,
-                cost(setting.config),
-                lengths,
-                prompt_tokens=args.prompt_tokens,
-                steps=args.steps,
-            )
+            by_tp = {tp: basis.costs(setting.config, tp) for tp in setting.config.engine.tps}
+            with _quiet():
+                forecast = simulate(
+                    setting.config,
+                    next(iter(by_tp.values())),
+                    basis.lengths,
+                    prompt_tokens=basis.prompt_tokens,
+                    steps=args.steps,
+                    by_tp=by_tp,
+                )
         except RunError as e:
             against.append(f"{setting.name}: such a run stops: {e}")
         else:
@@ -100,7 +102,7 @@ def plan(args: argparse.Namespace) -> int:
         told = [{"name": s.name, **asdict(f)} for s, f in tried]
         print(json.dumps({"settings": told, "not_possible": against, "best": best(tried)[0].name}, indent=2))
     else:
-        _print(tried, against, _assumed(args, config, lengths))
+        _print(tried, against, _assumed(args, basis.lengths))
     return 0
 
 
@@ -116,14 +118,28 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _basis(args: argparse.Namespace, config: Config) -> tuple[Callable[[Config], Costs], Lengths]:
-    """Costs of a setting, and how long responses are. Raises UserError."""
+@dataclass(frozen=True)
+class _Basis:
+    """What settings are simulated with. `costs`: of a setting, with engines of this tp."""
+
+    costs: Callable[[Config, int], Costs]
+    lengths: Lengths
+    prompt_tokens: int
+
+
+def _basis(args: argparse.Namespace, config: Config) -> _Basis:
+    """Raises UserError."""
     for name, least in (("gpus", 1), ("prompt_tokens", 1), ("steps", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     if args.gpus is not None and args.gpus > PER_NODE and args.gpus % PER_NODE:
         raise UserError(f"--gpus {args.gpus}: expected at most {PER_NODE}, or whole nodes of {PER_NODE}")
+    if args.gpus is not None and (pools := config.engine.pools):
+        raise UserError(
+            f"--gpus {args.gpus} and engine.pools = {', '.join(p.name for p in pools)}: engines that are alike are laid "
+            "out; leave --gpus out to plan the pools as they are, or give 'engine.pools=[]' engine.count=N"
+        )
     cap = config.rollout.max_response_tokens
     trace = read_trace(args.trace, cap) if args.trace else None
     if args.calibrate is not None:
@@ -131,12 +147,14 @@ def _basis(args: argparse.Namespace, config: Config) -> tuple[Callable[[Config],
             raise UserError(
                 "--calibrate and --gpus: a run tells the costs of its own layout only; give one of them"
             )
-        costs, seen = calibrated(args.calibrate)
-        return (lambda _: costs), trace or Lengths(seen.values, cap)
+        found = calibrated(args.calibrate)
+        prompt = args.prompt_tokens or found.prompt_tokens
+        return _Basis(lambda _, tp: found.costs(tp), trace or found.lengths.cut(cap), prompt)
     if args.gpus is None and not config.launch.gpus_per_node:
         raise UserError("a config without GPUs: give --gpus N, or --calibrate RUN with a run of this machine")
     hf, machine = read_model(config), machines()[args.gpu]
-    return (lambda made: costs_of(made, hf, machine)), trace or long_tail(cap)
+    prompt = args.prompt_tokens or _PROMPT_TOKENS
+    return _Basis(lambda made, tp: costs_of(made, hf, machine, tp), trace or long_tail(cap), prompt)
 
 
 def best(tried: Sequence[tuple[Setting, Forecast]]) -> tuple[Setting, Forecast]:
@@ -161,7 +179,7 @@ def reason(tried: Sequence[tuple[Setting, Forecast]]) -> str:
     )
 
 
-def _assumed(args: argparse.Namespace, config: Config, lengths: Lengths) -> str:
+def _assumed(args: argparse.Namespace, lengths: Lengths) -> str:
     if args.calibrate is not None:
         return f"costs as {args.calibrate} shows them; responses {lengths.mean:.0f} tokens in the mean"
     source = machines()[args.gpu].source
@@ -181,6 +199,13 @@ def _print(tried: Sequence[tuple[Setting, Forecast]], against: Sequence[str], as
         console = Console(highlight=False, width=200)
     console.print(table)
     print()
+    for setting, forecast in tried:
+        if forecast.pools:
+            told = (
+                f"{name} {pool.tokens:.0%} of the tokens, {pool.cost:.3g} a million trained ones"
+                for name, pool in forecast.pools.items()
+            )
+            print(f"pools: {setting.name}: {'; '.join(told)}")
     print(reason(tried))
     print(f"from: {assumed}")
     for line in _folded(against):

@@ -56,9 +56,9 @@ class Costs:
         return self.train_step + work * self.trained_token
 
 
-def costs_of(config: Config, hf: HFConfig, machine: Machine) -> Costs:
-    """Of a config's layout on such GPUs, from config.json alone."""
-    width, size, tp = value_bytes(config), model_size(hf), config.engine.tp
+def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
+    """Of a config's layout on such GPUs, from config.json alone. `tp`: of the engine; else engine.tp."""
+    width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
     read = tp * machine.bandwidth * 1e12 * DECODE_SHARE
     peak = machine.tflops[config.model.dtype] * 1e12
     flops = 2 * visited_parameters(hf)

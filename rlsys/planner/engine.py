@@ -22,6 +22,8 @@ from rlsys.planner.costs import Costs
 
 TOKEN, END = 3, 2
 """Ids of a response, and of its end."""
+FIRST_PROMPT = 4
+"""The id that prompt 0 begins with; that of prompt `i` is so much larger."""
 _ANSWER_SECONDS = 0.001
 _LOOK_UNITS = 64
 """Decoded at most before the cost of a pass is taken anew: the context grows meanwhile."""
@@ -42,6 +44,8 @@ class _Request:
     """The engine's count of passes when it began to decode; None: it waits, or its prompt is being read."""
     base: int = 0
     """Units that it had then."""
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its prompt has been read, or it has ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     why: dict[str, Any] | None = None
 
@@ -53,17 +57,22 @@ class SimulatedEngine:
         self,
         url: str,
         costs: Costs,
-        length: Callable[[int], int],
+        length: Callable[[int, int], int],
         prompt: int,
         slots: int,
         room: int,
         grain: int,
+        *,
+        tells: bool = False,
     ) -> None:
-        """`length`: units of a sample's response, by its seed. `prompt`: units of every prompt. `slots`: requests
-        that run at once. `room`: units that its cache holds."""
+        """`length`: units of a sample's response, by its seed and its prompt's number. `prompt`: units of every
+        prompt. `slots`: requests that run at once. `room`: units that its cache holds. `tells`: a response's first
+        token at once, from which the router learns how fast the engine is."""
         self.url = url
         self._costs, self._length, self._prompt = costs, length, prompt
-        self._slots, self._room, self._grain = slots, room, grain
+        self._slots, self._room, self._grain, self._tells = slots, room, grain, tells
+        self._canaries: list[tuple[int, asyncio.Event]] = []
+        """Units of each that waits to be read."""
         self._waiting: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
         self._ends: list[tuple[int, int, str]] = []
@@ -91,7 +100,9 @@ class SimulatedEngine:
                 order, done = self._orders.popleft()
                 order()
                 done.set()
-            if self._paused:
+            if self._canaries:
+                await self._read_canaries()
+            elif self._paused:
                 await self._changed.wait()
             elif fresh := self._admit():
                 seconds = self._costs.prefill(self._grain * sum(r.prompt + len(r.versions) for r in fresh))
@@ -106,6 +117,12 @@ class SimulatedEngine:
                 self._complete()
             else:
                 await self._changed.wait()
+
+    async def _read_canaries(self) -> None:
+        asked, self._canaries = self._canaries, []
+        await asyncio.sleep(self._costs.prefill(self._grain * sum(units for units, _ in asked)))
+        for _, done in asked:
+            done.set()
 
     def _admit(self) -> list[_Request]:
         """As many as there is room for, in their order."""
@@ -125,6 +142,7 @@ class SimulatedEngine:
         """Its prompt has been read, which makes a first token."""
         request.base = len(request.versions)
         request.since = self._passes - 1
+        request.began.set()
         self._order += 1
         due = request.since + request.end - request.base
         heapq.heappush(self._ends, (due, self._order, request.rid))
@@ -167,30 +185,44 @@ class SimulatedEngine:
         self._context -= request.prompt + len(request.versions)
         del self._running[request.rid]
         self.generated += len(request.versions)
+        self._end(request, why)
+
+    def _end(self, request: _Request, why: dict[str, Any]) -> None:
         request.why = why
+        request.began.set()
         request.ended.set()
 
     # -- HTTP -----------------------------------------------------------------------------------------------------
 
-    async def stream(self, body: dict[str, Any]) -> bytes:
-        """The one chunk that a request is answered with, when it ends."""
-        sampling = body["sampling_params"]
-        made, budget = len(body["input_ids"]) - self._prompt, sampling["max_new_tokens"]
-        left = max(1, self._length(sampling["sampling_seed"]) - made)
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The chunks that a request is answered with: one when it ends, and where engines tell, its first token."""
+        sampling, prompt = body["sampling_params"], body["input_ids"]
+        made, budget = len(prompt) - self._prompt, sampling["max_new_tokens"]
+        left = max(1, self._length(sampling["sampling_seed"], prompt[0] - FIRST_PROMPT) - made)
         finish = {"type": "stop", "matched": END} if left <= budget else {"type": "length", "length": budget}
-        request = _Request(body["rid"], len(body["input_ids"]), min(left, budget), finish)
+        request = _Request(body["rid"], len(prompt), min(left, budget), finish)
         self._waiting.append(request)
         self._changed.set()
+        told = 0
+        if self._tells:
+            await request.began.wait()
+            if not request.ended.is_set():
+                self._write(request)
+                told = len(request.versions)
+                yield self._chunk(request, 0, told)
         await request.ended.wait()
-        assert request.why is not None
-        versions = request.versions
-        ids = [TOKEN] * len(versions)
-        if request.why["type"] == "stop":
+        yield self._chunk(request, told, len(request.versions))
+
+    def _chunk(self, request: _Request, start: int, end: int) -> bytes:
+        """Its units from `start` to `end`, all that it has; with why it ended, once it has."""
+        versions = request.versions[:end]
+        ids = [TOKEN] * (end - start)
+        if request.why is not None and request.why["type"] == "stop" and ids:
             ids[-1] = END
         meta: dict[str, Any] = {
             "finish_reason": request.why,
             "weight_version": versions[-1] if versions else self._version,
-            "completion_tokens": len(ids),
+            "completion_tokens": end,
             "output_token_logprobs": [[-1.0, i, None] for i in ids],
         }
         if versions:  # one that was dropped from the queue says nothing of its prompt
@@ -220,6 +252,9 @@ class SimulatedEngine:
                 await self._between_passes(lambda: self._rename(body["new_version"]))
             case "/generate":  # a canary
                 self.generated += 1
+                self._canaries.append((len(body["input_ids"]), done := asyncio.Event()))
+                self._changed.set()
+                await done.wait()
                 scored = [[-1.0, i, None] for i in body["input_ids"]]
                 return json.dumps(
                     {"meta_info": {"input_token_logprobs": scored, "weight_version": self._version}}
@@ -242,8 +277,7 @@ class SimulatedEngine:
         for request in [r for r in self._waiting if rid is None or r.rid.startswith(rid)]:
             self._waiting.remove(request)
             self.generated += len(request.versions)
-            request.why = {"type": "abort"}
-            request.ended.set()
+            self._end(request, {"type": "abort"})
         for request in [r for r in self._running.values() if rid is None or r.rid.startswith(rid)]:
             self._leave(request, {"type": "abort"})
 
@@ -265,18 +299,18 @@ class _Answer:
 
     status = 200
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
         self.content = self
 
     async def text(self) -> str:
-        return self._body.decode()
+        return (await self.read()).decode()
 
     async def read(self) -> bytes:
-        return self._body
+        return b"".join([chunk async for chunk in self._chunks])
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        yield self._body
+    def iter_any(self) -> AsyncIterator[bytes]:
+        return self._chunks
 
 
 class Wire:
@@ -294,6 +328,10 @@ class Wire:
         engine = self._engines[f"{parts.scheme}://{parts.netloc}"]
         await asyncio.sleep(_ANSWER_SECONDS)
         if body.get("stream"):
-            yield _Answer(await engine.stream(body))
+            yield _Answer(engine.stream(body))
         else:
-            yield _Answer((await engine.answer(url.removeprefix(engine.url), body)).encode())
+            yield _Answer(_one(await engine.answer(url.removeprefix(engine.url), body)))
+
+
+async def _one(text: str) -> AsyncIterator[bytes]:
+    yield text.encode()

@@ -23,14 +23,25 @@ class _Trace(msgspec.Struct):
 
 
 class Lengths:
-    """A distribution of response lengths in tokens. A sample's length follows from its seed, however it is cut."""
+    """A distribution of response lengths in tokens. A sample's length follows from its prompt and its seed, however
+    it is cut."""
 
-    def __init__(self, lengths: Sequence[int], cap: int) -> None:
-        """`cap`: rollout.max_response_tokens."""
+    def __init__(
+        self, lengths: Sequence[int], cap: int, groups: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """`cap`: rollout.max_response_tokens. `groups`: the same lengths, those of one prompt together, where that
+        is known: responses to one prompt are alike, so that a group of long ones holds up a step alone."""
         self.values = [min(n, cap) for n in lengths]
+        self._groups = None if groups is None else [[min(n, cap) for n in group] for group in groups if group]
 
-    def of(self, seed: int) -> int:
-        return random.Random(seed).choice(self.values)
+    def of(self, seed: int, prompt: int) -> int:
+        """Of a prompt's response; prompts are numbers here."""
+        found = self.values if self._groups is None else random.Random(prompt).choice(self._groups)
+        return random.Random(seed).choice(found)
+
+    def cut(self, cap: int) -> Lengths:
+        """The same where responses may be no longer than this."""
+        return Lengths(self.values, cap, self._groups)
 
     @property
     def mean(self) -> float:

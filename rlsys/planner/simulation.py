@@ -9,9 +9,9 @@ import asyncio
 import math
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,17 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits
 from rlsys.errors import RunError, UserError
 from rlsys.planner.costs import Costs
-from rlsys.planner.engine import END, TOKEN, SimulatedEngine, Wire
+from rlsys.planner.engine import END, FIRST_PROMPT, TOKEN, SimulatedEngine, Wire
 from rlsys.planner.lengths import Lengths
 from rlsys.planner.virtual_time import run_virtual
 from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.rollout.exploring import Explorer
+from rlsys.rollout.generator import build_generator
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.store import FILE_NAME
+from rlsys.rollout.turns import sampling_turns
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.tickets import Canary, PushTicket
@@ -35,6 +38,7 @@ from rlsys.types import Prompt, Taken
 
 _NEVER = 1e9
 """Seconds: no limit of a run is met in here."""
+_VOCABULARY = 10**9
 _UNITS = 50_000
 """Of a step at most, of all its responses: what tells how many tokens a unit stands for."""
 _WARM = 3
@@ -64,16 +68,26 @@ class Forecast:
     """Tokens that engines read once more after an interruption, for each trained token."""
     dropped: float
     """Share of sampled tokens that no step trains: too old, or of a group without a signal."""
+    pools: dict[str, PoolForecast] = field(default_factory=dict)
+    """Of each of engine.pools, by its name."""
+
+
+@dataclass(frozen=True)
+class PoolForecast:
+    tokens: float
+    """Share of all sampled tokens that its engines made."""
+    cost: float
+    """Of its ranks for a million trained tokens, in the unit of engine.pools[].cost."""
 
 
 class _Prompts:
-    """Prompt `i` is so many ids, and right answers come by chance."""
+    """Prompt `i` is so many ids, of which the first is its own; right answers come by chance."""
 
     def __init__(self, tokens: int) -> None:
-        self._ids = [TOKEN] * tokens
+        self._rest = [TOKEN] * (tokens - 1)
 
     def train(self, index: int) -> Prompt:
-        return Prompt(index, str(index), self._ids, {})
+        return Prompt(index, str(index), [FIRST_PROMPT + index, *self._rest], {})
 
     def heldout(self, n: int) -> list[Prompt]:
         return [self.train(i) for i in range(n)]
@@ -88,20 +102,39 @@ def grain_of(config: Config, lengths: Lengths) -> int:
     return max(1, math.ceil(config.samples_per_step * config.over_provision * lengths.mean / _UNITS))
 
 
-def simulate(config: Config, costs: Costs, lengths: Lengths, *, prompt_tokens: int, steps: int) -> Forecast:
-    """Of `steps` train steps, after some to warm up. Raises UserError for a config whose rollout cannot be simulated,
-    RunError when such a run would stop."""
+def simulate(
+    config: Config,
+    costs: Costs,
+    lengths: Lengths,
+    *,
+    prompt_tokens: int,
+    steps: int,
+    by_tp: Mapping[int, Costs] | None = None,
+    warm: int | None = None,
+) -> Forecast:
+    """Of `steps` train steps after `warm` others; where that is not given, as many as it takes to settle. `by_tp`:
+    what engines cost by their size, where `engine.pools` has several; else it is in `costs`, as trainer and push are.
+
+    Raises UserError for a config whose rollout cannot be simulated, RunError when such a run would stop."""
     with tempfile.TemporaryDirectory(prefix="rlsys-plan-") as folder:
-        run = _Run(config, costs, lengths, prompt_tokens, Path(folder))
-        return run_virtual(run.measured(steps))
+        run = _Run(config, costs, by_tp or {}, lengths, prompt_tokens, Path(folder))
+        return run_virtual(run.measured(steps, warm))
 
 
 class _Run:
     def __init__(
-        self, config: Config, costs: Costs, lengths: Lengths, prompt_tokens: int, folder: Path
+        self,
+        config: Config,
+        costs: Costs,
+        by_tp: Mapping[int, Costs],
+        lengths: Lengths,
+        prompt_tokens: int,
+        folder: Path,
     ) -> None:
         self._grain = grain_of(config, lengths)
-        self._costs, self._lengths = costs, lengths
+        self._costs, self._by_tp, self._lengths = costs, by_tp, lengths
+        # Else nobody asks how fast an engine is, or whose it was.
+        self._watched = bool(config.engine.pools) or config.router.strategy == "hardware_affinity"
         self._prompt = max(1, round(prompt_tokens / self._grain))
         self._config = self._in_units(config, folder)
         self._early = config.trainer.early_backward
@@ -141,20 +174,18 @@ class _Run:
     def _units(self, tokens: int) -> int:
         return max(1, round(tokens / self._grain))
 
-    async def measured(self, steps: int) -> Forecast:
+    async def measured(self, steps: int, warm: int | None) -> Forecast:
         config = self._config
         source = _Prompts(self._prompt)
-        planning = Planning(config, source, None)
-        buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         engines = [self._engine(i) for i in range(config.engine.count)]
         session: Any = Wire(engines)
         clients = [
-            EngineClient(e.url, session, index=i, limits=Limits(_NEVER, _NEVER))
+            EngineClient(e.url, session, index=i, tp=config.engine.tp_of(i), limits=Limits(_NEVER, _NEVER))
             for i, e in enumerate(engines)
         ]
         router = Router(
             clients,
-            vocab_size=TOKEN + 1,
+            vocab_size=_VOCABULARY,
             context_length=10**9,
             stop_ids=(END,),
             bounds=Bounds(_NEVER, _NEVER, uncompared=1.0),
@@ -162,10 +193,15 @@ class _Run:
             interruption=config.router.interruption,
             patience=_NEVER,
             slots=config.max_running_requests,
+            kinds=config.engine,
         )
         scorer = Scorer(lambda: nullcontext(_chance), lambda ids: str(len(ids)), _NEVER, concurrency=10**6)
+        planning = Planning(config, source, None, explorer=_explorer(config, router, scorer))
+        buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         manager = RolloutManager(config, buffer, router, source, scorer, planning)
         tasks = [asyncio.create_task(engine.run()) for engine in engines]
+        if self._watched:
+            tasks.append(asyncio.create_task(router.watch()))
         async with AsyncExitStack() as stack:
             stack.callback(buffer.close)
             stack.push_async_callback(_ended, tasks)
@@ -173,10 +209,9 @@ class _Run:
             await manager.restore(0)
             await self._push(manager)
             # Until the longest response can have been begun and ended between takes.
-            config = self._config
             a_step = config.samples_per_step * self._lengths.mean / config.slots
             longest = math.ceil(max(self._lengths.values) / a_step)
-            for _ in range(_WARM + min(config.rollout.max_staleness, longest)):
+            for _ in range(_WARM + min(config.rollout.max_staleness, longest) if warm is None else warm):
                 await self._train(manager)
             return await self._of_steps(manager, router, engines, steps)
 
@@ -184,12 +219,13 @@ class _Run:
         config = self._config.engine
         return SimulatedEngine(
             f"http://engine-{index}",
-            self._costs,
-            lambda seed: self._units(self._lengths.of(seed)),
+            self._by_tp.get(config.tp_of(index), self._costs),
+            lambda seed, prompt: self._units(self._lengths.of(seed, prompt)),
             self._prompt,
             self._config.max_running_requests,
             config.max_total_tokens,
             self._grain,
+            tells=self._watched,
         )
 
     async def _of_steps(
@@ -197,15 +233,17 @@ class _Run:
     ) -> Forecast:
         clock = asyncio.get_running_loop().time
         self._waited = self._trained = self._pushed = 0.0
-        decoding, received = sum(e.decoding for e in engines), router.stats()["received_tokens"]
+        writers = [e for i, e in enumerate(engines) if not self._config.engine.explores(i)]
+        decoding, before = sum(e.decoding for e in writers), router.stats()
         start, taken = clock(), [await self._train(manager) for _ in range(steps)]
         seconds = clock() - start
-        decoding = sum(e.decoding for e in engines) - decoding
-        received = router.stats()["received_tokens"] - received
+        decoding = sum(e.decoding for e in writers) - decoding
+        counted = {key: n - before.get(key, 0.0) for key, n in router.stats().items()}
         samples = [s for t in taken for g in t.groups for s in g.samples]
         tokens = sum(s.tokens for s in samples)
         config = self._config
-        slots = min(config.slots, config.engine.count * config.max_running_requests)
+        slots = min(config.slots, len(writers) * config.max_running_requests)
+        received = counted["received_tokens"] - counted["evaluation_tokens"]
         again = sum(max(0, s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids)) for s in samples)
         return Forecast(
             step_seconds=seconds / steps,
@@ -218,7 +256,19 @@ class _Run:
             off_policy=sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in taken) / tokens,
             read_again=again / tokens,
             dropped=max(0.0, 1.0 - tokens / received) if received else 0.0,
+            pools=self._pools(counted, tokens * self._grain),
         )
+
+    def _pools(self, counted: Mapping[str, float], trained: int) -> dict[str, PoolForecast]:
+        """`counted`: of the router's figures, what the measured steps added."""
+        pools = self._config.engine.pools
+        made = sum(counted[f"pool_{p.name}_tokens"] for p in pools)
+        return {
+            p.name: PoolForecast(
+                counted[f"pool_{p.name}_tokens"] / made, 1e6 * counted[f"pool_{p.name}_cost"] / trained
+            )
+            for p in pools
+        }
 
     # -- the trainer's side ---------------------------------------------------------------------------------------
 
@@ -253,6 +303,13 @@ class _Run:
             await asyncio.sleep(self._costs.push)
             canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries]
             left = bool((await manager.end_push(ticket, canaries))["push_left"])
+
+
+def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None:
+    if not config.engine.explorers:
+        return None
+    generate = build_generator(config, None, sampling_turns(config, router, explorers=True))
+    return Explorer(generate, scorer, config.run.seed)
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -12,8 +12,9 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,6 +29,15 @@ from rlsys.rollout.protocol import SamplesAnswer, decode
 from rlsys.rollout.samples import SampleQuery, Seen, check_query, find_samples, last_step
 from rlsys.rollout.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
 from rlsys.types import SampleGroup, Status
+
+
+class Length(NamedTuple):
+    """Of a response, in tokens. `ended`: by itself or at the limit; else it would have become longer. `prompt`: None
+    where it is not known, as of one that was read more than once."""
+
+    tokens: int
+    ended: bool
+    prompt: int | None
 
 
 class RunReader:
@@ -77,12 +87,20 @@ class RunReader:
         except RunError as e:
             raise UserError(str(e)) from None
 
-    def lengths(self) -> list[int]:
-        """Response tokens of every sample that ended by itself or at the limit. Raises UserError."""
-        ended = Status.FINISHED.value, Status.TRUNCATED.value
+    def lengths(self) -> list[list[Length]]:
+        """Of every sample that has begun, by group, in the order of the groups. Raises UserError."""
+        ended = Status.FINISHED, Status.TRUNCATED
         with self.database() as db:
+            found = db.execute(
+                "SELECT group_id, tokens, status, prefilled_tokens, resumes FROM samples WHERE tokens > 0 "
+                "ORDER BY group_id, place"
+            )
             return [
-                int(row[0]) for row in db.execute("SELECT tokens FROM samples WHERE status IN (?, ?)", ended)
+                [
+                    Length(int(n), s in ended, None if again or not read else int(read))
+                    for _, n, s, read, again in group
+                ]
+                for _, group in groupby(found, key=lambda row: row[0])
             ]
 
     def samples(self, query: SampleQuery) -> list[Seen]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlsys.cli import main
-from rlsys.config import Config, load_config
+from rlsys.config import Config, dump_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
 from rlsys.machines import machines
@@ -19,6 +19,7 @@ from rlsys.planner.costs import Costs, costs_of
 from rlsys.planner.lengths import Lengths, long_tail, read_trace
 from rlsys.planner.settings import Setting, settings
 from rlsys.planner.simulation import Forecast, simulate
+from rlsys.rollout.reader import Length
 from tests.helpers.rollout_rig import Rig, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +38,11 @@ def forecast(made: Config, lengths: Lengths, costs: Costs = COSTS, steps: int = 
 
 
 def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None:
-    """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push."""
+    """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass over
+    its canaries: four prompts, and four whole responses."""
     found = forecast(config(tmp_path), Lengths([50], 200))
-    by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([60] * 16) + COSTS.push
+    by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([60] * 16)
+    by_hand += COSTS.push + COSTS.prefill(4 * 10 + 4 * 60)
     assert found.step_seconds == pytest.approx(by_hand, rel=0.02)
     assert found.train_seconds == pytest.approx(COSTS.train([60] * 16))
     assert found.tokens_per_s == pytest.approx(16 * 50 / found.step_seconds)
@@ -119,6 +122,47 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
         forecast(config(tmp_path, rollout={"generator": "tools"}), Lengths([5], 200))
 
 
+# -- pools ---------------------------------------------------------------------------------------------------------
+
+
+def pooled(tmp_path: Path, pools: list[dict[str, Any]], **sections: Any) -> Config:
+    return config(
+        tmp_path,
+        engine={"pools": pools, "max_running_requests": 16},
+        launch={"placement": "disaggregated"},
+        rollout={"groups_per_step": 8, "over_provision": 1.5, "max_staleness": 8},
+        **sections,
+    )
+
+
+@pytest.mark.gate
+def test_pools_are_planned_each_at_its_own_speed_and_price(tmp_path: Path) -> None:
+    """A rank of the large engines costs twice as much, and they have two and are four times as fast."""
+    pools = [{"name": "large", "count": 1, "tp": 2, "cost": 2.0}, {"name": "small", "count": 2}]
+    made = pooled(tmp_path, pools, router={"strategy": "hardware_affinity"})
+    slow = replace(COSTS, prompt_token=1e-4, trained_token=1e-6, push=0.01)
+    fast = replace(slow, every_pass=slow.every_pass / 4, decoded_token=slow.decoded_token / 4)
+    found = simulate(made, slow, Lengths([40, 80], 200), prompt_tokens=20, steps=8, by_tp={1: slow, 2: fast})
+    large, small = found.pools["large"], found.pools["small"]
+    assert large.tokens + small.tokens == pytest.approx(1)
+    assert large.tokens > 0.6, "one of three"
+    assert (large.cost, small.cost) == tuple(
+        pytest.approx(1e6 * price / found.tokens_per_s, rel=0.01) for price in (4.0, 2.0)
+    )
+    alike = simulate(made, slow, Lengths([40, 80], 200), prompt_tokens=20, steps=8)
+    assert found.tokens_per_s > 1.2 * alike.tokens_per_s
+
+
+@pytest.mark.gate
+def test_engines_that_explore_write_nothing_that_is_trained(tmp_path: Path) -> None:
+    pools = [{"name": "main", "count": 1}, {"name": "scouts", "count": 1, "role": "explore"}]
+    planner = {"name": "explore", "params": {"first": 2, "probes": 4}}
+    found = forecast(pooled(tmp_path, pools, algo={"planners": [planner]}), Lengths([40, 80], 200))
+    assert found.pools["scouts"].tokens > 0.2
+    assert found.dropped < 0.27, "groups of equal rewards; what the scouts make is not counted"
+    assert found.tokens_per_s > 0
+
+
 # -- costs and lengths ---------------------------------------------------------------------------------------------
 
 
@@ -158,7 +202,29 @@ def test_a_trace_is_cut_at_the_cap_and_a_seed_has_one_length(tmp_path: Path) -> 
     (tmp_path / "trace.json").write_text('{"lengths": [5, 500], "source": "mine"}')
     lengths = read_trace(tmp_path / "trace.json", 100)
     assert sorted(lengths.values) == [5, 100]
-    assert lengths.of(7) == lengths.of(7)
+    assert lengths.of(7, 1) == lengths.of(7, 2)
+
+
+def test_a_prompt_has_the_lengths_of_one_group() -> None:
+    lengths = Lengths([5, 6, 90, 80], 85, [[5, 6], [90, 80]])
+    of_prompt = [{lengths.of(seed, prompt) for seed in range(20)} for prompt in range(20)]
+    assert {5, 6} in of_prompt and {85, 80} in of_prompt
+    assert all(found in ({5, 6}, {85, 80}) for found in of_prompt)
+    assert lengths.cut(50).values == [5, 6, 50, 50]
+
+
+@pytest.mark.gate
+def test_a_group_of_long_responses_holds_up_a_step_alone(tmp_path: Path) -> None:
+    """The same lengths: mixed, nearly every group has a long one, and N'/N above 1 wins less."""
+    rollout = {"groups_per_step": 8, "over_provision": 2, "max_staleness": 16}
+    made = config(tmp_path, rollout=rollout)
+    alike, mixed = [[20] * 4] * 3 + [[180] * 4], [[20, 20, 20, 180]] * 4
+    costs = replace(COSTS, prompt_token=1e-5, trained_token=1e-6, push=0.01)
+    together, apart = (
+        forecast(made, Lengths([n for g in groups for n in g], 200, groups), costs, steps=12)
+        for groups in (alike, mixed)
+    )
+    assert together.tokens_per_s != pytest.approx(apart.tokens_per_s, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +247,14 @@ def test_a_trace_that_is_none_is_told(tmp_path: Path, text: str | None, why: str
 # -- calibration ---------------------------------------------------------------------------------------------------
 
 
-def write_run(folder: Path, steps: int, lines: list[str]) -> None:
+def write_run(made: Config, steps: int, lines: list[str]) -> None:
+    folder = made.run.dir
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "engine-0.log").write_text("\n".join(lines) + "\n")
+    (folder / "config.yaml").write_text(dump_config(made))
     figures = [
-        {"kind": "step", "step": i, "time": float(i), "tokens": 1000 + 100 * i, "time_sync": 0.25 + 10 * (i == 1),
-         "time_train": 0.5 + 1e-3 * (1000 + 100 * i) + 30 * (i == 1)}
+        {"kind": "step", "step": i, "time": float(i), "tokens": 1000 + 100 * i, "time_sync": 2.25 + 10 * (i == 1),
+         "time_train": 2.5 + 1e-3 * (1000 + 100 * i) + 30 * (i == 1)}
         for i in range(1, steps + 1)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(f) + "\n" for f in figures))
@@ -202,23 +270,29 @@ def decode_line(running: int, seconds: float) -> str:
 
 async def test_a_run_tells_its_costs(tmp_path: Path) -> None:
     """The first step compiles, one line in five counts an idle time: neither moves what is fitted."""
-    made = Rig(make_config(tmp_path), lambda s: 7, _one)
+    config = make_config(tmp_path)
+    made = Rig(config, lambda s: 7, _one)
     await made.start()
     await made.take(1)
     await made.manager.close()
     made.buffer.close()
     lines = [decode_line(n, 0.02 + 0.0004 * n + 3.0 * (n % 5 == 0)) for n in range(1, 60)]
     lines += [
-        "Prefill batch, #new-seq: 9, #new-token: 900, #cached-token: 0, input throughput (token/s): 9000.0"
+        "Prefill batch, #new-seq: 9, #new-token: 9000, #cached-token: 0, input throughput (token/s): 9000.0"
     ]
-    write_run(tmp_path, 8, lines)
-    costs, lengths = calibration.calibrated(tmp_path)
+    write_run(config, 8, lines)
+    found = calibration.calibrated(tmp_path)
+    costs, prompts = found.costs(1), found.prompt_tokens * config.samples_per_step
     assert costs.every_pass == pytest.approx(0.02, rel=0.05)
     assert costs.decoded_token == pytest.approx(0.0004, rel=0.05)
-    assert costs.prompt_token == pytest.approx(1 / 9000)
-    assert (costs.train_step, costs.trained_token) == (pytest.approx(0.5), pytest.approx(1e-3))
-    assert costs.push == 0.25
-    assert set(lengths.values) == {7}
+    assert costs.prompt_token == pytest.approx((1.0 - costs.every_pass) / 9000)
+    assert costs.trained_token == pytest.approx(1e-3)
+    assert costs.train_step == pytest.approx(2.5 - 1e-3 * prompts)
+    canaries = calibration.CANARIES * (2 * found.prompt_tokens + 7) * costs.prompt_token
+    assert costs.push == pytest.approx(2.25 - costs.every_pass - canaries)
+    assert set(found.lengths.values) == {7}
+    with pytest.raises(UserError, match="engines are of tp 1; nothing tells what tp 2 costs"):
+        found.costs(2)
 
 
 async def _one(*_: object) -> float:
@@ -227,12 +301,22 @@ async def _one(*_: object) -> float:
 
 @pytest.mark.parametrize(("steps", "lines", "why"), [(2, 50, "2 train steps"), (8, 1, "fewer than 5 lines")])
 async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int, why: str) -> None:
-    made = Rig(make_config(tmp_path), lambda s: 7, _one)
+    config = make_config(tmp_path)
+    made = Rig(config, lambda s: 7, _one)
     await made.start()
     made.buffer.close()
-    write_run(tmp_path, steps, [decode_line(3, 0.1)] * lines)
+    write_run(config, steps, [decode_line(3, 0.1)] * lines)
     with pytest.raises(UserError, match=why):
         calibration.calibrated(tmp_path)
+
+
+def test_a_run_that_was_stopped_does_not_look_short() -> None:
+    """Of responses in flight one knows that they become longer; and the newest half of the groups counts."""
+    old = [[Length(1, True, 5)]] * 4
+    new = [[Length(10, True, 5), Length(30, True, 5)], [Length(60, True, 5)], [Length(20, False, None)], []]
+    found = calibration.lengths_of([*old, *new])
+    assert found.values[:3] == [10, 30, 60]
+    assert found.values[3] in (30, 60)
 
 
 # -- settings and the command --------------------------------------------------------------------------------------
@@ -290,6 +374,10 @@ def test_placements_of_so_many_gpus_as_json(capsys: pytest.CaptureFixture[str]) 
         ([str(BIG), "--calibrate", "nowhere"], "nowhere: no metrics.jsonl in it"),
         ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "give one of them"),
         ([str(BIG), "--trace", "nowhere.json"], "nowhere.json: No such file"),
+        (
+            ["configs/quickstart_pools.yaml", "--gpus", "8"],
+            "engine.pools = wide, small: engines that are alike",
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
