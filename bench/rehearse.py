@@ -1,7 +1,7 @@
 """What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
-The plan of a sharded push comes first, with at most 32 senders and with all ranks as senders: bytes that trainer
-ranks send and engine ranks receive, and the seconds that this takes at the stated rate of a link. Then each kind of
+The plan of a sharded push comes first: bytes that trainer ranks send and engines receive, and the seconds that this
+takes at the stated rate of a link. Then each kind of
 rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
 after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
 takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine
@@ -25,7 +25,7 @@ from launch.push import GB, LINK, seconds
 from rlsys.config import Config, load_config
 from rlsys.rehearse.command import run_rank
 from rlsys.rehearse.kinds import Request, kinds_of_rank
-from rlsys.weights.senders import MOST_SENDERS, plan_senders
+from rlsys.weights.senders import plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
 PLANNED = 10.0
@@ -53,14 +53,14 @@ def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pushed(config: Config, senders: int | None) -> dict[str, Any]:
+def pushed(config: Config) -> dict[str, Any]:
     start = time.process_time()
-    plan = plan_senders(config, read_model(config), senders=senders)
+    plan = plan_senders(config, read_model(config))
     planned = time.process_time() - start
     return {
         "senders": len(plan.sendings), "ranks": len(plan.sent), "sent_max_gb": round(max(plan.sent) / GB, 3),
         "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received / GB, 3),
-        "link_gb_s": LINK, "seconds": round(seconds(plan), 2),
+        "link_gb_s": LINK, "seconds": round(seconds(plan, config), 2),
         "planned_s": round(planned, 1),
     }  # fmt: skip
 
@@ -78,11 +78,11 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only {' '.join(args.only)}: in no name; known: {', '.join(cases())}")
     results: dict[str, list[dict[str, Any]]] = {}
-    pushes: dict[str, list[dict[str, Any]]] = {}
+    pushes: dict[str, dict[str, Any]] = {}
     for name in chosen:
         path, overrides = cases()[name]
         config = load_config(path, overrides)
-        pushes[name] = [pushed(config, senders) for senders in (MOST_SENDERS, None)]
+        pushes[name] = pushed(config)
         if not args.json:
             print(f"{name}: {json.dumps(pushes[name])}", file=sys.stderr, flush=True)
         ranks = [] if args.pushes else kinds_of_rank(config, read_model(config))
@@ -92,7 +92,7 @@ def main() -> int:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
     found = [figures for ranks in results.values() for figures in ranks]
     within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in found)
-    within &= all(push["planned_s"] <= PLANNED for of_name in pushes.values() for push in of_name)
+    within &= all(push["planned_s"] <= PLANNED for push in pushes.values())
     print(
         json.dumps({"machine": machine(), "within": within, "pushes": pushes, "results": results}, indent=1)
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from launch.memory import budget, model_size, value_bytes
-from launch.push import GB, RATES, push_rounds
+from launch.push import GB, push_rounds, rate
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
@@ -46,7 +46,7 @@ def estimated(config: Config, hf: HFConfig) -> str:
     train = flops / (config.parallel.world_size * TRAINED_SHARE * gpu.tflops[config.model.dtype] * 1e12)
     waves = -(-config.samples_per_step // (config.engine.count * config.max_running_requests))
     generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
-    push = push_rounds(config) * value_bytes(config) * size.total / GB / RATES[config.weights.method]
+    push = push_rounds(config) * value_bytes(config) * size.total / GB / rate(config)
     overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0
     step = max(train, generate) + push if overlaps else train + generate + push
     return (

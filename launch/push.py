@@ -21,21 +21,24 @@ def senders_of(config: Config, hf: HFConfig) -> SendersPlan:
 
 def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
     """`size`: bytes of the model as it is pushed."""
-    method, rate = config.weights.method, RATES[config.weights.method]
-    facts = [
-        (
-            "a weight push",
-            f"{_gb(size)} GB to each engine, about {short(size / GB / rate, 2)} s at {rate:g} GB/s ({method})",
-        )
-    ]
+    method = config.weights.method
+    of_link = " a link" if method == "sharded" else ""
+    takes = f"{short(size / GB / rate(config), 2)} s at {RATES[method]:g} GB/s{of_link}"
+    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({method})")]
     if (at_once := config.weights.rolling) is not None:
         rounds, go_on = push_rounds(config), config.engine.count - at_once
         told = f"{rounds}, of {at_once} engines each, while {go_on} or more go on; the trainer sends so often"
         facts.append(("its rounds", told))
     if method == "sharded":
         plan = senders_of(config, hf)
-        facts.append(("its senders", describe_senders(plan)))
+        facts.append(("its senders", describe_senders(plan, config)))
     return facts
+
+
+def rate(config: Config) -> float:
+    """GB/s to one engine. Of a sharded push each of its ranks' links takes a part."""
+    links = min(config.engine.tps) if config.weights.method == "sharded" else 1
+    return RATES[config.weights.method] * links
 
 
 def push_rounds(config: Config) -> int:
@@ -44,17 +47,21 @@ def push_rounds(config: Config) -> int:
     return 1 if at_once is None else -(-config.engine.count // at_once)
 
 
-def describe_senders(plan: SendersPlan) -> str:
+def describe_senders(plan: SendersPlan, config: Config) -> str:
+    of_link = plan.received / min(config.engine.tps)
     return (
         f"{len(plan.sendings)} of {len(plan.sent)} trainer ranks; a rank sends {_gb(plan.mean)} GB on average, at "
-        f"most {_gb(max(plan.sent))}; an engine rank receives {_gb(plan.received)}: {short(seconds(plan), 2)} s or "
-        f"more at {LINK:g} GB/s a link"
+        f"most {_gb(max(plan.sent))}, what goes to engines counted once; an engine rank's link takes {_gb(of_link)}: "
+        f"{short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
     )
 
 
-def seconds(plan: SendersPlan) -> float:
-    """At the least: senders take turns, so what each engine rank receives goes through one link."""
-    return max(plan.received, *plan.sent) / GB / LINK
+def seconds(plan: SendersPlan, config: Config) -> float:
+    """At the least. A sender's link carries its tensors once for each engine, and what it passes on; an engine's
+    links share the model."""
+    engines = config.engine.count
+    leaves = max(given * engines + passed for given, passed in zip(plan.given, plan.passed, strict=True))
+    return max(plan.received / min(config.engine.tps), leaves) / GB / LINK
 
 
 def _gb(size: float) -> str:

@@ -285,8 +285,8 @@ class RouterConfig(Section):
 class WeightsConfig(Section):
     method: Literal["tensor", "broadcast", "sharded", "disk", "disk_delta", "adapter"] = "tensor"
     """How weights travel. tensor: buckets that each engine takes from a trainer rank of its machine.
-    broadcast: buckets through a process group, to any machine. sharded: the same from the trainer ranks that own
-    the tensors, in turns, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
+    broadcast: buckets through a process group, to any machine. sharded: from the trainer ranks that own the
+    tensors, all at once, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
     safetensors folder that all share. disk_delta: the same, changed tensors only. adapter:
     the adapters of trainer.lora alone, on one machine; engines keep model.path and compute with both."""
     rolling: Annotated[int, Field(ge=1)] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engine import cpu_lora, cpu_ngram, cpu_ops, route_hooks
+from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -85,6 +85,8 @@ def register() -> None:
         "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER
     )
     HookRegistry.register(route_hooks.TARGET, route_hooks.write_routes, HookType.AFTER)
+    for target, around in bucket_hooks.AROUND.items():
+        HookRegistry.register(target, around, HookType.AROUND)
     if torch.cuda.is_available():
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)

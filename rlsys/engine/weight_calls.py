@@ -10,6 +10,11 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlsys.engine.bucket_order import Buckets
+
+FORMAT = "rlsys_buckets"
+"""What a call of a sharded push has in the place of SGLang's load formats."""
+
 
 class Call(NamedTuple):
     path: str
@@ -30,6 +35,12 @@ def load_from_group(group: str, tensors: Sequence[tuple[str, str, list[int]]]) -
     body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
     load = {"load_format": "flattened_bucket", "flush_cache": False}
     return Call("/update_weights_from_distributed", {**body, **load})
+
+
+def load_from_senders(group: str, buckets: Buckets) -> Call:
+    """All buckets of a sharded push, which the senders in the group send from now on (bucket_hooks.py)."""
+    body = {"names": [buckets.encoded()], "dtypes": [], "shapes": [], "group_name": group}
+    return Call("/update_weights_from_distributed", {**body, "load_format": FORMAT, "flush_cache": False})
 
 
 def load_from_disk(folder: str, label: str | None = None) -> Call:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.memory import model_size, value_bytes
-from launch.push import GB, RATES
+from launch.push import GB, rate
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
@@ -77,5 +77,5 @@ def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = No
         * flops
         / (config.parallel.world_size * peak * TRAINED_SHARE),
         crossover=crossover_length(hf),
-        push=width * size.total / GB / RATES[config.weights.method],
+        push=width * size.total / GB / rate(config),
     )

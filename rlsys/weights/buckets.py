@@ -37,15 +37,23 @@ class Areas:
     def lay(self, bucket: Bucket) -> Flat:
         """A copy of the bucket. Without CUDA it lasts until the next but one."""
         parts = [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
-        flat = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+        return Flat(self.lay_bytes([as_bytes(tensor) for _, tensor in bucket]), parts)
+
+    def lay_bytes(self, flat: list[Tensor]) -> Tensor:
+        """The same of bytes, one behind the other."""
         if flat[0].is_cuda:
-            return Flat(torch.cat(flat), parts)
+            return torch.cat(flat)
         size = sum(len(tensor) for tensor in flat)
         area, used = self._areas
         if len(area) < size:
             area = _shared_memory(size) if self._shared else torch.empty(size, dtype=torch.uint8)
         self._areas = [used, area]
-        return Flat(torch.cat(flat, out=area[:size]), parts)
+        return torch.cat(flat, out=area[:size])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """`[bytes]`, uint8: a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _shared_memory(size: int) -> Tensor:
@@ -60,10 +68,17 @@ def stream(
 ) -> int:
     """Send the tensors in buckets; their bytes. At most three buckets are held: one on its way, and the next one
     twice, as it was gathered and in one piece."""
+    return overlapped(buckets(tensors, max_bytes), areas.lay, send)
+
+
+def overlapped(
+    gathered: Iterable[Bucket], lay: Callable[[Bucket], Flat], send: Callable[[Flat], None]
+) -> int:
+    """Send each bucket while the next one is gathered and laid out; their bytes."""
     sent, under_way = 0, None
     with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
-        for bucket in buckets(tensors, max_bytes):
-            flat = areas.lay(bucket)
+        for bucket in gathered:
+            flat = lay(bucket)
             bucket.clear()
             if under_way is not None:
                 under_way.result()

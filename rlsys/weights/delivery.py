@@ -43,7 +43,7 @@ class Delivery:
         if self._config.weights.method == "sharded":
             senders = plan_senders(self._config, trainer.hf, experts_together=not torch.cuda.is_available())
             shards = Shards(trainer.local_weights(), trainer.hf)
-            self._sharded = ShardedPush(self._config, senders, shards, trainer.rank)
+            self._sharded = ShardedPush(self._config, senders, shards, trainer.control, trainer.rank)
         self._adapters: AdapterPush | None = None
         self._base: list[dict[str, str]] | None = None
         """Checksums of the model under the adapters, on rank 0: it never changes."""
@@ -103,6 +103,6 @@ class Delivery:
         """Engines that any rank had to leave out. Collective."""
         told = self._trainer.control.gather((left_out, sent))
         bytes_of_ranks = [each for _, each in told]
-        # Ranks that share an engine each give all of its ranks what these need; senders take turns with their own.
+        # Ranks that share an engine each give all of its ranks what these need; senders give each their own.
         self.sent_bytes = sum(bytes_of_ranks) if self._sharded is not None else max(bytes_of_ranks)
         return dict(ChainMap(*(mine for mine, _ in told)))

@@ -57,6 +57,27 @@ class Receivers:
             except (Gone, RunError) as e:
                 self.leave_out(engine, e)
 
+    def blame(
+        self, answers: dict[str, Future[None]], first: dict[str, Future[None]], otherwise: RunError
+    ) -> None:
+        """Wait for all answers and leave out who is to blame, at least one: who has gone; else who of the `first`
+        refused; else whoever refused; else all, for `otherwise`."""
+        refused: dict[str, Exception] = {}
+        before = list(self.present)
+        for engine in before:
+            try:
+                answers[engine.url].result()
+            except Gone as e:
+                self.leave_out(engine, e)
+            except RunError as e:
+                refused[engine.url] = e
+        if len(self.present) < len(before):
+            return
+        blamed = {url: e for url, e in refused.items() if url in first} or refused
+        for engine in before:
+            if engine.url in blamed or not blamed:
+                self.leave_out(engine, blamed.get(engine.url, otherwise))
+
     def leave_out(self, engine: EngineAddress, why: Exception) -> None:
         log.warning("%s: left out of a push: %s", engine.url, why)
         self.present.remove(engine)

@@ -5,27 +5,25 @@ ranks could send goes to the one with least to send. The sender gathers the tens
 nobody holds more than the tensors that are on their way. What engines fuse as they load is one unit, which one rank
 sends: query, key and value; gate and up; latent attention's two first projections.
 
-Senders take turns, in an order that all engines share: an engine serves one call at a time and passes a broadcast on
-to the next engine, so two engines that began with different senders would wait for each other for ever. Each engine
-rank takes whole tensors and cuts its own part, as SGLang's loaders do, whatever the engine's layout. So its link
-limits the push, and senders side by side would not be faster.
+All senders send at once (rlsys.engine.bucket_order). An engine gets whole tensors and cuts its own parts, as SGLang's
+loaders do, whatever its layout. But each bucket comes to one of its ranks, which hands it to the others within the
+machine: so a link carries the model divided by the engine's ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rlsys.config import Config
 from rlsys.config.trainer import ParallelConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
-from rlsys.convert.table import Entry, entries, held_as, slots
+from rlsys.convert.table import Entry, Slot, entries, held_as, slots
 from rlsys.precision import is_quantised
-
-MOST_SENDERS = 32
-"""Each sender shares a process group with all engines, of which every engine rank keeps a communicator."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Sending:
-    """What one rank sends, in the order of the name table."""
+    """What one rank sends, bucket by bucket, in the order of the name table."""
 
     sender: int
-    parts: tuple[Part, ...]
+    buckets: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        return chain.from_iterable(self.buckets)
 
 
 @dataclass(frozen=True)
 class SendersPlan:
-    """`sent`: bytes that each trainer rank sends, to engines (once, however many they are) and to the senders that
-    gather its shards. `received`: bytes that each engine rank takes."""
+    """`given`: bytes that each trainer rank sends to each engine. `passed`: to the senders that gather its shards.
+    `received`: bytes that each engine takes."""
 
     sendings: tuple[Sending, ...]
-    sent: tuple[float, ...]
+    given: tuple[float, ...]
+    passed: tuple[float, ...]
     received: float
+
+    @property
+    def sent(self) -> tuple[float, ...]:
+        """Bytes of each rank, what goes to engines once, however many they are."""
+        return tuple(given + passed for given, passed in zip(self.given, self.passed, strict=True))
 
     @property
     def mean(self) -> float:
@@ -97,39 +105,55 @@ class Ranks:
         return expert // (self.experts // self.parallel.ep)
 
 
-def plan_senders(
-    config: Config, hf: HFConfig, *, experts_together: bool = False, senders: int | None = MOST_SENDERS
-) -> SendersPlan:
+def plan_senders(config: Config, hf: HFConfig, *, experts_together: bool = False) -> SendersPlan:
     """`experts_together`: one rank sends all experts of a layer, because no checksum could be put together from parts
-    (rlsys.weights.hashes). Families that stack experts need it in any case. `senders`: at most so many, but one a
-    stage; None: every rank may. An owner that is no sender passes its experts to one of its stage.
-    """
+    (rlsys.weights.hashes). Families that stack experts need it in any case."""
     p, ranks = config.parallel, Ranks(config.parallel, hf.experts)
-    stages, able = layer_stages(hf.layers, p.pp, p.vpp), _able(ranks, senders)
+    stages = layer_stages(hf.layers, p.pp, p.vpp)
     jobs = []
     for unit in _units(hf, experts_together):
         stage = _stage(unit[0], stages)
         holders = set.intersection(*(ranks.holders(entry, stage) for entry in unit))
-        candidates = [rank for rank in able[stage] if rank in holders] or able[stage]
+        # Of experts that have no common owner any rank of the stage may put them together.
+        candidates = sorted(holders) or list(ranks.of_stage(stage))
         jobs.append((candidates, sum(_pushed_bytes(entry, config) for entry in unit), unit))
-    sent = [0.0] * p.world_size
-    given: dict[int, list[Part]] = {}
+    given, passed = [0.0] * p.world_size, [0.0] * p.world_size
+    mine: dict[int, list[Part]] = {}
     # Who has no choice first, then the largest: what many could send evens out the rest.
     for candidates, size, unit in sorted(jobs, key=lambda job: (len(job[0]), -job[1])):
-        sender = min(candidates, key=lambda rank: sent[rank])
-        sent[sender] += size
+        sender = min(candidates, key=lambda rank: given[rank] + passed[rank])
+        given[sender] += size
         for entry in unit:
             part = Part(entry, ranks.sources(entry, sender))
-            given.setdefault(sender, []).append(part)
+            mine.setdefault(sender, []).append(part)
             for source in part.sources:
                 if source != sender:
-                    sent[source] += entry.elements * _WIDTH[config.model.dtype] / len(part.sources)
+                    passed[source] += entry.elements * _WIDTH[config.model.dtype] / len(part.sources)
     order = {next(iter(entry.hf)): i for i, entry in enumerate(entries(hf))}
     sendings = tuple(
-        Sending(sender, tuple(sorted(parts, key=lambda part: order[next(iter(part.entry.hf))])))
-        for sender, parts in sorted(given.items())
+        Sending(sender, _buckets(sorted(parts, key=lambda p: order[next(iter(p.entry.hf))]), config, hf))
+        for sender, parts in sorted(mine.items())
     )
-    return SendersPlan(sendings, tuple(sent), sum(size for _, size, _ in jobs))
+    return SendersPlan(sendings, tuple(given), tuple(passed), sum(size for _, size, _ in jobs))
+
+
+def _buckets(parts: Sequence[Part], config: Config, hf: HFConfig) -> tuple[tuple[Part, ...], ...]:
+    """Neighbours, together at most weights.bucket_mb; what is larger has a bucket for itself. What an engine must get
+    in one call is in one: experts that a folder stacks; latent attention's two first projections, of which SGLang
+    forgets one whose partner is not in the same call, without a word."""
+    of_call, stacked = defaultdict[str, list[Part]](list), slots(hf)
+    for part in parts:
+        of_call[_call(part.entry, hf, stacked)].append(part)
+    limit, size = config.weights.bucket_mb * 2**20, 0.0
+    buckets: list[list[Part]] = []
+    for together in of_call.values():
+        more = sum(_pushed_bytes(part.entry, config) for part in together)
+        if not buckets or size + more > limit:
+            buckets.append([])
+            size = 0.0
+        buckets[-1] += together
+        size += more
+    return tuple(map(tuple, buckets))
 
 
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -145,13 +169,6 @@ def _pushed_bytes(entry: Entry, config: Config) -> int:
     )
 
 
-def _able(ranks: Ranks, senders: int | None) -> list[list[int]]:
-    """Of each stage the ranks that may send, spread evenly over it."""
-    pp, lanes = ranks.parallel.pp, ranks.lanes
-    each = lanes if senders is None else min(lanes, max(1, senders // pp))
-    return [[ranks.of_stage(stage)[i * lanes // each] for i in range(each)] for stage in range(pp)]
-
-
 def _stage(entry: Entry, stages: list[int]) -> int:
     """What belongs to no layer is on the first stage if it is the embedding, else on the last."""
     if entry.layer is not None:
@@ -163,11 +180,14 @@ def _units(hf: HFConfig, experts_together: bool) -> list[list[Entry]]:
     """What one rank must send, in the order of the table."""
     stacked, units = slots(hf), defaultdict[str, list[Entry]](list)
     for entry in entries(hf):
-        first = next(iter(entry.hf))
-        if first in stacked:
-            units[stacked[first].name].append(entry)
-        elif entry.expert is not None and not experts_together:
-            units[first].append(entry)
-        else:
-            units[held_as(entry, hf)].append(entry)
+        together = next(iter(entry.hf)) not in stacked and entry.expert is not None and experts_together
+        units[held_as(entry, hf) if together else _call(entry, hf, stacked)].append(entry)
     return list(units.values())
+
+
+def _call(entry: Entry, hf: HFConfig, stacked: Mapping[str, Slot]) -> str:
+    """A name that entries share which an engine must get in one call."""
+    first = next(iter(entry.hf))
+    if first in stacked:
+        return stacked[first].name
+    return first if entry.expert is not None else held_as(entry, hf)

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engine.weight_calls import join_group, leave_group, load_from_group, load_from_memory
+from rlsys.engine.weight_calls import Call, join_group, leave_group, load_from_group, load_from_memory
 from rlsys.errors import RunError
 from rlsys.tickets import EngineAddress
 from rlsys.weights.buckets import Flat
@@ -170,34 +171,9 @@ class GroupTransport:
         out only where nobody else is to blame."""
         assert self._group is not None
         first = {url: a for url, a in answers.items() if a.done()}
-        _abort(self._group)
+        abort(self._group)
         self._group, self._members = None, []
-        self._leave_out(receivers, answers, first, RunError("the broadcast of weights failed"))
-
-    def _leave_out(
-        self,
-        receivers: Receivers,
-        answers: dict[str, Future[None]],
-        first: dict[str, Future[None]],
-        otherwise: RunError,
-    ) -> None:
-        """Waits for all answers and leaves out who is to blame, at least one: who has gone; else who of the `first`
-        refused; else whoever refused; else all, for `otherwise`."""
-        refused: dict[str, Exception] = {}
-        before = list(receivers.present)
-        for engine in before:
-            try:
-                answers[engine.url].result()
-            except Gone as e:
-                receivers.leave_out(engine, e)
-            except RunError as e:
-                refused[engine.url] = e
-        if len(receivers.present) < len(before):
-            return
-        blamed = {url: e for url, e in refused.items() if url in first} or refused
-        for engine in before:
-            if engine.url in blamed or not blamed:
-                receivers.leave_out(engine, blamed.get(engine.url, otherwise))
+        receivers.blame(answers, first, RunError("the broadcast of weights failed"))
 
     def _open(self, receivers: Receivers) -> None:
         """A group with all who are there; who goes while it joins is left out, and the others join another one."""
@@ -208,31 +184,21 @@ class GroupTransport:
 
     def _joined(self, receivers: Receivers) -> bool:
         """Whether every engine is in the new group; when not, there is none, and who is to blame is left out."""
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        host = address_towards(receivers.present[0].url)
-        with socket.socket() as s:
-            s.bind((host, 0))
-            port = s.getsockname()[1]
-        world = 1 + sum(e.tp for e in receivers.present)
-        self._name = f"rlsys-{secrets.token_hex(8)}"  # an engine keeps the name of a trainer that was killed
-        offsets = itertools.accumulate((e.tp for e in receivers.present), initial=1)
-        calls = [
-            join_group(self._name, host, port, offset, world, backend)
-            for _, offset in zip(receivers.present, offsets, strict=False)
-        ]
-        answers = receivers.ask(calls)
-        failure = RunError(f"no process group with {len(answers)} engines at {host}:{port}")
+        meeting = Meeting.towards(receivers.present, 1)
+        self._name = meeting.name
+        answers = receivers.ask(meeting.calls(receivers.present))
+        failure = RunError(f"no process group with {len(answers)} engines at {meeting}")
         try:
-            self._group = _join(backend, host, port, world, self._name, self._joining)
+            self._group = meeting.join(0, self._joining)
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
         else:
             wait(answers.values())
             if not any(answer.exception() for answer in answers.values()):
                 return True
-            _abort(self._group)
+            abort(self._group)
             self._group = None
-        self._leave_out(receivers, answers, {}, failure)  # the others waited in vain, and refuse, too
+        receivers.blame(answers, {}, failure)  # the others waited in vain, and refuse, too
         return False
 
     def _broadcast(self, flat: Tensor, answers: dict[str, Future[None]]) -> bool:
@@ -258,23 +224,66 @@ def address_towards(url: str) -> str:
         return str(s.getsockname()[0])
 
 
-def _join(backend: str, host: str, port: int, world: int, name: str, seconds: float) -> dist.ProcessGroup:
-    """Rank 0's side. Raises RuntimeError (also torch's errors) or TimeoutError when somebody is missing.
+@dataclass(frozen=True)
+class Meeting:
+    """Where trainer ranks and engines make a process group. Trainer ranks have the first numbers in it, engines the
+    next ones, each as many as it has ranks."""
 
-    The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait for
-    a server that nobody starts.
-    """
-    prepare_sglang()
-    from sglang.srt.utils import init_custom_process_group
+    name: str
+    host: str
+    port: int
+    trainers: int
+    world: int
 
-    timeout = datetime.timedelta(seconds=seconds)
-    store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
-    with _outlived_by_this_process():
-        group: dist.ProcessGroup = init_custom_process_group(
-            backend=backend, store=dist.PrefixStore(name, store), world_size=world, rank=0, group_name=name,
-            timeout=timeout,
-        )  # fmt: skip
-    return group
+    @classmethod
+    def towards(cls, engines: Sequence[EngineAddress], trainers: int) -> Meeting:
+        """A new one on this host."""
+        host = address_towards(engines[0].url)
+        with socket.socket() as s:
+            s.bind((host, 0))
+            port = s.getsockname()[1]
+        # A name of its own: an engine keeps that of a trainer that was killed.
+        return cls(
+            f"rlsys-{secrets.token_hex(8)}", host, port, trainers, trainers + sum(e.tp for e in engines)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def calls(self, engines: Sequence[EngineAddress]) -> list[Call]:
+        """What each engine is asked."""
+        first = offsets(engines, self.trainers)
+        return [join_group(self.name, self.host, self.port, rank, self.world, backend()) for rank in first]
+
+    def join(self, rank: int, seconds: float) -> dist.ProcessGroup:
+        """A trainer rank's side; rank 0's must be on this host. Raises RuntimeError (also torch's errors) or
+        TimeoutError when somebody is missing.
+
+        The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait
+        for a server that nobody starts.
+        """
+        prepare_sglang()
+        from sglang.srt.utils import init_custom_process_group
+
+        timeout = datetime.timedelta(seconds=seconds)
+        store = dist.TCPStore(
+            self.host, self.port, self.world, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        )
+        with _outlived_by_this_process():
+            group: dist.ProcessGroup = init_custom_process_group(
+                backend=backend(), store=dist.PrefixStore(self.name, store), world_size=self.world, rank=rank,
+                group_name=self.name, timeout=timeout,
+            )  # fmt: skip
+        return group
+
+
+def offsets(engines: Sequence[EngineAddress], trainers: int) -> list[int]:
+    """The number of each engine's first rank in a group with so many trainer ranks."""
+    return list(itertools.accumulate((e.tp for e in engines), initial=trainers))[:-1]
+
+
+def backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 @contextlib.contextmanager
@@ -294,7 +303,7 @@ def _outlived_by_this_process() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-def _abort(group: dist.ProcessGroup) -> None:
+def abort(group: dist.ProcessGroup) -> None:
     """Leave a group in which a broadcast hangs. NCCL's is not destroyed but aborted: its end would first wait for the
     hung kernel, until the watchdog ends this process.
     """

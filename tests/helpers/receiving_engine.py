@@ -1,4 +1,4 @@
-"""What of SGLang takes weights from process groups, one call at a time: `receiving_engine [FAILURE AT]`.
+"""What of an engine takes the weights of a sharded push, in one call each: `receiving_engine [FAILURE AT]`.
 
 Run as a process, an engine of one rank; it prints its port. A GET tells what it got in each push, tensor by tensor
 with checksums, and which groups it joined. A push begins with a POST to /begin. FAILURE: at its AT-th bucket it
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlsys.engine.bucket_hooks import Arrivals
+from rlsys.engine.bucket_order import Buckets
 from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.weight_calls import FORMAT
 
 GROUPS: dict[str, Any] = {}
 GOT: list[list[tuple[str, str]]] = []
@@ -40,19 +43,20 @@ def join(body: dict[str, Any]) -> None:
 
 
 def receive(body: dict[str, Any]) -> None:
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    if FAILURE:
-        FAILURE[1] = str(int(FAILURE[1]) - 1)
-    failing = FAILURE[0] if FAILURE and FAILURE[1] == "0" else None
-    if failing == "dies":
-        os._exit(1)
-    dtypes = [getattr(torch, name) for name in body["dtypes"]]
-    bucket = FlattenedTensorBucket.empty(body["names"], dtypes, body["shapes"], "cpu")
-    dist.broadcast(bucket.get_flattened_tensor(), src=0, group=GROUPS[body["group_name"]])
-    if failing == "refuses":
-        raise ValueError("size mismatch")
-    GOT[-1].extend((name, sha(tensor)) for name, tensor in bucket.reconstruct_tensors())
+    assert body["load_format"] == FORMAT
+    told, group = Buckets.read(body["names"][0]), GROUPS[body["group_name"]]
+    arrivals = Arrivals(told, group, 0, 1, None, "cpu")
+    while arrivals.left:
+        tensors = arrivals.take()
+        if FAILURE:
+            FAILURE[1] = str(int(FAILURE[1]) - 1)
+        failing = FAILURE[0] if FAILURE and FAILURE[1] == "0" else None
+        if failing == "dies":
+            os._exit(1)
+        if failing == "refuses":
+            arrivals.drain()
+            raise ValueError("size mismatch")
+        GOT[-1].extend((name, sha(tensor)) for name, tensor in tensors)
 
 
 def leave(body: dict[str, Any]) -> None:

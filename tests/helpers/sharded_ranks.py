@@ -25,7 +25,6 @@ RANKS = 4
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "owners of experts send": ("qwen3-moe", {"pp": 2, "ep": 2}, {}),
     "latent attention": ("deepseek-v3", {"tp": 2, "ep": 4, "etp": 1}, {}),
-    "few senders": ("qwen3-moe", {"tp": 2, "ep": 4, "etp": 1}, {"senders": 2}),
     "experts together, cut": ("qwen3-moe", {"tp": 2, "ep": 2}, {"experts_together": True}),
     "stacked experts": ("gpt-oss", {"pp": 2, "ep": 2}, {}),
     "interleaved stages, tied": ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}, {}),

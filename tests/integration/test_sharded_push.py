@@ -1,4 +1,4 @@
-"""A sharded push: the trainer ranks that own tensors send them, in turns, to engines that are elsewhere."""
+"""A sharded push: the trainer ranks that own tensors send them, all at once, to engines that are elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 @pytest.mark.slow
 def test_eight_ranks_push_what_they_own_to_two_engines(tmp_path: Path) -> None:
     """tp 2, pp 2, ep 2 to two engines of tp 2. Every tensor is attested; no rank sends, or holds, much more than its
-    share. In the second push the groups are those of the first."""
+    share. In the second push the group is that of the first."""
     model = tmp_path / "model"
     # SGLang on a CPU pads each rank's part of an expert to 32 units, which no checksum could foretell.
     tiny_moe_model(seed=0, moe_intermediate_size=64, num_hidden_layers=4).save_pretrained(model)
@@ -75,7 +75,7 @@ def engines() -> Iterator[list[str]]:
 @pytest.mark.full
 def test_each_tensor_comes_once_from_who_owns_it(tmp_path: Path, engines: list[str]) -> None:
     """Four gloo ranks in several layouts, real groups, scripted engines. An engine that dies in the middle of a push,
-    or refuses, is left out of the rest; the others get everything, and keep their groups for the next push."""
+    or refuses, is left out of the rest; the others get everything, and keep their group for the next push."""
     for name in {model for model, _, _ in CASES.values()}:
         tiny.write(tmp_path / name, tiny.TINY[name], **tiny.TINY[name].served)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -92,4 +92,4 @@ def test_each_tensor_comes_once_from_who_owns_it(tmp_path: Path, engines: list[s
     assert "size mismatch" in failing["left_out"]["3"]
     assert set(failing["got"]) == {"0"}
     assert {tuple(item) for item in failing["got"]["0"]} == set(failing["expected"].items())
-    assert last["joined"] == after["joined"], "groups are kept while the same engines take part"
+    assert last["joined"] == after["joined"], "the group is kept while the same engines take part"

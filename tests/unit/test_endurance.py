@@ -229,9 +229,9 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """World sizes of the groups that rank 0 tried to join; engine e1 is gone, and with it a join fails."""
     worlds: list[int] = []
 
-    def join(_backend: str, _host: str, _port: int, world: int, _name: str, _seconds: float) -> Any:
-        worlds.append(world)
-        if world == 3:
+    def join(meeting: transports.Meeting, _rank: int, _seconds: float) -> Any:
+        worlds.append(meeting.world)
+        if meeting.world == 3:
             raise RuntimeError("a peer is missing")
         return Group()
 
@@ -243,7 +243,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             for e in receivers.present
         }
 
-    monkeypatch.setattr(transports, "_join", join)
+    monkeypatch.setattr(transports.Meeting, "join", join)
     monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
     monkeypatch.setattr(Receivers, "ask", ask)
     return worlds
@@ -282,7 +282,7 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
         known.update(names)
         return {e.url: answered(refusal) for e in receivers.present}
 
-    monkeypatch.setattr(transports, "_join", lambda *_: Group())
+    monkeypatch.setattr(transports.Meeting, "join", lambda *_: Group())
     monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
     monkeypatch.setattr(Receivers, "ask", ask)
     for _ in range(3):  # trainers: what a class counts begins anew with each

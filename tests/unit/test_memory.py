@@ -91,14 +91,14 @@ def test_a_rolling_push_tells_its_rounds() -> None:
 
 
 def test_a_sharded_push_tells_its_senders() -> None:
-    """Of DeepSeek-V3 32 of 256 ranks send, so each sends a 32nd of 1,342 GB, and something to help others."""
+    """1,342 GB over 256 ranks are 5.24 GB each, and something to help others; over the 32 ranks of an engine 41.9."""
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
     made = load_config(path, ["weights.method=sharded"])
     text = plain(describe_memory(made, published("DeepSeek-V3")))
-    assert "a weight push        1,342 GB to each engine, about 134 s at 10 GB/s (sharded)" in text
+    assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s a link (sharded)" in text
     assert (
-        "its senders          32 of 256 trainer ranks; a rank sends 9.82 GB on average, at most 46; an engine rank "
-        "receives 1,342: 27 s or more at 50 GB/s a link"
+        "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95, what goes to "
+        "engines counted once; an engine rank's link takes 41.9: 0.84 s or more at 50 GB/s a link"
     ) in text
     assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
 
