@@ -137,8 +137,8 @@ def _basis(args: argparse.Namespace, config: Config) -> _Basis:
         raise UserError(f"--gpus {args.gpus}: expected at most {PER_NODE}, or whole nodes of {PER_NODE}")
     if args.gpus is not None and (pools := config.engine.pools):
         raise UserError(
-            f"--gpus {args.gpus} and engine.pools = {', '.join(p.name for p in pools)}: engines that are alike are laid "
-            "out; leave --gpus out to plan the pools as they are, or give 'engine.pools=[]' engine.count=N"
+            f"--gpus {args.gpus} and engine.pools = {', '.join(p.name for p in pools)}: engines that are alike are "
+            "laid out; leave --gpus out to plan the pools as they are, or give 'engine.pools=[]' engine.count=N"
         )
     cap = config.rollout.max_response_tokens
     trace = read_trace(args.trace, cap) if args.trace else None

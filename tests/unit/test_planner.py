@@ -38,8 +38,8 @@ def forecast(made: Config, lengths: Lengths, costs: Costs = COSTS, steps: int = 
 
 
 def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None:
-    """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass over
-    its canaries: four prompts, and four whole responses."""
+    """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass
+    over its canaries: four prompts, and four whole responses."""
     found = forecast(config(tmp_path), Lengths([50], 200))
     by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([60] * 16)
     by_hand += COSTS.push + COSTS.prefill(4 * 10 + 4 * 60)

@@ -148,9 +148,9 @@ def test_a_bucket_has_what_an_engine_must_get_in_one_call(
             head, _, tail = name.partition(".experts.")
             assert of[f"{head}.experts.0.{tail.partition('.')[2]}"] == bucket
     together_at_most = 2 * hf.experts if hf.family.stacks else 2
-    for bucket in buckets:
-        size = sum(4 * part.entry.elements for part in bucket)
-        assert size <= megabytes * 2**20 or len(bucket) <= together_at_most
+    for parts in buckets:
+        size = sum(4 * part.entry.elements for part in parts)
+        assert size <= megabytes * 2**20 or len(parts) <= together_at_most
 
 
 def too_much(config: Config, plan: SendersPlan) -> list[int]:
