@@ -60,7 +60,7 @@ def convert_to_megatron(args: argparse.Namespace) -> int:
         done = hf_to_megatron(args.hf, args.out, layout, advance)
     print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
     if done.carried:
-        print(f"carried along unchanged: {done.carried} tensors of layers for multi-token prediction")
+        print(f"carried along unchanged: {done.carried} tensors that are not trained")
     return 0
 
 

@@ -70,8 +70,8 @@ def check_lora(config: Config, hf: HFConfig) -> None:
         stacked = {_last(name) for entry in entries(hf) if entry.expert is not None for name in entry.hf}
         of_attention = [name for name in known if name not in stacked]
         raise UserError(
-            f"trainer.lora.targets: the experts of {path} are stacked with their biases, which PEFT has no "
-            f"adapters for; expected targets among {', '.join(of_attention)}"
+            f"trainer.lora.targets: the experts of {path} are stacked in one tensor, which PEFT has no "
+            f"adapters of this kind for; expected targets among {', '.join(of_attention)}"
         )
     if config.weights.method == "adapter" and hf.family.architecture not in _SERVED:
         raise UserError(

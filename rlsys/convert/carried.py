@@ -1,5 +1,5 @@
 """Tensors that nobody here trains or serves, and that go along with the model all the same, unchanged: layers for
-multi-token prediction.
+multi-token prediction, and vision towers.
 
 A folder has them among its others, a Megatron checkpoint that was converted from one in files of their own.
 """

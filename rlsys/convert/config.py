@@ -11,8 +11,9 @@ from typing import Any, Literal, NoReturn
 
 from rlsys.convert.families import family_of
 from rlsys.convert.rope import ROPES, Rope, read_rope
-from rlsys.convert.rules import Family, Feature, Rule
+from rlsys.convert.rules import TABLE_PREFIX, Family, Feature, Rule
 from rlsys.errors import UserError
+from rlsys.model_folder import language_part
 from rlsys.precision import BLOCK
 
 
@@ -106,7 +107,7 @@ class HFConfig:
         if not isinstance(named, list) or not isinstance(named[0], str):
             raise UserError(f"{where}: architectures = {named!r:.80}: expected a list with one name")
         family = family_of(named[0])
-        raw = _in_our_words(raw, family)
+        raw = _in_our_words(language_part(raw, where) if family.part_of_more else raw, family)
         _check_numbers(raw, family, where)
         _check_supported(raw, family, where)
         try:
@@ -144,6 +145,16 @@ class HFConfig:
             )
         except KeyError as e:
             raise UserError(f"{where}: field {e} is missing") from None
+
+    def in_folder(self, name: str) -> str:
+        """What the family's folders call a tensor of the name table."""
+        prefix = self.family.prefix
+        return prefix + name.removeprefix(TABLE_PREFIX) if name.startswith(TABLE_PREFIX) else name
+
+    def in_table(self, name: str) -> str:
+        """The inverse of in_folder."""
+        prefix = self.family.prefix
+        return TABLE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -308,9 +319,9 @@ def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "
         return ""
     given = told if isinstance(told, dict) else {"quant_method": told}
     method = given.get("quant_method")
-    if method == "mxfp4" and family.stacks:
+    if method == "mxfp4" and any(stack.interleaved for stack in family.stacks.values()):
         return "mxfp4"
-    if method == "fp8" and given.get("weight_block_size") == [BLOCK, BLOCK]:
+    if method == "fp8" and not family.stacks and given.get("weight_block_size") == [BLOCK, BLOCK]:
         return "fp8"
     kind = " ".join(str(method).split())[:40]
     raise UserError(

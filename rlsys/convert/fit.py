@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.convert.adapters import check_lora
 from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
+from rlsys.model_folder import read_fields
 from rlsys.precision import BLOCK
 
 
@@ -61,9 +61,10 @@ def check_layout(config: Config, hf: HFConfig) -> None:
 
 
 def _check_stacks(config: Config, hf: HFConfig) -> None:
-    """Raises UserError for what experts with biases, stacked in one tensor, cannot do."""
+    """Raises UserError for what experts that are stacked in one tensor cannot do."""
     path = config.model.path
-    if config.parallel.expert_tp > 1:
+    biased = any(rule.per_expert and rule.megatron.endswith(".bias") for rule in hf.family.rules)
+    if biased and config.parallel.expert_tp > 1:
         raise UserError(
             f"parallel.etp = {config.parallel.expert_tp}: expected 1, for the experts of {path} have biases, which "
             "megatron-core does not divide"
@@ -147,8 +148,7 @@ def check_vocabulary(config: Config, hf: HFConfig, tokens: int, folder: Path) ->
 
 def read_vocabulary(folder: Path) -> int:
     """Tokens of a model of any family. Raises UserError when its config.json does not tell."""
-    file = folder / "config.json"
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+        return int(read_fields(folder)["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file}: cannot read vocab_size: {type(e).__name__} {e}") from None
+        raise UserError(f"{folder / 'config.json'}: cannot read vocab_size: {type(e).__name__} {e}") from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.rules import Stack
 from rlsys.convert.table import check_names, entries, stacked_names
 from rlsys.errors import UserError
 
@@ -24,7 +25,7 @@ Shape = tuple[int, ...]
 class Place:
     """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
 
-    `interleaved`: the fused one is a rules.Stack. `scales`: of a quantised one, their file and name.
+    `stack`: what the fused one is, if it is one of the family's. `scales`: of a quantised one, their file and name.
     """
 
     file: Path
@@ -33,7 +34,7 @@ class Place:
     expert: int | None = None
     part: int = 0
     parts: int = 1
-    interleaved: bool = False
+    stack: Stack | None = None
     scales: tuple[Path, str] | None = None
 
 
@@ -48,17 +49,18 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
         raise UserError(f"{folder}: no *.safetensors in it")
     _check_index(folder)
     others = {
-        name.format(l=layer): tuple(p.replace("{l}", str(layer)) for p in parts)
+        hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
         for name, parts in hf.family.other_names.items()
         for layer in range(hf.layers)
     }
-    stacks = {name: stack.parts for name, stack in stacked_names(hf).items()}
+    stacks = stacked_names(hf)
     headers = {name: (file, shape) for file in files for name, shape in read_header(file).items()}
     scales = _take_scales(headers, hf, stacks)
     found: dict[str, Place] = {}
     for name, (file, shape) in headers.items():
-        parts = stacks.get(name) or others.get(name, (name,))
-        places = _places(file, name, shape, parts, hf.experts, name in stacks)
+        stack = stacks.get(name)
+        parts = stack.parts if stack is not None else others.get(name, (name,))
+        places = _places(file, name, shape, parts, hf.experts, stack)
         found |= {part: replace(place, scales=scales.get(name)) for part, place in places.items()}
     check_names(hf, frozenset(found), str(folder))
     for entry in entries(hf):
@@ -89,7 +91,7 @@ def _take_scales(
 
 
 def _places(
-    file: Path, name: str, shape: Shape, parts: tuple[str, ...], experts: int, interleaved: bool
+    file: Path, name: str, shape: Shape, parts: tuple[str, ...], experts: int, stack: Stack | None
 ) -> dict[str, Place]:
     """`parts`: the names of the table that the tensor holds, of one expert for those of all."""
     if "{e}" not in parts[0]:
@@ -97,10 +99,10 @@ def _places(
     if (held := shape[0] if len(shape) > 1 else 0) != experts:
         raise UserError(f"{file}: {name} holds {held} experts, config.json says {experts}")
     each = (shape[1] // len(parts), *shape[2:])
-    if interleaved:
+    if stack is not None:
         each = (shape[-1] // len(parts), *shape[1:-1])
     return {
-        part.format(e=expert): Place(file, name, each, expert, at, len(parts), interleaved)
+        part.format(e=expert): Place(file, name, each, expert, at, len(parts), stack)
         for expert in range(experts)
         for at, part in enumerate(parts)
     }

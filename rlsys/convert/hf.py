@@ -32,6 +32,9 @@ SIDE_FILES = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 """What travels with config.json and the tensors so that the folder serves by itself."""
 
@@ -62,8 +65,8 @@ class HFTensors:
                     tensor: Tensor = f.get_tensor(place.name)
                     return tensor
                 fused: Tensor = f.get_slice(place.name)[place.expert]
-                if place.interleaved:
-                    return part_of(fused, place.part, place.parts)
+                if place.stack is not None:
+                    return part_of(fused, place.part, place.stack)
                 return fused.chunk(place.parts, dim=0)[place.part]
         except (SafetensorError, OSError) as e:
             raise UserError(f"{place.file}: not a whole safetensors file: {e}") from None

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Layout = Literal["same", "qkv", "gate_up"]
+TABLE_PREFIX = "model."
 Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full"]
 
 
@@ -61,14 +62,21 @@ class Rule:
 class Stack:
     """One tensor that a family's folders and engines hold for all experts of a layer.
 
-    `parts`: an expert's tensors of the table. They are transposed and interleaved: n parts `[out, in]` give
-    `[experts, in, n out]`, n biases `[out]` give `[experts, n out]`. `engine`: the end of SGLang's name, where the
-    weights are `[experts, n out, in]`. `cut`: its axis there that tensor-parallel ranks share.
+    `parts`: an expert's tensors of the table. They are transposed and put together: n parts `[out, in]` give
+    `[experts, in, n out]`, n biases `[out]` give `[experts, n out]`. `interleaved`: number by number; else one part
+    after the other. `engine`: the end of SGLang's name, where the weights are `[experts, n out, in]`. `cut`: its axis
+    there that tensor-parallel ranks share.
     """
 
     parts: tuple[str, ...]
     engine: str
     cut: int | None
+    interleaved: bool = True
+
+    @property
+    def sections(self) -> int:
+        """Sections of the engine's tensor along the axis of the cut, each of which is cut by itself."""
+        return 1 if self.interleaved else len(self.parts)
 
 
 def _nothing(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +100,9 @@ class Family:
     `group_worth`: a group of experts is worth its so many best ones together.
     `windowed`: some layers attend to the last tokens only (`layer_types`, `sliding_window`).
     `yarn`: rotary frequencies may be scaled by yarn; latent attention's may be in any case.
+    `part_of_more`: the model is the language part of one with a vision tower: its fields are under `text_config`.
+    `prefix`: how folders begin the names that begin with `model.` in the table, and in engines.
+    `carried`: how names of tensors begin that go along unchanged (rlsys.convert.carried).
     """
 
     architecture: str
@@ -104,6 +115,9 @@ class Family:
     head_norms: bool = False
     windowed: bool = False
     yarn: bool = False
+    part_of_more: bool = False
+    prefix: str = TABLE_PREFIX
+    carried: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.rules import Stack
 from rlsys.convert.table import slots
 
 
@@ -24,17 +25,19 @@ def stacked(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterator[tup
         if len(held) == parts * hf.experts:
             del waiting[slot.name]
             each = ([held[expert, i] for i in range(parts)] for expert in range(hf.experts))
-            yield slot.name, torch.stack([interleave(of_expert) for of_expert in each])
+            yield slot.name, torch.stack([put_together(of_expert, slot.stack) for of_expert in each])
     if waiting:
         raise ValueError(f"not all experts came for {next(iter(waiting))}")
 
 
-def interleave(parts: list[Tensor]) -> Tensor:
+def put_together(parts: list[Tensor], stack: Stack) -> Tensor:
     """n tensors `[out, in]` -> `[in, n out]`; n biases `[out]` -> `[n out]`."""
-    return torch.stack([part.t() if part.dim() == 2 else part for part in parts], dim=-1).flatten(-2)
+    turned = [part.t() if part.dim() == 2 else part for part in parts]
+    return torch.stack(turned, dim=-1).flatten(-2) if stack.interleaved else torch.cat(turned, dim=-1)
 
 
-def part_of(expert: Tensor, part: int, parts: int) -> Tensor:
-    """The inverse of interleave, for one part."""
-    found = expert[..., part::parts]
+def part_of(expert: Tensor, part: int, stack: Stack) -> Tensor:
+    """The inverse of put_together, for one part."""
+    parts = len(stack.parts)
+    found = expert[..., part::parts] if stack.interleaved else expert.chunk(parts, dim=-1)[part]
     return (found.t() if found.dim() == 2 else found).contiguous()

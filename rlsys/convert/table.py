@@ -47,7 +47,10 @@ def entries(config: HFConfig) -> Iterator[Entry]:
 
 
 def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int | None = None) -> Entry:
-    shapes = {name.format(l=layer, e=expert): config.shape(letters) for name, letters in rule.hf.items()}
+    shapes = {
+        config.in_folder(name).format(l=layer, e=expert): config.shape(letters)
+        for name, letters in rule.hf.items()
+    }
     return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
 
 
@@ -62,7 +65,7 @@ def held_as(entry: Entry, hf: HFConfig) -> str:
     these (`slots`)."""
     if entry.rule.engine_name:
         return entry.rule.engine_name.format(l=entry.layer)
-    first = next(iter(entry.hf))
+    first = hf.in_table(next(iter(entry.hf)))
     if entry.expert is not None:
         which = "w13" if entry.rule.layout == "gate_up" else "w2"
         return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
@@ -80,10 +83,15 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Tensors of layers after the model's own: they predict several tokens at once, and nobody here trains them
-    (rlsys.convert.carried)."""
+    """Those that nobody here trains (rlsys.convert.carried): of layers after the model's own, which predict several
+    tokens at once, and of what the family says."""
     layers = range(config.layers, config.layers + config.prediction_layers)
-    return frozenset(n for n in present if (m := _LAYER.match(n)) and int(m[1]) in layers)
+    return frozenset(
+        name
+        for name in present
+        if name.startswith(config.family.carried)
+        or ((m := _LAYER.match(config.in_table(name))) and int(m[1]) in layers)
+    )
 
 
 def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
@@ -110,8 +118,12 @@ class Slot:
 
 def stacked_names(hf: HFConfig) -> dict[str, Stack]:
     """Of every layer with experts, with the names of that layer's parts; empty where the family stacks nothing."""
+
+    def in_layer(name: str, layer: int) -> str:
+        return hf.in_folder(name).replace("{l}", str(layer))
+
     return {
-        name.format(l=layer): replace(stack, parts=tuple(p.replace("{l}", str(layer)) for p in stack.parts))
+        in_layer(name, layer): replace(stack, parts=tuple(in_layer(p, layer) for p in stack.parts))
         for layer, moe in enumerate(hf.moe_layers)
         if moe
         for name, stack in hf.family.stacks.items()

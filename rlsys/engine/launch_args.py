@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ import sys
 from rlsys.config import Config
 from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.errors import UserError
+from rlsys.model_folder import of_language_alone
 from rlsys.precision import engine_args
 
 
@@ -54,6 +56,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
             "--load-format",
             "dummy",
         ]  # in another format than the folder's: the first push brings the weights
+    if changes := of_language_alone(config.model.path):
+        argv += ["--json-model-override-args", json.dumps(changes)]
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
         argv += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2"]
         argv += ["--lora-target-modules", *(lora.targets or ["all"])]

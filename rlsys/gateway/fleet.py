@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity
+from rlsys.model_folder import read_fields
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.limits import Limits
@@ -176,7 +176,7 @@ class Fleet:
         size = self._vocab_size
         if size is None:
             try:
-                size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+                size = int(read_fields(folder)["vocab_size"])
             except (OSError, ValueError, KeyError, TypeError) as e:
                 raise UserError(
                     f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +17,7 @@ from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import Limits
 from rlsys.errors import UserError
 from rlsys.identity import Identity
+from rlsys.model_folder import read_fields
 from rlsys.rewards import Rewards
 from rlsys.rewards.answer import canonical_answer, form_of
 from rlsys.rollout.engines import Engines
@@ -118,7 +118,7 @@ def read_model_limits(path: Path) -> tuple[int, int]:
     """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
     file = path / "config.json"
     try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
+        hf = read_fields(path)
         return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(

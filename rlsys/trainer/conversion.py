@@ -44,7 +44,7 @@ _NOT_THE_MODEL = ("optimizer.", "average.", "reference.", "value_head.", "critic
 
 @dataclass(frozen=True)
 class Done:
-    """What was converted. `carried`: tensors for multi-token prediction, which nobody here trains."""
+    """What was converted. `carried`: tensors that nobody here trains."""
 
     tensors: int
     elements: int

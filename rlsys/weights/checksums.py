@@ -73,7 +73,7 @@ class EngineChecksums:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
         for name, stack in stacked_names(hf).items():
-            joined = self._joined[f"{name.rpartition('.')[0]}.{stack.engine}"] = _Joined(1)
+            joined = self._joined[f"{hf.in_table(name).rpartition('.')[0]}.{stack.engine}"] = _Joined(1)
             self._stacks[name] = joined, stack
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -85,10 +85,7 @@ class EngineChecksums:
             elif name in self._stacks:
                 joined, stack = self._stacks[name]
                 held = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
-                axis, cut = stack.cut or 0, stack.cut is not None
-                joined.add(
-                    0, [held.tensor_split(tp, axis)[rank] if cut else held for tp, rank in self._ranks]
-                )
+                joined.add(0, [_share_of_stack(held, stack, tp, rank) for tp, rank in self._ranks])
             self.seconds += time.monotonic() - start
             yield name, tensor
 
@@ -120,6 +117,14 @@ class EngineChecksums:
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
         return tensor.tensor_split(pieces, dim=rule.cut)[rank]
+
+
+def _share_of_stack(held: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
+    """What `rank` of `tp` holds of all experts `[experts, n out, in]`, or of their biases."""
+    if stack.cut is None or tp == 1:
+        return held
+    sections = held.chunk(stack.sections, stack.cut)
+    return torch.cat([section.tensor_split(tp, stack.cut)[rank] for section in sections], stack.cut)
 
 
 class _Joined:

@@ -6,11 +6,13 @@ tests/unit/test_convert.py.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -24,11 +26,13 @@ BASE: dict[str, Any] = {
 @dataclass(frozen=True)
 class Tiny:
     """`sizes`: beyond BASE. `served`: what SGLang needs beyond them: fields that transformers leaves out of
-    config.json, and sizes that it works out itself."""
+    config.json, and sizes that it works out itself. `tower`: of vision, in a model whose language part has the
+    others."""
 
     architecture: str
     sizes: dict[str, Any] = field(default_factory=dict)
     served: dict[str, Any] = field(default_factory=dict)
+    tower: dict[str, Any] = field(default_factory=dict)
 
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -48,6 +52,11 @@ _OSS_YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
 }  # fmt: skip
+_TOWER = {
+    "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
 _V3_SERVED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _V2_SERVED = {"moe_layer_freq": 1, "scoring_func": "softmax"}
 
@@ -121,6 +130,11 @@ TINY: dict[str, Tiny] = {
         "Ernie4_5_MoeForCausalLM",
         {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "head_dim": 16},
     ),
+    "qwen3-vl-moe": Tiny(
+        # transformers tells a transposed tensor by its shape: none of an expert's may be square
+        "Qwen3VLMoeForConditionalGeneration",
+        {**_EXPERTS, "moe_intermediate_size": 128, "rope_parameters": _AXES}, {"norm_topk_prob": True}, _TOWER,
+    ),
 }  # fmt: skip
 
 
@@ -132,7 +146,20 @@ def of_architecture(architecture: str) -> Tiny:
 def raw_config(tiny: Tiny) -> dict[str, Any]:
     """As in a folder's config.json, without what transformers adds."""
     kinds = ["sliding_attention", "full_attention"] * 2  # gpt-oss needs them told
-    return {"architectures": [tiny.architecture], "layer_types": kinds, **BASE, **tiny.sizes, **tiny.served}
+    fields = {**BASE, **tiny.sizes, **tiny.served}
+    named = {"architectures": [tiny.architecture]}
+    if tiny.tower:
+        return {**named, "text_config": fields, "vision_config": tiny.tower}
+    return {**named, "layer_types": kinds, **fields}
+
+
+def load(folder: Path) -> Any:
+    """transformers' model of a folder, in float32."""
+    import transformers
+
+    (named,) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind = getattr(transformers, named)
+    return kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
 
 
 def write(folder: Path, tiny: Tiny, **changes: Any) -> Path:
@@ -142,13 +169,29 @@ def write(folder: Path, tiny: Tiny, **changes: Any) -> Path:
     declare_torchvision_ops()
     import transformers
 
-    config_class = getattr(transformers, tiny.architecture.replace("ForCausalLM", "Config"))
+    config_class = getattr(transformers, tiny.architecture.partition("For")[0] + "Config")
+    fields = {**BASE, **tiny.sizes, **changes}
+    if tiny.tower:
+        fields = {"text_config": fields, "vision_config": tiny.tower}
     torch.manual_seed(0)
-    model = getattr(transformers, tiny.architecture)(config_class(**{**BASE, **tiny.sizes, **changes}))
+    model = getattr(transformers, tiny.architecture)(config_class(**fields))
     for name, weight in model.state_dict().items():
         if "norm" in name or name.endswith("bias"):
             weight.add_(torch.randn_like(weight) * 0.1)
         if name.endswith("sinks"):  # engines keep them so
             weight.copy_(weight.bfloat16())
+    return save(model, folder)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """As models of its kind are published. transformers transposes experts only where it has read them so."""
     model.save_pretrained(folder)
+    if hasattr(model.config, "vision_config"):
+        _transpose_experts(folder / "model.safetensors")
     return folder
+
+
+def _transpose_experts(file: Path) -> None:
+    tensors = load_file(file)
+    turned = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if ".experts." in name}
+    save_file(tensors | turned, file, metadata={"format": "pt"})

@@ -45,11 +45,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 def reference(folder: Path, gradients: Path) -> Tensor:
     """Log-probs of SEQUENCES by transformers; the gradients of their negative sum become a model folder."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    model = tiny.load(folder)
     logps = []
     for ids in SEQUENCES:
         logits = model(torch.tensor([ids])).logits[0, :-1]
@@ -59,7 +55,7 @@ def reference(folder: Path, gradients: Path) -> Tensor:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
-    model.save_pretrained(gradients)
+    tiny.save(model, gradients)
     return found.detach()
 
 

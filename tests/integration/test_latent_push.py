@@ -1,7 +1,8 @@
 """A real engine that gets every weight by a push of the smallest buckets there are.
 
 DeepSeek: SGLang joins q_a_proj and kv_a_proj_with_mqa as it loads them, and forgets one whose partner comes in
-another call. gpt-oss: it skips names that it does not know without a word, so experts must come stacked.
+another call. gpt-oss: it skips names that it does not know without a word, so experts must come stacked. Qwen3-VL:
+the engine has no vision tower, so that what is pushed is all that it holds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.integration
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 5)]
 
 
-@pytest.fixture(params=["deepseek-v3", "gpt-oss"])
+@pytest.fixture(params=["deepseek-v3", "gpt-oss", "qwen3-vl-moe"])
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
     made_of = tiny.TINY[request.param]
     folder = tiny.write(tmp_path / "model", made_of, **made_of.served)

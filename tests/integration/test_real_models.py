@@ -73,11 +73,7 @@ async def ask(url: str) -> Served:
 
 def transformers_logprobs(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Of each sequence `[tokens - 1, vocabulary]`."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    model = tiny.load(folder)
     with torch.no_grad():
         return [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in sequences]
 

@@ -26,6 +26,7 @@ BASE = {
     "config",
     "imports",
     "precision",
+    "model_folder",
     "records",
     "route_records",
     "support",

@@ -21,7 +21,7 @@ from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.rope import Rope
-from rlsys.convert.table import check_names, entries
+from rlsys.convert.table import carried_names, check_names, entries
 from rlsys.convert.torch_dist import Box, DistWriter
 from rlsys.errors import UserError
 from tests.helpers import tiny
@@ -169,6 +169,27 @@ def test_they_go_along_from_a_folder_and_from_a_checkpoint(tmp_path: Path) -> No
         found = dict(carried(source, config))
         assert found.keys() == more.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
+
+
+VISION: dict[str, Any] = {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+
+
+def test_a_language_part_is_read_under_its_own_names_and_a_tower_goes_along() -> None:
+    """Whether embeddings are tied is the whole model's to say."""
+    text = {**raw_config(), "tie_word_embeddings": True}
+    config = HFConfig.of({**VISION, "text_config": text}, "config.json")
+    assert (config.tied, config.hidden_size, config.routing.normalised) == (False, 16, True)
+    names = frozenset(names_of(config))
+    assert {"model.language_model.embed_tokens.weight", "lm_head.weight"} < names
+    assert all(name.startswith(("model.language_model.", "lm_head.")) for name in names)
+    assert carried_names(config, names | {"model.visual.merger.norm.bias"}) == {
+        "model.visual.merger.norm.bias"
+    }
+    check_names(config, names | {"model.visual.merger.norm.bias"}, "here")
+    with pytest.raises(UserError, match=r"no place in the model, first: model\.audio\.conv\.weight"):
+        check_names(config, names | {"model.audio.conv.weight"}, "here")
+    with pytest.raises(UserError, match=r"config\.json: text_config = None: expected an object"):
+        HFConfig.of(VISION, "config.json")
 
 
 def test_queries_keys_and_values_are_interleaved_by_group() -> None:

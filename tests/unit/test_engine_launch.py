@@ -72,6 +72,25 @@ def write(folder: Path, name: str, **fields: Any) -> None:
     (folder / name).write_text(json.dumps(fields))
 
 
+def test_an_engine_builds_no_vision_tower(tmp_path: Path) -> None:
+    """What it holds is then what pushes bring. Text needs no axes of the rotary embedding either."""
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    write(
+        tmp_path,
+        "config.json",
+        text_config={"rope_scaling": rope, "rope_theta": 5e6},
+        vision_config={"depth": 27},
+    )
+    config = Config.model_validate({"model": {"path": tmp_path}})
+    argv, _ = launch_args.engine_command(config, 0, 3100)
+    assert json.loads(option(argv, "--json-model-override-args")) == {
+        "language_model_only": True,
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    }
+    write(tmp_path, "config.json", vocab_size=9)
+    assert "--json-model-override-args" not in launch_args.engine_command(config, 0, 3100)[0]
+
+
 def test_stop_ids_are_all_that_the_model_names(tmp_path: Path) -> None:
     assert read_stop_ids(tmp_path) == frozenset()
     write(tmp_path, "config.json", eos_token_id=7)

@@ -87,7 +87,7 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             "trainer.lora.targets names gate: expected some of q_proj, k_proj",
         ),
         ("deepseek-v3", {"weights": "adapter"}, "weights.method = adapter: expected one of Qwen2ForCausalLM"),
-        ("gpt-oss", {}, "the experts of .* are stacked with their biases.*q_proj, k_proj, v_proj, o_proj"),
+        ("gpt-oss", {}, "the experts of .* are stacked in one tensor.*q_proj, k_proj, v_proj, o_proj"),
     ],
 )
 def test_what_a_model_does_not_have_is_refused(family: str, overrides: dict[str, Any], told: str) -> None:

@@ -16,7 +16,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked
 from rlsys.convert.hf import HFTensors
 from rlsys.convert.quantised import from_fp8, from_mxfp4
-from rlsys.convert.stack import interleave
+from rlsys.convert.stack import put_together
 from rlsys.convert.table import entries, stacked_names
 from rlsys.errors import UserError
 from tests.helpers import tiny
@@ -73,7 +73,7 @@ def test_gpt_oss_as_it_is_published_is_read_as_transformers_reads_it(tmp_path: P
     for name, stack in stacked_names(hf).items():
         parts = [[part.format(e=e) for part in stack.parts] for e in range(hf.experts)]
         if name.endswith("bias"):
-            tensors[name] = torch.stack([interleave([tensors.pop(p) for p in of]) for of in parts])
+            tensors[name] = torch.stack([put_together([tensors.pop(p) for p in of], stack) for of in parts])
             continue
         rows, columns = tensors[parts[0][0]].shape
         rows *= len(stack.parts)

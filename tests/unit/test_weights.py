@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.stack import part_of, stacked
-from rlsys.convert.table import entries
+from rlsys.convert.table import entries, stacked_names
 from rlsys.weights.buckets import Areas, Bucket, Flat, buckets, stream
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers import tiny
@@ -167,12 +167,32 @@ def test_stacked_experts_are_transposed_and_interleaved() -> None:
     at = "model.layers.1.mlp.experts."
     whole, bias = made[at + "gate_up_proj"], made[at + "gate_up_proj_bias"]
     assert (whole.shape, bias.shape) == ((8, 64, 64), (8, 64))
+    stack = stacked_names(GPT_OSS)[at + "gate_up_proj"]
     for i, part in enumerate(("gate", "up")):
         assert torch.equal(whole[3][:, i::2].t(), experts[f"{at}3.{part}_proj.weight"])
-        assert torch.equal(part_of(whole[3], i, 2), experts[f"{at}3.{part}_proj.weight"])
+        assert torch.equal(part_of(whole[3], i, stack), experts[f"{at}3.{part}_proj.weight"])
         assert torch.equal(bias[3][i::2], experts[f"{at}3.{part}_proj.bias"])
     assert torch.equal(made[at + "down_proj"][5].t(), experts[at + "5.down_proj.weight"])
     assert len(made) == 4 * GPT_OSS.layers
+
+
+def test_experts_stacked_part_by_part_are_cut_in_each_part() -> None:
+    """Gate, then up; each engine rank has its part of both, under a name without the folder's prefix."""
+    hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-vl-moe"]), "config.json")
+    experts, at = experts_of(hf), "model.language_model.layers.1.mlp.experts."
+    made = dict(stacked(experts.items(), hf))
+    gate, up, down = (
+        torch.stack([experts[f"{at}{e}.{x}_proj.weight"] for e in range(8)]) for x in ("gate", "up", "down")
+    )
+    assert torch.equal(made[at + "gate_up_proj"], torch.cat([gate, up], 1).transpose(1, 2))
+    stack = stacked_names(hf)[at + "gate_up_proj"]
+    assert torch.equal(part_of(made[at + "gate_up_proj"][3], 1, stack), up[3])
+    checksums = EngineChecksums(hf, 2)
+    for _ in checksums.watch(made.items()):
+        pass
+    second = checksums.digests()[1]
+    assert second["model.layers.1.mlp.experts.w13_weight"] == sha(torch.cat([gate[:, 64:], up[:, 64:]], 1))
+    assert second["model.layers.1.mlp.experts.w2_weight"] == sha(down[:, :, 64:])
 
 
 def test_a_missing_expert_is_no_stack() -> None:

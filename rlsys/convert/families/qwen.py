@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, dense and with experts."""
+"""Qwen2, Qwen2.5, Qwen3, dense and with experts; the language part of Qwen3-VL with experts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from rlsys.convert.rows import (
     router,
     shared_experts,
 )
-from rlsys.convert.rules import Family, Rule
+from rlsys.convert.rules import Family, Rule, Stack
 
 _QWEN3 = {**COMMON, "qk_norm": True}
 _SHARED = (
     *shared_experts("mlp.shared_expert"),
     Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="moe"),
 )
+_EXPERT = H + "mlp.experts.{e}."
+_GATE, _UP, _DOWN = (f"{_EXPERT}{x}_proj.weight" for x in ("gate", "up", "down"))
 
 FAMILIES = (
     Family(
@@ -55,5 +57,20 @@ FAMILIES = (
         allowed={**PLAIN, "attention_bias": (True,)},
         other_names=fused(),
         megatron=lambda _: {"moe_shared_expert_gate": True},
+    ),
+    Family(
+        # Text has the same position on the three axes of its rotary embedding, which then is the plain one.
+        "Qwen3VLMoeForConditionalGeneration",
+        EMBEDDING + NORMS + ATTENTION + router() + experts() + DENSE + HEAD,
+        moe=True,
+        part_of_more=True,
+        prefix="model.language_model.",
+        carried=("model.visual.",),
+        defaults={**_QWEN3, "head_dim": None, "rope_theta": 500000.0},
+        allowed={**PLAIN, "norm_topk_prob": (True,)},
+        stacks={
+            H + "mlp.experts.gate_up_proj": Stack((_GATE, _UP), "w13_weight", 1, interleaved=False),
+            H + "mlp.experts.down_proj": Stack((_DOWN,), "w2_weight", 2),
+        },
     ),
 )

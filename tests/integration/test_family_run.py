@@ -1,0 +1,62 @@
+"""Families whose folders or layers need more than a name table, in a whole run of the real stack."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlsys.obs.metrics import read_metrics
+from tests.helpers import tiny
+from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, train_locally
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+QUICKSTART = ROOT / "configs" / "models" / "quickstart-moe"
+REPLAYED = ("engine.return_routes=true", "trainer.replay=engine", "parallel.ep=1", "trainer.export_every=3")
+
+
+def with_tokenizer(folder: Path, family: str) -> Path:
+    """A tiny random model that speaks the quickstart's characters."""
+    made_of = tiny.TINY[family]
+    tiny.write(folder, made_of, **made_of.served, vocab_size=128, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(QUICKSTART / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl-moe"])
+def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> None:
+    """Every tensor of the engine is attested after each push; what is not trained comes out of it unchanged."""
+    folder, run = with_tokenizer(tmp_path / "model", family), tmp_path / "run"
+    train_locally(
+        run,
+        *SYNCHRONOUS,
+        *REPLAYED,
+        f"model.path={folder}",
+        "data.reward=tests.helpers.length_reward:shorter",
+    )
+    steps = read_metrics(run).steps
+    print([{name: step[name] for name in ("grad_norm", "mismatch_mean", "replay_share")} for step in steps])
+    assert len(steps) == 3
+    for step in steps:
+        assert step["push_tensors_unknown"] == 0
+        assert step["replay_share"] == 1
+        assert step["mismatch_mean"] < 2e-5
+    assert any(step["grad_norm"] > 0 for step in steps)
+    checked_ledger(run)
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, run / "exports" / "step-000003")
+    )
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    tower = {name for name in before if ".visual." in name}
+    assert tower <= same
+    assert len(same - tower) < len(before) / 4, "the others were trained"
+    assert json.loads((run / "exports" / "step-000003" / "config.json").read_text())["architectures"] == [
+        tiny.TINY[family].architecture
+    ]
