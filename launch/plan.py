@@ -152,6 +152,21 @@ def build_asking_plan(
     return LaunchPlan([*roles, asking_role], nodes, config.run.dir, _shared(config))
 
 
+def build_tenants_plan(
+    config: Config,
+    layout: Layout,
+    nodes: list[Node],
+    ports: Ports,
+    engine_command: EngineCommand,
+    arguments: list[str],
+) -> LaunchPlan:
+    """An engine, and a trainer that does what tenants ask (rlsys.tenants). `arguments`: further ones of it."""
+    roles, urls = _engines(config, layout, nodes, ports, engine_command)
+    more = [*(word for url in urls for word in ("--engine", url)), *arguments]
+    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.tenants.serve", more)
+    return LaunchPlan(roles, nodes, config.run.dir, _shared(config))
+
+
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> LaunchPlan:
     """Fine-tuning on traces: the trainer alone."""
     trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", [])

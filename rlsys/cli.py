@@ -21,7 +21,7 @@ from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
 from launch.exporter import run_plan
 from launch.layout import lay_out
-from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan
+from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
 from launch.ports import choose_ports
 from launch.preflight import check_model
 from launch.process import RoleFailed
@@ -52,6 +52,7 @@ from rlsys.obs.symptoms import sentence
 from rlsys.planner.command import add_plan
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
+from rlsys.tenants.command import add_tenants, key_lines, read_options
 from rlsys.trackers.tracker import check_trackers
 
 
@@ -86,6 +87,23 @@ def sft(args: argparse.Namespace) -> int:
         config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))
     )
     print(f"model: {config.run.dir / 'model'}")
+    return 0
+
+
+def tenants(args: argparse.Namespace) -> int:
+    """Serve Tinker's protocol to several clients that train adapters on one model (docs/tenants.md)."""
+    options = read_options(args)
+    config = options.config
+    check_model(config)
+    layout = lay_out(config)
+
+    def plan(backend: Backend) -> LaunchPlan:
+        for line in key_lines(config.run.dir, options):
+            print(f"rlsys: {line}", flush=True)
+        ports = choose_ports(config, layout, backend.free_ports)
+        return build_tenants_plan(config, layout, backend.nodes, ports, engine_command, options.arguments)
+
+    supervise(config, plan)
     return 0
 
 
@@ -353,6 +371,7 @@ def make_parser() -> Parser:
     add_rehearse(add)
     add_plan(add)
     add_router(add)
+    add_tenants(add, tenants)
     add_model_commands(add)
     return parser
 

@@ -123,6 +123,13 @@ class Resident:
             buffer.grad_data.copy_(gradient)
         self._trainer.passes.exchange(state.begun)
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything has gone backward since the last update of the set that is there."""
+        held = self._trainer.passes.exchange(Begun())
+        self._trainer.passes.exchange(held)
+        return held.computed_tokens > 0
+
     @torch.no_grad()
     def copy(self) -> AdapterState:
         """Of the set that is there, in host memory."""

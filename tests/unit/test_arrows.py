@@ -66,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "convert": BASE | {"algo", "megatron_patches"},
     "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
     "rehearse": BASE | {"algo", "convert", "trainer", "megatron_patches", "launch"},
+    "tenants": BASE | {"algo", "convert", "engine", "trainer"},
     "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.

@@ -1,0 +1,76 @@
+"""The tenants of a server, each with a key of its own.
+
+RUN/tenants/NAME/key    what the tenant's client sends; made at the first start, mode 0600
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+from rlsys.errors import UserError, disk_errors
+
+FOLDER = "tenants"
+PREFIX = "tml-"
+"""Tinker's client sends no key that begins otherwise."""
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+
+
+def check_names(names: list[str]) -> None:
+    """Raises UserError for a name that is none, or is given twice."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"--tenant {name[:80]!r}: expected small letters, digits, '-' and '_', at most 63"
+            )
+        if names.count(name) > 1:
+            raise UserError(f"--tenant {name}: given twice")
+
+
+def key_file(run_dir: Path, name: str) -> Path:
+    return run_dir / FOLDER / name / "key"
+
+
+def key_of(run_dir: Path, name: str) -> str:
+    """Made when there is none yet. Raises UserError for a file that others may read, or that holds no key."""
+    path = key_file(run_dir, name)
+    part = path.with_suffix(".part")
+    with disk_errors(path, UserError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            return _read(path)
+        part.unlink(missing_ok=True)  # of a start that was killed
+        key = PREFIX + secrets.token_hex(32)
+        with os.fdopen(
+            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
+            file.write(key + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    return key
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path}: others may read it; expected mode 0600")
+    key = path.read_text(encoding="utf-8").strip()
+    if not key.startswith(PREFIX) or len(key) < 32:
+        raise UserError(f"{path}: expected a key of at least 32 characters that begins with {PREFIX}")
+    return key
+
+
+class Keys:
+    """Whose key it is that a request shows."""
+
+    def __init__(self, by_name: dict[str, str]) -> None:
+        self._keys = {name: key.encode() for name, key in by_name.items()}
+
+    def tenant(self, shown: str) -> str | None:
+        """Every key is compared, each in constant time, whatever was shown."""
+        sent = shown.encode(errors="replace")
+        found = [name for name, key in self._keys.items() if hmac.compare_digest(sent, key)]
+        return found[0] if found else None

@@ -1,0 +1,188 @@
+"""Bodies of requests in JSON, as tinker 0.38.0 sends them. Unknown fields are refused: they would ask for something.
+
+Of sessions and events only what is used is read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rlsys.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+T = TypeVar("T", bound=BaseModel)
+
+Seq = Annotated[int, Field(ge=0, lt=2**62)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Loose(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    type: str = ""
+
+
+class LoraConfig(Strict):
+    rank: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Loose):
+    type: str = "adamw"
+
+
+class CreateModel(Strict):
+    session_id: str
+    model_seq_id: Seq
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class AdamParams(Strict):
+    """AdamW's, with the protocol's defaults. `grad_clip_norm` 0: no clipping."""
+
+    learning_rate: Rate = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Rate = 0.0
+
+
+class OptimStep(Strict):
+    adam_params: AdamParams
+    model_id: str
+    seq_id: Annotated[Seq, Field(ge=1)]
+
+
+class SaveWeights(Strict):
+    model_id: str
+    path: str
+    seq_id: Annotated[Seq, Field(ge=1)]
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return checked_name(value)
+
+
+class SaveForSampler(Strict):
+    model_id: str
+    seq_id: Annotated[Seq, Field(ge=1)]
+    path: str | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        return None if value is None else checked_name(value)
+
+
+class LoadWeights(Strict):
+    """Onto a model (`model_id`, `seq_id`), or as the first request of a new one (`session_id`, `model_seq_id`)."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: Annotated[Seq, Field(ge=1)] | None = None
+    session_id: str | None = None
+    model_seq_id: Seq | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+    weights_access_token: None = None
+
+
+class CreateSamplingSession(Strict):
+    session_id: str
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Strict):
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(Strict):
+    chunks: list[Chunk]
+
+
+class SamplingParams(Strict):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(Strict):
+    sampling_session_id: str
+    seq_id: Seq
+    prompt: Prompt
+    sampling_params: SamplingParams
+    num_samples: Annotated[int, Field(ge=1, le=128)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    prompt_logprobs_last_n: None = None
+    record_stability_info: Literal[False] | None = None
+    base_model: None = None
+    model_path: None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+
+class Retrieve(Loose):
+    request_id: str
+
+
+class OfModel(Loose):
+    model_id: str
+
+
+class OfSession(Loose):
+    session_id: str
+
+
+def checked_name(value: str) -> str:
+    """Raises ValueError for what is no plain name of a folder."""
+    if not _NAME.fullmatch(value):
+        raise ValueError("expected letters, digits, '_', '-' and '.', at most 100, not '.' first")
+    return value
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """Raises UserError that names the first field which is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise UserError(f"{place[:100]}: {first['msg'][:200]}") from None

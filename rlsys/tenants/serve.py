@@ -1,0 +1,112 @@
+"""The server's process: `... -m rlsys.tenants.serve --config RUN/config.yaml --engine URL --port N --tenant NAME`.
+
+`rlsys tenants` starts it beside its engine, and again when it dies. The trainer has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlsys.config import Config, load_config
+from rlsys.convert.adapters import matrices
+from rlsys.engine.client import RESERVED_TOKENS
+from rlsys.engine.wire import Limits, make_session
+from rlsys.errors import UserError
+from rlsys.identity import engine_identity
+from rlsys.obs.metrics import MetricsWriter
+from rlsys.obs.role import run_role
+from rlsys.owner import of_process
+from rlsys.tenants.front import Front, Served
+from rlsys.tenants.keys import FOLDER, Keys, key_of
+from rlsys.tenants.learner import Learner
+from rlsys.tenants.ledger import Ledger
+from rlsys.tenants.sampler import Engine
+from rlsys.tenants.service import Service
+from rlsys.tenants.work import Work
+
+log = logging.getLogger("rlsys.tenants")
+
+
+async def serve(config: Config, engine_url: str, host: str, port: int, tenants: list[str]) -> None:
+    owner, _ = of_process(config.run.dir)
+    keys = Keys({name: key_of(config.run.dir, name) for name in tenants})
+    ledgers = {name: Ledger(config.run.dir / FOLDER / name) for name in tenants}
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, "trainer") as trainer:
+        learner = await loop.run_in_executor(trainer, Learner, config)
+        served = described(config, learner)
+        done = sum(ledger.count("optim_step") for ledger in ledgers.values())
+        figures = Figures(MetricsWriter(config.run.dir, resume_step=done), done)
+        async with make_session() as session:
+            limits = Limits(config.answer_seconds, config.work_seconds)
+            identity = engine_identity(owner, engine_url)
+            engine = Engine(engine_url, session, identity, limits, 2 * config.start_seconds)
+            await engine.begin()
+            work = Work(learner, served.vocab_size, served.context)
+            service = Service(ledgers, work, trainer, engine, config.max_running_requests, figures.step)
+            runner = web.AppRunner(Front(service, keys, served).app(), access_log=None)
+            await runner.setup()
+            try:
+                await _listen(runner, host, port)
+                log.info("listening on http://%s:%d for %s", host, port, ", ".join(tenants))
+                figures.begin()
+                await service.run()
+            finally:
+                await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as e:
+        what = "in use" if e.errno == errno.EADDRINUSE else (e.strerror or str(e))
+        raise UserError(f"--host {host[:200]} --port {port}: {what}") from None
+
+
+def described(config: Config, learner: Learner) -> Served:
+    hf, lora = learner.trainer.hf, config.trainer.lora
+    assert lora is not None
+    room = min(hf.context_length, config.engine.max_total_tokens) - RESERVED_TOKENS
+    targets = ", ".join(lora.targets or matrices(hf))
+    path = config.model.path
+    return Served(path.name, str(path), hf.vocab_size, hf.context_length, room, lora.rank, targets)
+
+
+class Figures:
+    """metrics.jsonl: a line for each optimizer step of any tenant."""
+
+    def __init__(self, writer: MetricsWriter, done: int) -> None:
+        self._writer, self._step = writer, done
+
+    def begin(self) -> None:
+        self._writer.write("run", self._step, event="resume" if self._step else "start")
+
+    def step(self, figures: dict[str, float]) -> None:
+        self._step += 1
+        self._writer.write("step", self._step, **figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tenant", action="append", required=True)
+    args: Any = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log.setLevel(logging.INFO)
+    config = load_config(args.config)
+    run_role(lambda: asyncio.run(serve(config, args.engine, args.host, args.port, args.tenant)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Protocol Buffers' wire format, as much of it as the protocol needs. Pure.
+
+A message is a run of fields: a key (number << 3 | type), then a value: a varint (0), 8 bytes (1), a length and bytes
+(2) or 4 bytes (5). See protobuf.dev/programming-guides/encoding.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_LONGEST_VARINT = 10
+
+Value = int | bytes
+"""Varints and fixed ones as integers of their bits; all else as bytes."""
+
+
+class BadMessage(ValueError):
+    """Bytes that are no message."""
+
+
+def fields(data: memoryview | bytes) -> Iterator[tuple[int, Value]]:
+    """(number, value) of each field, in their order. Raises BadMessage."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        key, at = _varint(view, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, at = _varint(view, at)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            size, at = _varint(view, at)
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+        else:
+            raise BadMessage(f"field {number} has the unknown type {kind}")
+        if size > len(view) - at:
+            raise BadMessage(f"field {number} ends {size - (len(view) - at)} bytes after the message")
+        part = bytes(view[at : at + size])
+        yield number, part if kind == _BYTES else int.from_bytes(part, "little")
+        at += size
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for place in range(_LONGEST_VARINT):
+        if at + place >= len(view):
+            raise BadMessage("it ends within a number")
+        byte = view[at + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise BadMessage("a number has more than 10 bytes")
+
+
+def signed(value: Value) -> int:
+    """An int32 or int64, which is sent as the varint of its 64 bits."""
+    number = integer(value)
+    return number - 2**64 if number >= 2**63 else number
+
+
+def integer(value: Value) -> int:
+    if not isinstance(value, int):
+        raise BadMessage("bytes where a number is expected")
+    return value
+
+
+def blob(value: Value) -> bytes:
+    if not isinstance(value, bytes):
+        raise BadMessage("a number where bytes are expected")
+    return value
+
+
+def text(value: Value) -> str:
+    try:
+        return blob(value).decode()
+    except UnicodeDecodeError:
+        raise BadMessage("a text that is not UTF-8") from None
+
+
+def double(value: Value) -> float:
+    found: float = struct.unpack("<d", struct.pack("<Q", integer(value)))[0]
+    return found
+
+
+def put_number(number: int, value: int) -> bytes:
+    return _encoded(number << 3 | _VARINT) + _encoded(value % 2**64)
+
+
+def put_double(number: int, value: float) -> bytes:
+    return _encoded(number << 3 | _FIXED64) + struct.pack("<d", value)
+
+
+def put_bytes(number: int, value: bytes | str) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return _encoded(number << 3 | _BYTES) + _encoded(len(data)) + data
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
