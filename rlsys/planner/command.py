@@ -147,7 +147,8 @@ def _basis(args: argparse.Namespace, config: Config) -> _Basis:
             raise UserError(
                 "--calibrate and --gpus: a run tells the costs of its own layout only; give one of them"
             )
-        found = calibrated(args.calibrate)
+        with _quiet():
+            found = calibrated(args.calibrate)
         prompt = args.prompt_tokens or found.prompt_tokens
         return _Basis(lambda _, tp: found.costs(tp), trace or found.lengths.cut(cap), prompt)
     if args.gpus is None and not config.launch.gpus_per_node:

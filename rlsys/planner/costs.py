@@ -39,6 +39,9 @@ class Costs:
     train_step: float = 0.0
     """Of a train step, besides its tokens."""
     push: float = 0.0
+    """Besides what engines do in it that the simulation has of its own: waiting for a pass to end, and canaries."""
+    request: float = 0.0
+    """Of an engine's server, to take one request in: one after another."""
 
     def decode(self, running: int, context: float) -> float:
         """One pass over `running` requests that have `context` tokens together."""

@@ -83,6 +83,9 @@ class SimulatedEngine:
         self._changed = asyncio.Event()
         self._paused = ""
         self._version = "0"
+        self._arriving: dict[str, _Request] = {}
+        self._free = 0.0
+        """When its server has taken in all that has come."""
         self._orders: deque[tuple[Callable[[], None], asyncio.Event]] = deque()
         """What is done between two passes."""
         self.generated = 0
@@ -201,8 +204,7 @@ class SimulatedEngine:
         left = max(1, self._length(sampling["sampling_seed"], prompt[0] - FIRST_PROMPT) - made)
         finish = {"type": "stop", "matched": END} if left <= budget else {"type": "length", "length": budget}
         request = _Request(body["rid"], len(prompt), min(left, budget), finish)
-        self._waiting.append(request)
-        self._changed.set()
+        await self._take_in(request)
         told = 0
         if self._tells:
             await request.began.wait()
@@ -212,6 +214,18 @@ class SimulatedEngine:
                 yield self._chunk(request, 0, told)
         await request.ended.wait()
         yield self._chunk(request, told, len(request.versions))
+
+    async def _take_in(self, request: _Request) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free = max(now, self._free) + self._costs.request
+        self._arriving[request.rid] = request
+        try:
+            async with asyncio.timeout_at(self._free):
+                await request.ended.wait()  # aborted before it was in
+        except TimeoutError:
+            del self._arriving[request.rid]
+            self._waiting.append(request)
+            self._changed.set()
 
     def _chunk(self, request: _Request, start: int, end: int) -> bytes:
         """Its units from `start` to `end`, all that it has; with why it ended, once it has."""
@@ -274,6 +288,10 @@ class SimulatedEngine:
 
     def _abort(self, rid: str | None) -> None:
         """One request, or all."""
+        for request in [r for r in self._arriving.values() if rid is None or r.rid.startswith(rid)]:
+            del self._arriving[request.rid]
+            self._free -= self._costs.request
+            self._end(request, {"type": "abort"})
         for request in [r for r in self._waiting if rid is None or r.rid.startswith(rid)]:
             self._waiting.remove(request)
             self.generated += len(request.versions)

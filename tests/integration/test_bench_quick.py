@@ -1,4 +1,5 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, scale, a share, rehearsals, a walk, races.
+"""Benches run and say what they promise: trainer, weight pushes, router, scale, a share, rehearsals, a walk, races,
+forecasts.
 
 Figures mean nothing here.
 """
@@ -83,6 +84,20 @@ def test_step_path() -> None:
     assert found["functions"] > found["files"] > 5, (
         "a step goes through packing, scoring, losses and an update"
     )
+
+
+@pytest.mark.slow
+def test_plan_check(tmp_path: Path) -> None:
+    """Forecasts are written down, and held against runs of the same settings."""
+    file = tmp_path / "predictions" / "plan.json"
+    predicted = printed("plan_check", "--predict", "--quick", "--out", str(file))
+    assert predicted == json.loads(file.read_text())
+    found = printed("plan_check", "--measure", "--quick", "--out", str(file))
+    assert found["settings"].keys() == predicted["settings"].keys() == {predicted["best"]}
+    assert found["capacity"].keys() == predicted["capacity"].keys()
+    (setting,) = found["settings"].values()
+    assert setting["forecast"] > 0 < setting["measured"]["median"]
+    assert found["summary"]["chosen_of_best"] == 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_engines_have_so_many_slots_and_wait_for_the_longest(tmp_path: Path) -> 
     found = forecast(made, Lengths([50], 200))
     waves = 2 * (COSTS.prefill(8 * 10) + 49 * COSTS.decode(8, 0))
     assert found.rollout_seconds == pytest.approx(waves, rel=0.03)
+
+
+def test_a_server_takes_requests_in_one_after_another(tmp_path: Path) -> None:
+    """Sixteen of them, a tenth of a second each: the last one begins 1.6 s later, in an emptier engine."""
+    made, lengths = config(tmp_path), Lengths([50], 200)
+    at_once, in_turn = (forecast(made, lengths, replace(COSTS, request=seconds)) for seconds in (0.0, 0.1))
+    assert 0.5 < in_turn.rollout_seconds - at_once.rollout_seconds < 1.6
+    april = config(tmp_path, rollout={"over_provision": 2, "max_staleness": 8})
+    found = forecast(april, lengths, replace(COSTS, request=0.1), steps=8)
+    assert found.step_seconds > 1.6, "who is aborted before it was taken in holds up nobody"
+    assert found.push_seconds < COSTS.push + COSTS.prefill(4 * 10 + 4 * 60) + 0.2
 
 
 @pytest.mark.gate
@@ -253,7 +265,8 @@ def write_run(made: Config, steps: int, lines: list[str]) -> None:
     (folder / "logs" / "engine-0.log").write_text("\n".join(lines) + "\n")
     (folder / "config.yaml").write_text(dump_config(made))
     figures = [
-        {"kind": "step", "step": i, "time": float(i), "tokens": 1000 + 100 * i, "time_sync": 2.25 + 10 * (i == 1),
+        {"kind": "step", "step": i, "time": float(i), "tokens": 1000 + 100 * i, "time_rollout": 3.0,
+         "time_sync": 2.25 + 10 * (i == 1),
          "time_train": 2.5 + 1e-3 * (1000 + 100 * i) + 30 * (i == 1)}
         for i in range(1, steps + 1)
     ]  # fmt: skip
@@ -268,14 +281,11 @@ def decode_line(running: int, seconds: float) -> str:
     )
 
 
-async def test_a_run_tells_its_costs(tmp_path: Path) -> None:
+@pytest.mark.gate
+def test_a_run_tells_its_costs(tmp_path: Path) -> None:
     """The first step compiles, one line in five counts an idle time: neither moves what is fitted."""
     config = make_config(tmp_path)
-    made = Rig(config, lambda s: 7, _one)
-    await made.start()
-    await made.take(1)
-    await made.manager.close()
-    made.buffer.close()
+    asyncio.run(take_one(config))
     lines = [decode_line(n, 0.02 + 0.0004 * n + 3.0 * (n % 5 == 0)) for n in range(1, 60)]
     lines += [
         "Prefill batch, #new-seq: 9, #new-token: 9000, #cached-token: 0, input throughput (token/s): 9000.0"
@@ -288,11 +298,23 @@ async def test_a_run_tells_its_costs(tmp_path: Path) -> None:
     assert costs.prompt_token == pytest.approx((1.0 - costs.every_pass) / 9000)
     assert costs.trained_token == pytest.approx(1e-3)
     assert costs.train_step == pytest.approx(2.5 - 1e-3 * prompts)
-    canaries = calibration.CANARIES * (2 * found.prompt_tokens + 7) * costs.prompt_token
-    assert costs.push == pytest.approx(2.25 - costs.every_pass - canaries)
+    again = simulate(config, costs, found.lengths, prompt_tokens=found.prompt_tokens, steps=8)
+    assert again.push_seconds == pytest.approx(2.25, rel=0.02)
+    assert again.rollout_seconds == pytest.approx(3.0, rel=0.1), (
+        "what no log tells is taken from the run's own steps"
+    )
     assert set(found.lengths.values) == {7}
     with pytest.raises(UserError, match="engines are of tp 1; nothing tells what tp 2 costs"):
         found.costs(2)
+
+
+async def take_one(config: Config) -> None:
+    """Responses of seven tokens."""
+    made = Rig(config, lambda s: 7, _one)
+    await made.start()
+    await made.take(1)
+    await made.manager.close()
+    made.buffer.close()
 
 
 async def _one(*_: object) -> float:
@@ -362,6 +384,17 @@ def test_placements_of_so_many_gpus_as_json(capsys: pytest.CaptureFixture[str]) 
     assert answer["best"] in names
     assert any(name.startswith("colocated") for name in names)
     assert all(s["tokens_per_s"] > 0 for s in answer["settings"])
+
+
+@pytest.mark.full
+def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/planning.md with responses of 64 tokens, and few."""
+    huge = ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml"
+    few = ["rollout.groups_per_step=12", "rollout.max_response_tokens=64"]
+    assert main(["plan", str(huge), *few, "--gpus", "3072", "--steps", "1", "--json"]) == 0
+    found = {s["name"]: s["step_seconds"] for s in json.loads(capsys.readouterr().out)["settings"]}
+    assert any(name.startswith("colocated, 96 engines, N'/N 1,") for name in found)
+    assert any(name.startswith("disaggregated, 48 engines beside 1536 trainer GPUs") for name in found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+"""Is `rlsys plan --calibrate` right? Forecasts of eight settings, written down first, then runs of the real stack.
+
+    python bench/plan_check.py --predict [--out FILE] [--quick]      two calibrating runs, then the forecasts
+    python bench/plan_check.py --measure [--out FILE] [--quick]      three interleaved runs of each setting, compared
+
+`--predict` writes FILE (bench/predictions/plan.json), which is committed before anything is measured. `--measure`
+reads it and prints JSON: of each setting forecast and measured seconds of a step and trained tokens a second, and the
+errors. A policy that is frozen keeps lengths as they are; engines sleep before every forward pass (SGLang's
+/slow_down), as passes of a GPU leave the host's cores idle, since two cores are all that trainer and engines have.
+
+The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have another
+sleep than any of them. Further sleep is added to a pass's cost; nothing else is.
+
+`capacity`: ECHO-2's rule (rlsys/planner/capacity.py), which `rlsys explain` tells, against the seconds that the
+trainer waited, at max_staleness 0 to 3 with N'/N 1 and staleness_policy wait, for which it is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from measure import machine, say, spread
+from plan_stage import Setting, Size, Stage, config_of, stage, steps_of
+
+from rlsys.planner.calibration import Calibration, calibrated
+from rlsys.planner.capacity import demand_of, rate_of
+from rlsys.planner.costs import Costs
+from rlsys.planner.simulation import Forecast, simulate
+
+FILE = Path(__file__).with_name("predictions") / "plan.json"
+CALIBRATING = (
+    Setting("colocated", 1, 1.0, 0, 0.02),
+    Setting("disaggregated", 2, 1.25, 2, 0.02),
+)
+"""The first one tells how long responses are, for both: it waits for every one."""
+SETTINGS = (
+    Setting("colocated", 1, 1.0, 0, 0.03),
+    Setting("colocated", 1, 2.0, 8, 0.03),
+    Setting("colocated", 2, 1.0, 0, 0.03),
+    Setting("colocated", 2, 1.5, 4, 0.045),
+    Setting("disaggregated", 1, 1.0, 1, 0.03),
+    Setting("disaggregated", 1, 2.0, 8, 0.03),
+    Setting("disaggregated", 2, 1.5, 4, 0.045),
+    Setting("disaggregated", 2, 2.0, 8, 0.03),
+)
+CAPACITY = tuple(Setting("disaggregated", 1, 1.0, age, 0.045, policy="wait") for age in range(4))
+WARM, STEPS, CALIBRATED_STEPS = 2, 8, 16
+"""Train steps that are left out at first, that are measured, and of a calibrating run."""
+ROUNDS, CAPACITY_ROUNDS = 3, 2
+SEEDS = range(101, 105)
+"""Of simulated runs, whose mean is the forecast: a run of few steps has the lengths that its seed gives it."""
+CALIBRATING_SEED, FIRST_SEED = 1, 11
+"""run.seed of the calibrating runs, and of the first round."""
+
+
+def forecast_of(
+    setting: Setting, found: Calibration, slept: float, size: Size, steps: int
+) -> dict[str, float]:
+    """`slept`: in the calibrating run, before each pass."""
+    costs = longer(found.costs(1), setting.sleep - slept)
+    runs: list[Forecast] = []
+    for seed in SEEDS:
+        config = config_of(setting, size, Path("simulated"), seed)
+        runs.append(
+            simulate(
+                config, costs, found.lengths.cut(size.longest),
+                prompt_tokens=found.prompt_tokens, steps=steps, warm=WARM,
+            )
+        )  # fmt: skip
+    names = (
+        "step_seconds",
+        "rollout_seconds",
+        "train_seconds",
+        "push_seconds",
+        "tokens_per_s",
+        "staleness",
+        "dropped",
+    )
+    return {name: fmean(getattr(run, name) for run in runs) for name in names}
+
+
+def longer(costs: Costs, seconds: float) -> Costs:
+    """With so much more sleep before each pass."""
+    return replace(costs, every_pass=max(0.0, costs.every_pass + seconds))
+
+
+def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size) -> dict[str, float]:
+    """Seconds of a step, and of these, the trainer's waiting."""
+    config = config_of(setting, size, Path("simulated"), FIRST_SEED)
+    costs, running = longer(found.costs(1), setting.sleep - slept), config.slots
+    demand = demand_of(config, costs, found.lengths, running, found.prompt_tokens)
+    step = demand.step_seconds(
+        rate_of(costs, found.lengths, running, found.prompt_tokens), setting.max_staleness
+    )
+    return {"step_seconds": step, "idle_seconds": step - demand.busy}
+
+
+def measured_of(folder: Path) -> dict[str, float]:
+    """Of a run's steps after the first ones."""
+    lines = steps_of(folder)[WARM - 1 :]
+    before, steps = lines[0], lines[1:]
+    seconds = steps[-1]["time"] - before["time"]
+    return {
+        "step_seconds": seconds / len(steps),
+        "rollout_seconds": fmean(s["time_rollout"] for s in steps),
+        "train_seconds": fmean(s["time_train"] for s in steps),
+        "push_seconds": fmean(s["time_sync"] for s in steps),
+        "tokens_per_s": sum(s["tokens"] for s in steps) / seconds,
+        "staleness": fmean(s["staleness_mean"] for s in steps),
+    }
+
+
+def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as kept:
+        found: dict[str, Calibration] = {}
+        for setting in CALIBRATING:
+            say(f"calibrating: {setting.name}")
+            run = kept.run(setting, 6 if args.quick else CALIBRATED_STEPS, CALIBRATING_SEED)
+            one = calibrated(run)
+            lengths = next(iter(found.values()), one).lengths
+            found[setting.placement] = replace(one, lengths=lengths)
+            say(f"    {found[setting.placement].costs(1)}")
+    slept = {setting.placement: setting.sleep for setting in CALIBRATING}
+    steps, forecasts = 2 if args.quick else STEPS, {}
+    for setting in chosen(SETTINGS, args.quick):
+        forecasts[setting.name] = forecast_of(
+            setting, found[setting.placement], slept[setting.placement], size, steps
+        )
+        say(f"{setting.name}: {forecasts[setting.name]['step_seconds']:.2f} s a step")
+    rule = {
+        s.name: idle_by_rule(s, found[s.placement], slept[s.placement], size)
+        for s in chosen(CAPACITY, args.quick)
+    }
+    return {
+        "machine": machine(), "size": asdict(size), "calibrated_on": [s.name for s in CALIBRATING],
+        "costs": {placement: asdict(one.costs(1)) for placement, one in found.items()},
+        "mean_length": {placement: one.lengths.mean for placement, one in found.items()},
+        "settings": forecasts, "best": max(forecasts, key=lambda name: forecasts[name]["tokens_per_s"]),
+        "capacity": rule,
+    }  # fmt: skip
+
+
+def chosen(settings: Sequence[Setting], quick: bool) -> Sequence[Setting]:
+    return settings[-1:] if quick else settings
+
+
+def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    predictions = json.loads(args.out.read_text())
+    if predictions["size"] != asdict(size):
+        sys.exit(f"{args.out}: forecasts of {predictions['size']}, not of {asdict(size)}: predict again")
+    figures: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as kept:
+        for turn in range(1 if args.quick else ROUNDS):
+            settings = [*chosen(SETTINGS, args.quick)]
+            if turn < CAPACITY_ROUNDS:
+                settings += chosen(CAPACITY, args.quick)
+            settings = settings[turn * 4 :] + settings[: turn * 4]  # nobody is always first
+            for setting in settings:
+                figures.setdefault(setting.name, []).append(one_run(kept, setting, turn, args.quick))
+    names = [name for name in figures if name in predictions["settings"]]
+    compared = {name: compare(predictions["settings"][name], figures[name]) for name in names}
+    capacity = {
+        name: compare_idle(predictions["capacity"][name], figures[name])
+        for name in figures
+        if name in predictions["capacity"]
+    }
+    return {
+        "bench": "plan_check", "quick": args.quick, "machine": machine(), "settings": compared, "capacity": capacity,
+        "runs": figures, "summary": summary(compared, capacity, predictions["best"]),
+    }  # fmt: skip
+
+
+def one_run(kept: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, float]:
+    folder = kept.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + turn)
+    figures = measured_of(folder)
+    say(f"round {turn + 1}: {setting.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
+    return figures
+
+
+def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """`error`: of the seconds of a step, as a share of the measured median; `spread`: largest less smallest."""
+    steps = spread([run["step_seconds"] for run in runs])
+    rates = spread([run["tokens_per_s"] for run in runs])
+    return {
+        "forecast": forecast["step_seconds"], "measured": steps,
+        "error": abs(forecast["step_seconds"] / steps["median"] - 1),
+        "spread": (steps["max"] - steps["min"]) / steps["median"],
+        "forecast_tokens_per_s": forecast["tokens_per_s"], "measured_tokens_per_s": rates,
+        "error_of_tokens_per_s": abs(forecast["tokens_per_s"] / rates["median"] - 1),
+    }  # fmt: skip
+
+
+def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """`error`: as a share of the seconds waited; `error_of_step`: of those of the step."""
+    idle = spread([run["rollout_seconds"] for run in runs])
+    step = median(run["step_seconds"] for run in runs)
+    off = abs(forecast["idle_seconds"] - idle["median"])
+    return {
+        "forecast": forecast["idle_seconds"], "measured": idle, "forecast_step": forecast["step_seconds"],
+        "measured_step": step, "error": off / idle["median"], "error_of_step": off / step,
+    }  # fmt: skip
+
+
+def summary(compared: dict[str, Any], capacity: dict[str, Any], best: str) -> dict[str, Any]:
+    """What docs/planning.md asks of it."""
+    errors = [one["error"] for one in compared.values()]
+    rates = {name: one["measured_tokens_per_s"]["median"] for name, one in compared.items()}
+    return {
+        "median_error": median(errors),
+        "largest_error": max(errors),
+        "beyond_20_percent_and_spread": [
+            n for n, o in compared.items() if o["error"] > max(0.2, o["spread"])
+        ],
+        "median_error_of_tokens_per_s": median(one["error_of_tokens_per_s"] for one in compared.values()),
+        "chosen": best,
+        "chosen_of_best": rates[best] / max(rates.values()),
+        "largest_error_of_idle_seconds": max(one["error"] for one in capacity.values()),
+        "largest_error_of_idle_share": max(one["error_of_step"] for one in capacity.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    part = parser.add_mutually_exclusive_group(required=True)
+    part.add_argument("--predict", action="store_true", help="calibrate, and write the forecasts down")
+    part.add_argument("--measure", action="store_true", help="run the settings, and compare")
+    parser.add_argument(
+        "--out", type=Path, default=FILE, help="the file of forecasts; bench/predictions/plan.json"
+    )
+    parser.add_argument("--quick", action="store_true", help="one setting, few steps: shows that it runs")
+    args = parser.parse_args()
+    if args.measure and not args.out.exists():
+        parser.error(
+            f"--measure: no {args.out}: --predict writes it, and it is committed before anything is measured"
+        )
+    logging.getLogger("rlsys").setLevel(logging.ERROR)  # simulated runs warn of nobody's run
+    size = Size(groups=4, group=2, longest=32) if args.quick else Size()
+    if args.predict:
+        found = predict(args, size)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    else:
+        found = measure(args, size)
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

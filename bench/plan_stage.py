@@ -1,0 +1,208 @@
+"""What bench/plan_check.py measures on: engines that stay, and runs of the real stack beside them, one by one.
+
+A run is what `rlsys train` starts (launch/plan.py), without its engines: a rollout process and a trainer, in a folder
+of their own. Engines cost most of a start, so two of them serve all runs; a run of one engine leaves the other idle.
+Their keys follow from the launch that started them, and each run's folder says that this launch owns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, running_engine
+
+from launch.layout import lay_out
+from launch.plan import Node, Ports, Role, build_plan
+from launch.ports import free_ports
+from rlsys.config import Config, dump_config, load_config
+from rlsys.engine.launch_args import engine_command
+from rlsys.identity import engine_identity
+from rlsys.obs.metrics import read_metrics
+from rlsys.owner import FOLDER, Owner, claim
+
+LOOK_SECONDS = 0.1
+LOG_PASSES = 1
+"""Decoding passes between two lines of an engine's log; SGLang's own 40 are for longer responses."""
+PATIENCE = 120.0
+FROZEN = 1e-12
+"""A learning rate with which nothing is learned: lengths stay as they are."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`sleep`: seconds that an engine sleeps before every forward pass (SGLang's /slow_down). `policy`: rollout's
+    staleness_policy."""
+
+    placement: str
+    engines: int
+    over_provision: float
+    max_staleness: int
+    sleep: float
+    policy: str = "drop"
+
+    @property
+    def name(self) -> str:
+        of = f"{self.engines} engine{'s' * (self.engines > 1)}, N'/N {self.over_provision:g}"
+        waits = ", wait" if self.policy == "wait" else ""
+        return f"{self.placement}, {of}, {self.max_staleness} old{waits}, sleep {1000 * self.sleep:.0f} ms"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a train step, and of the largest response in tokens; `engines` are kept."""
+
+    groups: int = 16
+    group: int = 4
+    longest: int = 64
+    engines: int = 2
+
+
+def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
+    """The quickstart with a frozen policy; nothing is evaluated or saved while it is measured."""
+    return load_config(
+        ROOT / "configs/quickstart.yaml",
+        [
+            f"run.dir={folder}", f"run.seed={seed}",
+            f"rollout.groups_per_step={size.groups}", f"rollout.group_size={size.group}",
+            f"rollout.max_response_tokens={size.longest}",
+            f"rollout.over_provision={setting.over_provision}", f"rollout.max_staleness={setting.max_staleness}",
+            f"rollout.staleness_policy={setting.policy}",
+            f"engine.count={setting.engines}", f"engine.max_running_requests={2 * size.groups * size.group}",
+            f"engine.extra_args=[--decode-log-interval,'{LOG_PASSES}']",
+            f"launch.placement={setting.placement}",
+            f"trainer.lr={FROZEN}", "trainer.steps=100000", "trainer.checkpoint_every=100000",
+            "eval.every=100000", "eval.prompts=1",
+        ],
+    )  # fmt: skip
+
+
+class Stage:
+    """Kept engines. `folder` has the runs."""
+
+    def __init__(self, folder: Path, owner: Owner, urls: Sequence[str], size: Size) -> None:
+        self.folder, self.size = folder, size
+        self._owner, self._urls = owner, urls
+        self._runs = 0
+
+    def run(self, setting: Setting, steps: int, seed: int) -> Path:
+        """The folder of a run of so many train steps, which has ended."""
+        self._runs += 1
+        folder = self.folder / f"run-{self._runs}"
+        owner = replace(self._owner, run_dir=folder)
+        config = config_of(setting, self.size, folder, seed)
+        write_folder(config, owner)
+        urls = self._urls[: setting.engines]
+        self._slow_down(0.0)
+        marks = [engine_log(self.folder, i).stat().st_size for i in range(setting.engines)]
+        with attached(config, owner, urls) as roles:
+            wait_for(folder, roles, "eval", 1)
+            self._slow_down(setting.sleep)
+            wait_for(folder, roles, "step", steps)
+        self._slow_down(0.0)
+        for i, mark in enumerate(marks):  # what the engines said meanwhile, where a run has it
+            with engine_log(self.folder, i).open("rb") as log:
+                log.seek(mark)
+                (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())
+        return folder
+
+    def _slow_down(self, seconds: float) -> None:
+        for url in self._urls:
+            headers = {
+                **engine_identity(self._owner, url).headers("/slow_down"),
+                "Content-Type": "application/json",
+            }
+            body = json.dumps({"forward_sleep_time": seconds or None}).encode()
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{url}/slow_down", body, headers), timeout=60
+            ):
+                pass
+
+
+def engine_log(folder: Path, index: int) -> Path:
+    return folder / f"engine-{index}" / "engine.log"
+
+
+@contextlib.contextmanager
+def stage(folder: Path, size: Size) -> Iterator[Stage]:
+    """Ended, with its engines, at the end."""
+    first = Setting("colocated", size.engines, 2.0, 8, 0.0)
+    home = folder / "engines"
+    (home / "logs").mkdir(parents=True)
+    owner = claim(home)
+    config = config_of(first, size, home, seed=1)
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for i in range(size.engines):
+            engine_log(folder, i).parent.mkdir()
+            urls.append(
+                stack.enter_context(running_engine(config, engine_log(folder, i).parent, owner=owner))
+            )
+        yield Stage(folder, owner, urls, size)
+
+
+def write_folder(config: Config, owner: Owner) -> None:
+    """As a launch that took it leaves it for its roles."""
+    (config.run.dir / "logs").mkdir(parents=True)
+    (config.run.dir / "config.yaml").write_text(dump_config(config))
+    (config.run.dir / FOLDER).mkdir(mode=0o700)
+    about = {"epoch": owner.epoch, "key": owner.key, "host": "localhost", "pid": os.getpid()}
+    path = config.run.dir / FOLDER / f"{owner.epoch:06d}"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(about))
+
+
+@contextlib.contextmanager
+def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The run's own processes; ended, with all that they started, at the end."""
+    ports = [int(url.rpartition(":")[2]) for url in urls]
+    (rollout,) = free_ports("127.0.0.1", 1)
+    plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports, rollout), engine_command)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for role in plan.roles:
+            if role.kind != "engine":
+                env = {**plan.environment(role), **owner.environment(start=1)}
+                started.append(stack.enter_context(running_role(role, env, config.run.dir)))
+        yield started
+
+
+@contextlib.contextmanager
+def running_role(role: Role, env: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    keeper = [sys.executable, "-m", "launch.keeper", "--grace", "5", "--", *role.argv]
+    with (folder / "logs" / role.log_name).open("wb") as out:
+        process = subprocess.Popen(keeper, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, n: int) -> None:
+    """Until metrics.jsonl has so many lines of this kind. Ends the bench when that takes too long, or a role ends."""
+    deadline = time.monotonic() + PATIENCE
+    path = folder / "metrics.jsonl"
+    while True:
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        if sum(json.loads(line)["kind"] == kind for line in lines) >= n:
+            return
+        if time.monotonic() > deadline or any(role.poll() is not None for role in roles):
+            logs = "\n".join(
+                p.read_text(errors="replace")[-3000:] for p in sorted((folder / "logs").glob("*.log"))
+            )
+            sys.exit(f"{folder}: does not get on\n{logs}")
+        time.sleep(LOOK_SECONDS)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return read_metrics(folder).steps
