@@ -7,8 +7,10 @@ Compared: rollout modes that train batches of the same N samples:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
     synchronous-2N the same with a batch twice as large: as many samples in flight as april-2 has
-    april-R        N'/N = R: a step takes the first N, the rest is interrupted and goes on later
-    april-2-kept   the same at R = 2, but a push leaves keys and values in place: what re-prefill costs
+    april-R        N'/N = R: a step takes the first N, the rest stays in the engine, which reads it again after the
+                   push (router.interruption: retract)
+    april-2-abort  the same at R = 2, but the rest comes back, is saved, and is sent again (abort, the default)
+    april-2-kept   the same, but a push leaves keys and values in place: what re-prefill costs
     asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
     saturated      2 N in flight always, no steps, no pushes
     prefill        2 N interrupted prefixes are read at once and nothing is decoded
@@ -79,8 +81,9 @@ QUICK_SCALE = 16
 MODES = [
     Mode("synchronous", 1.0, 0),
     Mode("synchronous-2N", 1.0, 0, batch=2 * BATCH),
-    *(Mode(f"april-{r:g}", r, 64) for r in (1.25, 1.5, 2.0, 3.0)),
-    Mode("april-2-kept", 2.0, 64, "disaggregated", "in_place"),
+    *(Mode(f"april-{r:g}", r, 64, interruption="retract") for r in (1.25, 1.5, 2.0, 3.0)),
+    Mode("april-2-abort", 2.0, 64),
+    Mode("april-2-kept", 2.0, 64, interruption="in_place"),
     Mode("asynchronous", 2.0, 8, "disaggregated"),
 ]
 MOST_SLOTS = max(m.slots for m in MODES)
@@ -142,6 +145,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
                 await loop.take()
                 await loop.push()
             clock, before, first = Clock(router, mode.slots), router.stats(), loop.step
+            had_read = await stage.tokens_read()
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
             looking, start = asyncio.create_task(clock.run()), time.monotonic()
             taken: list[Taken] = []
@@ -150,6 +154,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
                 await loop.push()
             seconds, after = time.monotonic() - start, router.stats()
             looking.cancel()
+            read = await stage.tokens_read() - had_read
         finally:
             await manager.close()
             buffer.close()
@@ -157,6 +162,8 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
     prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
     return {
         **of_trained(taken, seconds, stage.true_mean),
+        "sampled_tokens_per_s": (after["received_tokens"] - before["received_tokens"]) / seconds,
+        "tokens_read_per_sampled_token": read / (after["received_tokens"] - before["received_tokens"]),
         "share_below_half_slots": clock.idle_share(),
         "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / prefilled,
         "seconds_per_step": seconds / len(taken),
@@ -201,9 +208,12 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
 
     workers = [asyncio.create_task(worker()) for _ in range(SATURATED_SLOTS)]
     try:
-        await until(ended, 2 * SATURATED_SLOTS, workers)
+        warm = round(SATURATED_SLOTS * max(stage.lengths) / stage.true_mean)
+        await until(
+            ended, warm, workers
+        )  # the longest response can have been begun and ended, as in the modes
         received, start = router.stats()["received_tokens"], time.monotonic()
-        await until(ended, 2 * SATURATED_SLOTS + measured, workers)
+        await until(ended, warm + measured, workers)
         seconds = time.monotonic() - start
         rate = (router.stats()["received_tokens"] - received) / seconds
     finally:
@@ -211,7 +221,12 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
         for w in workers:
             w.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return {"trained_tokens_per_s": rate, "samples_per_s": measured / seconds, "seconds": seconds}
+    return {
+        "trained_tokens_per_s": rate,
+        "sampled_tokens_per_s": rate,
+        "samples_per_s": measured / seconds,
+        "seconds": seconds,
+    }
 
 
 async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
@@ -287,13 +302,17 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
     """Ratios of medians at N'/N = 2; {} when a mode was left out."""
 
-    def rate(cost: str, mode: str) -> float:
-        return float(costs[cost][mode]["trained_tokens_per_s"]["median"])
+    def rate(cost: str, mode: str, of: str = "trained") -> float:
+        return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
+
+    def share(cost: str, mode: str = "april-2") -> float:
+        """Of what the engine samples when it is always full. Tokens that are sampled, since few long responses make
+        most of the trained ones, and when they end is chance; in the long run both are the same."""
+        return rate(cost, mode, "sampled") / rate(cost, "saturated", "sampled")
 
     def of_bound(cost: str) -> float:
         read = float(costs[cost]["prefill"]["seconds_per_token"]["median"])
-        saturated = rate(cost, "saturated")
-        return rate(cost, "april-2") / saturated / bound_of(1 / saturated, read, 2, lengths)
+        return share(cost) / bound_of(1 / rate(cost, "saturated"), read, 2, lengths)
 
     try:
         return {
@@ -301,11 +320,12 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
             "gain_at_2_same_slots": rate("gpu-like", "april-2") / rate("gpu-like", "synchronous-2N"),
             "gain_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "synchronous"),
             "gain_at_2_raw_cpu_same_slots": rate("cpu", "april-2") / rate("cpu", "synchronous-2N"),
-            "share_of_saturated_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "saturated"),
-            "share_of_saturated_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "saturated"),
+            "share_of_saturated_at_2": share("gpu-like"),
+            "share_of_saturated_at_2_raw_cpu": share("cpu"),
+            "share_of_saturated_at_2_abort": share("gpu-like", "april-2-abort"),
             "share_of_bound_at_2": of_bound("gpu-like"),
             "share_of_bound_at_2_raw_cpu": of_bound("cpu"),
-            "share_of_saturated_at_2_kept": rate("gpu-like", "april-2-kept") / rate("gpu-like", "saturated"),
+            "share_of_saturated_at_2_kept": share("gpu-like", "april-2-kept"),
             "length_ratio_at_2": costs["gpu-like"]["april-2"]["length_ratio"]["median"],
         }
     except KeyError:

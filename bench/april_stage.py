@@ -97,6 +97,13 @@ class Stage:
     lengths: list[int]
     folder: Path
 
+    async def tokens_read(self) -> float:
+        """Tokens of prefill passes since the engine's start, by its own count: prompts, canaries, and prefixes that
+        it reads again, also of requests that it has kept."""
+        lines = (await self.client.get("/metrics")).splitlines()
+        read = (x for x in lines if x.startswith("sglang:realtime_tokens_total{") and "prefill_compute" in x)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in read)
+
     @property
     def true_mean(self) -> float:
         return sum(self.lengths) / len(self.lengths)

@@ -350,6 +350,11 @@ def _why_not(need: str, config: Config) -> str:
             f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
             "interpolated or ewma"
         )
+    if need == "behaviour" and config.router.interruption != "abort":
+        return (
+            f"router.interruption = {config.router.interruption} leaves the last tokens of a sample in its engine "
+            "until other weights are there; use abort, or algo.anchor = interpolated or ewma"
+        )
     if need == "behaviour" and config.trainer.replay == "trainer":
         return (
             "trainer.replay = 'trainer' trains a token by the experts of the step's scoring pass, but it was scored "

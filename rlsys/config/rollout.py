@@ -277,9 +277,9 @@ class RouterConfig(Section):
     hardware_affinity: where it takes all samples together the least time, by the speeds at which each engine was seen
     to read prompts and to write; for engines on unlike machines."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
-    """What a weight push does to samples in flight (disaggregated engines). abort: they return, are saved, and
-    go on after the push. retract: the engine keeps them and computes their cache again. in_place: it keeps them
-    with the old cache, which is fastest and least exact."""
+    """What a weight push does to samples in flight; with colocated engines the take before it. abort: they return,
+    are saved, and go on after the push. retract: the engine keeps them and computes their cache again, at once and
+    in full passes. in_place: it keeps them with the old cache, which is fastest and least exact."""
 
 
 class WeightsConfig(Section):

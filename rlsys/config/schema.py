@@ -105,10 +105,10 @@ class Config(Section):
     def _check_placement(self) -> Self:
         """When engines rest and go on, and how old their samples may get."""
         r = self.rollout
-        if self.router.interruption != "abort" and self.launch.placement == "colocated":
+        if self.router.interruption != "abort" and self.launch.release_memory:
             raise ValueError(
-                f"router.interruption = {self.router.interruption} keeps samples in the engines, but with "
-                "launch.placement = colocated they rest while the trainer works; use abort, or disaggregated"
+                f"router.interruption = {self.router.interruption} keeps samples in the engines, which with "
+                "launch.release_memory = true have no memory while the trainer works; use abort, or false"
             )
         if self.launch.release_memory and self.launch.placement != "colocated":
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files; on a CPU, seeded sampling, routes
-and forks.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause; on a
+CPU, seeded sampling, routes and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, route_hooks
+from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, pause_hooks, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -87,6 +87,7 @@ def register() -> None:
     HookRegistry.register(route_hooks.TARGET, route_hooks.write_routes, HookType.AFTER)
     for target, around in bucket_hooks.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
+    HookRegistry.register(pause_hooks.TARGET, pause_hooks.send_what_is_made, HookType.AFTER)
     if torch.cuda.is_available():
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)

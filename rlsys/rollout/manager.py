@@ -183,7 +183,8 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             self._tool_penalties.put(groups)
             if self._colocated:
-                await self._interrupt_all(gently=True)
+                young = partial(self._selection.stays_young, done_steps=train_step)
+                await self._interrupt_all(keep=young, gently=True)
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))

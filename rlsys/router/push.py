@@ -194,10 +194,10 @@ class WeightPush:
         if self._interruption != "in_place":
             await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
         await engine.client.set_weight_version(version)
-        await self._dispatcher.unpause(engine)
         reported = await engine.client.weight_version()
-        if checksums:
+        if checksums:  # while it is still paused: later they would wait for a pass that reads many prefixes
             engine.match = await self._compare(engine, checksums)
+        await self._dispatcher.unpause(engine)
         counting = engine.counting
         engine.counting = False  # a push that ends in here leaves tokens that nobody takes
         seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))

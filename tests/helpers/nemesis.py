@@ -96,7 +96,7 @@ def play(folder: Path, seed: int, schedule: list[Fault] | None = None, poison: i
         launch={"placement": ("colocated", "disaggregated")[seed % 2]},
         engine={"count": ENGINES},
         weights={"rolling": 1 if seed % 8 in (5, 7) else None},
-        router={"interruption": ("abort", "abort", "abort", "retract")[seed % 4]},
+        router={"interruption": "retract" if seed % 8 in (3, 6, 7) else "abort"},
     )  # fmt: skip
     drawn = draw(random.Random(seed)) if schedule is None else schedule
     worlds = []

@@ -225,6 +225,7 @@ class ScriptedEngine:
         self.paused = body["mode"]
         for request in self.requests.values():
             request.running = False
+            request.changed.set()
         return 200, ""
 
     def _continue_generation(self, _: dict[str, Any]) -> tuple[int, str]:
@@ -293,9 +294,12 @@ class ScriptedEngine:
         try:
             finish = None
             while finish is None:
-                await self._turn(request)
+                due = await self._turn(request)
                 if self.dead or generation is not self.requests:
                     raise aiohttp.ClientPayloadError("the server died")
+                if not due:
+                    yield self._chunk(request, None)
+                    continue
                 finish = self._step(request)
                 if finish or len(request.made) - request.sent >= self.chunk:
                     yield self._chunk(request, finish)
@@ -308,9 +312,11 @@ class ScriptedEngine:
                 for other in generation.values():
                     other.changed.set()
 
-    async def _turn(self, request: Request) -> None:
-        """Until its next token is due, or something happens to it."""
+    async def _turn(self, request: Request) -> bool:
+        """Until its next token is due, or something happens to it. False: it pauses, and what is made is sent."""
         while not ((request.aborted and self.paused != "in_place") or self.dead):
+            if self.paused and len(request.made) > request.sent:
+                return False
             request.changed.clear()
             running = sum(r.running for r in self.requests.values())
             if (
@@ -326,7 +332,9 @@ class ScriptedEngine:
                 async with asyncio.timeout(TOKEN_SECONDS):
                     await request.changed.wait()
             except TimeoutError:
-                return
+                if not self.paused:
+                    return True
+        return True
 
     def _step(self, request: Request) -> dict[str, Any] | None:
         """One token further; why it ends, if it does. What is aborted makes one token more before it ends."""

@@ -44,6 +44,8 @@ class ScriptedRouter:
         self.pinned: int | None = None
         """Version of what answers an evaluation in the background."""
         self.refuse: Callable[[Sample], bool] = lambda sample: False
+        self.keeps = False
+        """Whether samples stay in their engine over a push, as under router.interruption = retract."""
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
@@ -96,10 +98,14 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def interrupt(self, keep: object = None, *, going_on: bool = False) -> None:
+    async def interrupt(
+        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+    ) -> None:
         self.calls.append("interrupt")
         self._gate.clear()
         for sample_id in () if going_on else self.in_flight:
+            if self.keeps and keep is not None and keep(self._busy[sample_id].sample):
+                continue
             self._busy[sample_id].sample.status = Status.PARKED
             self._end(sample_id)
         await asyncio.sleep(0)
@@ -113,7 +119,7 @@ class ScriptedRouter:
         self.rounds.append(list(members))
         self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
         if not only_stale and not members:
-            await self.interrupt()
+            await self.interrupt(keep=lambda _: True)
         self._next = version
         return [EngineAddress(url, 1) for url in (self.stale_engines if only_stale else [URL])]
 

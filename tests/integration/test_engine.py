@@ -201,8 +201,11 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         await until(lambda: len(kept.response_ids) >= 20, task)
         second, _ = await s.push(0)
         assert kept.status is Status.IN_FLIGHT
+        await until(lambda: len(kept.spans) > 1, task)
+        seen = [(v.version, v.start) for v in kept.spans]
         await s.client.slow_down(None)
         await task
+        assert seen == [(v.version, v.start) for v in kept.spans], "no part of its stream mixes versions"
         assert kept.response_ids == unbroken.response_ids
         assert worst_gap(kept.mu, unbroken.mu) <= 1e-5
         assert ([v.version for v in kept.spans], kept.resumes) == ([first, second], 0)

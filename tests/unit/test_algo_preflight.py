@@ -41,6 +41,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
         ),
         (
+            ["algo.anchor=behaviour", "router.interruption=retract"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: router.interruption = retract leaves the last tokens",
+        ),
+        (
             ["algo.anchor=behaviour", "trainer.replay=trainer"],
             "algo.anchor = 'behaviour' needs behaviour, .*: trainer.replay = 'trainer' trains a token by the experts",
         ),

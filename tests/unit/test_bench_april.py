@@ -57,12 +57,13 @@ def test_a_mode_is_warm_when_the_longest_response_can_have_ended(april: ModuleTy
 
 def test_the_summary_compares_medians(april: ModuleType) -> None:
     def mode(rate: float, length_ratio: float = 1.0) -> dict[str, Any]:
-        return {"trained_tokens_per_s": {"median": rate}, "length_ratio": {"median": length_ratio}}
+        rates = {f"{what}_tokens_per_s": {"median": rate} for what in ("trained", "sampled")}
+        return {**rates, "length_ratio": {"median": length_ratio}}
 
     costs = {
         "gpu-like": {
             "saturated": mode(1000), "synchronous": mode(300), "synchronous-2N": mode(450),
-            "april-2": mode(900, 0.99), "april-2-kept": mode(980),
+            "april-2": mode(900, 0.99), "april-2-abort": mode(800), "april-2-kept": mode(980),
         },
         "cpu": {
             "saturated": mode(4000), "synchronous": mode(2000), "synchronous-2N": mode(2500), "april-2": mode(3000)
@@ -81,6 +82,7 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
         "gain_at_2_raw_cpu_same_slots": 1.2,
         "share_of_saturated_at_2": 0.9,
         "share_of_saturated_at_2_raw_cpu": 0.75,
+        "share_of_saturated_at_2_abort": 0.8,
         "share_of_saturated_at_2_kept": 0.98,
         "length_ratio_at_2": 0.99,
     }
@@ -111,7 +113,7 @@ def test_the_bound_counts_what_a_simulated_queue_reads_again(april: ModuleType) 
 def test_the_modes_of_the_quick_bench_are_all_that_its_summary_needs(april: ModuleType) -> None:
     """tests/integration/test_bench_april_quick.py takes a part of them; before, its summary was empty."""
     assert {*MODES} <= {"saturated", "prefill", *(mode.name for mode in april.MODES)}
-    keys = ("trained_tokens_per_s", "length_ratio", "seconds_per_token")
+    keys = ("trained_tokens_per_s", "sampled_tokens_per_s", "length_ratio", "seconds_per_token")
     figures = {key: {"median": 1.0} for key in keys}
     costs = {cost: dict.fromkeys(MODES, figures) for cost in ("gpu-like", "cpu")}
     assert april.summary(costs, [1]).keys() >= IN_THE_SUMMARY
@@ -142,7 +144,7 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
 
 @pytest.mark.gate
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-kept", "asynchronous"])
+@pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-abort", "april-2-kept", "asynchronous"])
 async def test_a_mode_on_a_scripted_engine(
     april: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,4 +175,6 @@ async def test_a_mode_on_a_scripted_engine(
     figures = await april.run_mode(stage, mode, april.BATCH)
     assert figures["length_ratio"] > 0.3
     assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
-    assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (name in ("april-2", "asynchronous"))
+    assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (
+        name in ("april-2-abort", "asynchronous")
+    )

@@ -94,6 +94,10 @@ def test_a_mistaken_value_is_named(override: str, told: str) -> None:
             ["launch.release_memory=true", "launch.placement=disaggregated"],
             ["release_memory = true", "placement = disaggregated"],
         ),
+        (
+            ["launch.release_memory=true", "router.interruption=retract"],
+            ["interruption = retract", "release_memory = true"],
+        ),
         (["trainer.token_budget=10"], ["token_budget = 10", "max_response_tokens = 256"]),
         (["engine.max_total_tokens=100"], ["max_total_tokens = 100", "max_response_tokens = 256"]),
         (["parallel.dp=3"], ["128 samples", "3 * 1"]),

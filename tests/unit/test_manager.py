@@ -213,6 +213,26 @@ async def test_colocated_engines_only_work_for_a_waiting_take(tmp_path: Path) ->
         assert r.router.resumes == resumes
 
 
+async def test_colocated_engines_may_keep_what_stays_young_and_give_the_rest_back(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        rollout={"over_provision": 2, "max_staleness": 1},
+        router={"interruption": "retract"},
+    )
+    async with rig(config, slow_group_zero) as r:
+        r.router.keeps = True
+        await r.start()
+        await r.take(1)
+        straggler = r.buffer.groups[0].samples[0]
+        assert straggler.sample_id in r.router.in_flight and straggler.status is Status.IN_FLIGHT
+        await r.push()
+        assert (straggler.status, straggler.resumes) == (Status.IN_FLIGHT, 0)
+        await r.take(2)
+        assert straggler.status is Status.PARKED, "no later step may take it"
+        await r.push()
+        assert 0 not in r.buffer.groups
+
+
 async def test_too_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"over_provision": 2, "max_staleness": 1})
     async with rig(config, slow_group_zero) as r:
