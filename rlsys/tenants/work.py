@@ -20,6 +20,10 @@ MOST_TRIES = 3
 """Starts of the server in which a request may stand first in its model: what kills it must not do so for ever."""
 
 
+_FIRST = ("create_model", "load_weights")
+"""Requests that make a model."""
+
+
 @dataclass
 class Model:
     """One of a tenant's. `following`: the number of the request that is next. `state`: the file of what `applied` and
@@ -80,6 +84,8 @@ class Work:
         try:
             if model.state is not None:
                 self._bring_in(model)
+            elif request.kind not in _FIRST:  # what is in the trainer now is somebody else's
+                raise UserError(f"model {model.id}: was never made; its first request failed")
             return self._kinds[request.kind](model, request, model.ledger.body(request))
         except (UserError, NotServed, BadMessage) as e:
             return Outcome(failure(str(e)), True)

@@ -1,0 +1,223 @@
+"""The front over a real trainer, without an engine: strangers, repeated requests, and a server that ends at any
+moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from rlsys.engine.wire import UNPLANNED, make_session
+from rlsys.identity import NOBODY
+from rlsys.tenants.front import BODY_BYTES, Front
+from rlsys.tenants.keys import FOLDER, Keys, key_of
+from rlsys.tenants.learner import Learner
+from rlsys.tenants.ledger import Ledger
+from rlsys.tenants.sampler import Engine
+from rlsys.tenants.serve import described
+from rlsys.tenants.service import Service
+from rlsys.tenants.wire import put_bytes, put_number
+from rlsys.tenants.work import Work
+from tests.helpers import trainer_cases as cases
+
+pytestmark = [pytest.mark.integration, pytest.mark.gate]
+
+TENANTS = ("alice", "bob")
+ADAM = {
+    "learning_rate": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    folder = cases.write_model(tmp_path / "model")
+    made = Learner(cases.config_of(folder, tmp_path / "run", trainer={"lora": {"rank": 4, "alpha": 8}}))
+    yield made
+    made.trainer.close()
+
+
+class Rig:
+    """A client of the server, as any tenant or as a stranger."""
+
+    def __init__(self, client: TestClient[Any, Any], run: Path, service: Service) -> None:
+        self._client, self._run, self.service = client, run, service
+
+    async def post(self, path: str, body: Any, tenant: str = "alice") -> tuple[int, Any]:
+        headers = {"X-API-Key": key_of(self._run, tenant) if tenant in TENANTS else tenant}
+        data = body
+        if isinstance(body, bytes):
+            headers["Content-Type"] = "application/x-protobuf"
+        else:
+            data = json.dumps(body)
+        async with self._client.post(f"/api/v1/{path}", data=data, headers=headers) as answer:
+            found = await answer.read()
+            return answer.status, found if answer.content_type.endswith("protobuf") else json.loads(found)
+
+    async def result(self, path: str, body: Any) -> Any:
+        status, accepted = await self.post(path, body)
+        assert status == 200, accepted
+        return (await self.post("retrieve_future", accepted))[1]
+
+    async def model(self, session: str, number: int = 0) -> str:
+        lora = {"rank": 4, "seed": 5}
+        body = {"session_id": session, "model_seq_id": number, "base_model": "model", "lora_config": lora}
+        return str((await self.result("create_model", body))["model_id"])
+
+    async def session(self, tenant: str = "alice") -> str:
+        return str((await self.post("create_session", {}, tenant))[1]["session_id"])
+
+
+@asynccontextmanager
+async def rig(learner: Learner) -> AsyncIterator[Rig]:
+    """A server over what the ledgers hold. When the block ends it is gone, whatever it was doing."""
+    run = learner.trainer.config.run.dir
+    ledgers = {name: Ledger(run / FOLDER / name) for name in TENANTS}
+    served = described(learner.trainer.config, learner)
+    with ThreadPoolExecutor(1) as thread:
+        async with make_session() as session:
+            engine = Engine("http://127.0.0.1:9", session, NOBODY, UNPLANNED, 0.0)
+            work = Work(learner, served.vocab_size, served.context)
+            service = Service(ledgers, work, thread, engine, 4, lambda _: None)
+            app = Front(service, Keys({name: key_of(run, name) for name in TENANTS}), served).app()
+            running = asyncio.ensure_future(service.run())
+            async with TestClient(TestServer(app)) as client:
+                yield Rig(client, run, service)
+            running.cancel()
+    for ledger in ledgers.values():
+        ledger.close()
+
+
+def passes(model: str, seq: int, ids: list[int], only: int = 0) -> bytes:
+    """A request for a pass over one sequence."""
+
+    def tensor(values: Any, kind: int) -> bytes:
+        return put_bytes(1, values.tobytes()) + put_number(3, kind)
+
+    inputs = {"target_tokens": tensor(np.array(ids[1:]), 2)}
+    inputs["weights"] = tensor(np.ones(len(ids) - 1, np.float32), 1)
+    entries = b"".join(put_bytes(2, put_bytes(1, k) + put_bytes(2, v)) for k, v in inputs.items())
+    chunk = put_bytes(1, put_bytes(1, np.array(ids[:-1], np.int32).tobytes()))
+    head = put_bytes(1, model) + put_number(2, seq) + put_bytes(4, "cross_entropy") + put_number(6, only)
+    return head + put_bytes(3, put_bytes(1, chunk) + entries)
+
+
+def step(model: str, seq: int) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq, "adam_params": ADAM, "type": "optim_step"}
+
+
+async def three_steps(at: Rig, model: str, first: int = 1, last: int = 6) -> list[Any]:
+    seen = []
+    for seq in range(first, last + 1):
+        odd = seq % 2
+        path = "forward_backward" if odd else "optim_step"
+        seen.append(await at.result(path, passes(model, seq, [3, 5, 7, 9, seq]) if odd else step(model, seq)))
+    return seen
+
+
+def test_strangers_and_other_tenants_find_nothing(learner: Learner) -> None:
+    async def scenario() -> None:
+        async with rig(learner) as at:
+            model = await at.model(session := await at.session())
+            _, mine = await at.post("forward_backward", passes(model, 1, [3, 5, 7]))
+            save = {"model_id": model, "seq_id": 2, "path": "w", "type": "save_weights"}
+            path = (await at.result("save_weights", save))["path"]
+            for shown in ("", "tml-guess", "tml-" + "0" * 64):
+                for asked in ("create_session", "retrieve_future", "nothing/there"):
+                    assert (await at.post(asked, {}, shown))[0] == 401
+            bobs = await at.session("bob")
+            load = {"path": path, "optimizer": True, "session_id": bobs, "model_seq_id": 0}
+            create = {"session_id": session, "model_seq_id": 9, "base_model": "model"}
+            for asked, body in (
+                ("forward_backward", passes(model, 3, [3, 5, 7])), ("optim_step", step(model, 3)),
+                ("retrieve_future", mine), ("get_info", {"model_id": model}), ("load_weights", load),
+                ("create_model", create), ("session_heartbeat", {"session_id": session}), ("nothing", {}),
+            ):  # fmt: skip
+                status, told = await at.post(asked, body, "bob")
+                nobodys = str(told).replace(model, "x").replace(session, "x").replace(path, "x")
+                assert (status, "error" in told) == (404, True), (asked, told)
+                assert "alice" not in nobodys
+            assert (await at.post("telemetry", {"x": "y" * BODY_BYTES}))[0] in (200, 413)
+            assert (await at.post("forward_backward", b"\xff" * 9))[0] == 400
+            assert (await at.post("forward_backward", b"\x0a" + b"\xff" * 4))[0] == 400
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -> None:
+    async def scenario() -> None:
+        async with rig(learner) as at:
+            model = await at.model(session := await at.session())
+            save = {"model_id": model, "seq_id": 1, "path": "s", "type": "save_weights_for_sampler"}
+            path = (await at.result("save_weights_for_sampler", save))["path"]
+            load = {"path": path, "optimizer": False, "session_id": session, "model_seq_id": 1}
+            assert "no such weights" in (await at.result("load_weights", load))["error"]
+            other = f"{session}:train:1"
+            for asked in (
+                await at.result("forward_backward", passes(other, 1, [3, 5, 7])),
+                await at.result("optim_step", step(other, 2)),
+            ):
+                assert "was never made" in asked["error"]
+            learner.enter(model, Path())
+            assert learner.state().updates == 0 and not learner.state().gradients
+
+    asyncio.run(scenario())
+
+
+def test_what_is_sent_again_is_done_once(learner: Learner) -> None:
+    async def scenario() -> None:
+        async with rig(learner) as at:
+            model = await at.model(await at.session())
+            late = await at.post("optim_step", step(model, 2))  # before the one that it follows
+            twice = [await at.post("forward_backward", passes(model, 1, [3, 5, 7])) for _ in range(2)]
+            assert twice[0] == twice[1]
+            assert (await at.post("optim_step", step(model, 2))) == late
+            done = (await at.post("retrieve_future", late[1]))[1]
+            assert done["metrics"]["updates:max"] == 1
+            assert (await at.post("optim_step", {**step(model, 2), "adam_params": {}}))[0] == 422
+            again = await at.result("optim_step", step(model, 3))
+            assert "nothing has gone backward" in again["error"] and again["category"] == "user"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_ends_at_any_moment_goes_on_bit_for_bit(learner: Learner, tmp_path: Path) -> None:
+    """After each request in turn, with one more that was accepted and not done."""
+
+    async def scenario() -> None:
+        async with rig(learner) as at:
+            model = await at.model(await at.session())
+            expected = await three_steps(at, model)
+        for cut in range(1, 6):
+            async with rig(learner) as at:
+                model = await at.model(await at.session())
+                seen = await three_steps(at, model, last=cut)
+            learner.forget(model)
+            held = Ledger(tmp_path / "run" / FOLDER / "alice")
+            odd = (cut + 1) % 2
+            body = passes(model, cut + 1, [3, 5, 7, 9, cut + 1])
+            kind = "forward_backward" if odd else "optim_step"
+            held.accept(model, cut + 1, kind, body if odd else json.dumps(step(model, cut + 1)).encode())
+            held.close()
+            async with rig(learner) as at:
+                request = {"request_id": f"{model}:{cut}"}
+                assert (await at.post("retrieve_future", request))[1] == seen[-1], "it keeps its result"
+                request = {"request_id": f"{model}:{cut + 1}"}
+                seen.append((await at.post("retrieve_future", request))[1])
+                seen += await three_steps(at, model, first=cut + 2)
+            assert seen == expected, cut
+        learner.trainer.check_base()
+
+    asyncio.run(scenario())
