@@ -111,7 +111,8 @@ def describe_arithmetic(config: Config) -> list[Fact]:
             (
                 f"pool {p.name}",
                 f"{p.count} engine(s) of tp {p.tp or config.engine.tp}, cost {p.cost:g} a rank and second"
-                + (", tries prompts out" if p.role == "explore" else ""),
+                + (", tries prompts out" if p.role == "explore" else "")
+                + (f", weights cross the link once instead of {p.count} times" if p.relay else ""),
             )
             for p in config.engine.pools
         ),

@@ -43,7 +43,8 @@ def lay_out(config: Config) -> Layout:
 def push_plan(config: Config, layout: Layout) -> PushPlan:
     """Who gives weights to whom. Raises UserError when they cannot reach an engine."""
     trainer, engines = _places([layout.trainer])[0], _places(layout.engines)
-    return plan_push(trainer, engines, config.weights.method, gpus=on_cuda(config))
+    chains = config.engine.chains
+    return plan_push(trainer, engines, config.weights.method, gpus=on_cuda(config), chains=chains)
 
 
 def _places(units: list[list[NodeShare]]) -> list[list[Place]]:

@@ -122,7 +122,7 @@ class Loop:
             found = self.on_main(end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
         found["time_checksums"] += hashing
-        return {"time_sync": time.monotonic() - start, "push_bytes": self.delivery.sent_bytes, **found}
+        return {"time_sync": time.monotonic() - start, **self.delivery.figures, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""

@@ -131,6 +131,10 @@ class PoolConfig(Section):
     role: Literal["rollout", "explore"] = "rollout"
     """What its engines are for. rollout: they write samples. explore: they try prompts out, so that the planner
     explore knows how many samples a prompt is worth; nothing of theirs is trained."""
+    relay: bool = False
+    """Send weights to the first engine only, which passes them on to the next, and so on. For engines behind a slow
+    link: it is crossed once, by what has changed, compressed. The trainer's first rank and each of these engines then
+    keep a copy of the model in host memory. Needs weights.method = tensor or broadcast, which are for all others."""
 
 
 OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
@@ -198,6 +202,16 @@ class EngineConfig(Section):
         """Whether engine `index` tries prompts out; one that joins, None, writes samples."""
         pool = None if index is None else self.pool_of(index)
         return pool is not None and pool.role == "explore"
+
+    @property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Engines that pass weights on to one another, by pool."""
+        found, first = [], 0
+        for pool in self.pools:
+            if pool.relay:
+                found.append(tuple(range(first, first + pool.count)))
+            first += pool.count
+        return tuple(found)
 
     @property
     def tps(self) -> list[int]:

@@ -169,6 +169,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_relay(self) -> Self:
+        """Where a chain of engines can pass weights on."""
+        if not self.engine.chains:
+            return self
+        if self.weights.method not in ("tensor", "broadcast"):
+            told = (
+                f"with weights.method = {self.weights.method}; use tensor or broadcast for the other engines"
+            )
+        elif self.launch.placement == "colocated":
+            told = (
+                "with launch.placement = colocated: the trainer shares memory with such engines; leave it out"
+            )
+        elif self.model.fp8 != "none":
+            told = f"with model.fp8 = {self.model.fp8}: nobody has tried it; use none"
+        else:
+            return self
+        raise ValueError(f"engine.pools: relay = true {told}")
+
+    @model_validator(mode="after")
     def _check_rollout(self) -> Self:
         """What engines can draw and hold."""
         r, t = self.rollout, self.trainer

@@ -20,6 +20,7 @@ _FENCED = (
     "/init_weights_update_group",
     "/load_lora_adapter",
     "/unload_lora_adapter",
+    "/relay/",
 )
 """Beginnings of paths. A group may always be left: NCCL's end waits for the other side's."""
 

@@ -1,7 +1,8 @@
 """The stock SGLang server, behind a fence and started sooner: `python -m rlsys.engine.server` with
 sglang.launch_server's arguments.
 
-The fence (fence.py) refuses weights of a push that another one has followed.
+The fence (fence.py) refuses weights of a push that another one has followed. The relay (rlsys/relay) takes weights in
+pieces and passes them on to another host.
 
 Nearly all of a small engine's start is Python importing 7,000 modules, one after the other on one core. Two things
 make that a fifth shorter, and change nothing that serves:
@@ -22,6 +23,7 @@ import sys
 from types import ModuleType
 
 from rlsys.engine.fence import Fence
+from rlsys.relay.install import install
 
 
 def import_most() -> None:
@@ -39,7 +41,15 @@ def fence() -> None:
     importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(Fence)
 
 
+def relay() -> None:
+    """Make the server a relay, too. The trainer's calls to it take the admin key, if there is one."""
+    auth = importlib.import_module("sglang.srt.utils.auth")
+    app = importlib.import_module("sglang.srt.entrypoints.http_server").app
+    install(app, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
+
+
 if __name__ == "__main__":
     import_most()
     fence()
+    relay()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -43,6 +43,29 @@ def load_from_senders(group: str, buckets: Buckets) -> Call:
     return Call("/update_weights_from_distributed", {**body, "load_format": FORMAT, "flush_cache": False})
 
 
+Line = Sequence[tuple[str, str]]
+"""Hosts of a chain, in order: URL, and the token by which one may bring it pieces."""
+
+
+def open_relay(token: str, line: Line, seconds: float) -> Call:
+    """A push through a chain begins; see rlsys/relay/relay.py."""
+    return Call("/relay/open", {"token": token, "line": [list(hop) for hop in line], "seconds": seconds})
+
+
+def relay_state(files: int, root: str) -> Call:
+    return Call("/relay/state", {"files": files, "root": root})
+
+
+def feed_from_relay(files: int, line: Line, seconds: float) -> Call:
+    return Call("/relay/feed", {"files": files, "line": [list(hop) for hop in line], "seconds": seconds})
+
+
+def load_relayed(folder: str) -> Call:
+    """What a relay has named in `folder`, whatever format the engine read its first weights from."""
+    call = load_from_disk(folder)
+    return Call(call.path, {**call.body, "load_format": "safetensors"})
+
+
 def load_from_disk(folder: str, label: str | None = None) -> Call:
     """A safetensors folder that the engine can read. `label`: what it then calls its weights; none: as before."""
     body: dict[str, Any] = {"model_path": folder, "flush_cache": False}

@@ -53,6 +53,12 @@ class Delivery:
         self.sent_bytes = 0
         """Of the last push, to each engine."""
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of the last push, for metrics.jsonl. Bytes for chains are of all rounds of a rolling push."""
+        relayed = {"push_relayed_bytes": self._sync.relayed_bytes} if self._config.engine.chains else {}
+        return {"push_bytes": self.sent_bytes, **relayed}
+
     def prepare(self) -> None:
         """Import what the first push needs, while engines start, which takes as long."""
         (self._adapters or self._sharded or self._sync).prepare()

@@ -3,6 +3,8 @@
 memory   the engine's rank opens memory of a trainer rank: of the GPU that both compute on (CUDA IPC), or, where there
          are no GPUs, of the host. These pairs are found first. NCCL refuses two ranks of one GPU in a group.
 group    a process group of one trainer rank and all ranks of these engines: for who shares no GPU with the trainer.
+relay    pieces from trainer rank 0 to the first engine of a chain, and from each engine to the next: for engines that
+         the trainer reaches over a slow link only (rlsys/weights/relayed.py).
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ class Place:
 class PushPlan:
     """`memory`: engine -> for each of its ranks, the trainer rank whose memory it opens. All others, also those
     that join later, are reached by a process group whose rank 0 is trainer rank `sender` where `group` says so,
-    else by the memory of trainer rank 0.
+    else by the memory of trainer rank 0. `chains`: engines that are reached by relay, each in the order of a chain.
     """
 
     memory: dict[int, tuple[int, ...]]
     group: bool
     sender: int = 0
+    chains: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shared(self) -> bool:
@@ -44,7 +47,13 @@ class PushPlan:
     @property
     def senders(self) -> set[int]:
         """The trainer ranks that send to any engine, also to one that joins later."""
-        return {self.sender if self.group else 0, *(rank for ranks in self.memory.values() for rank in ranks)}
+        first = {0} if self.chains else set()
+        by_memory = {rank for ranks in self.memory.values() for rank in ranks}
+        return {self.sender if self.group else 0, *first, *by_memory}
+
+    def relayed(self, engine: int | None) -> bool:
+        """Whether it is in a chain."""
+        return any(engine in chain for chain in self.chains)
 
     def owners(self, engine: int | None, tp: int) -> tuple[int, ...] | None:
         """The trainer ranks that serve it by memory; None for one of the group. `engine` None: in no layout."""
@@ -54,9 +63,15 @@ class PushPlan:
 
 
 def plan_push(
-    trainer: Sequence[Place], engines: Sequence[Sequence[Place]], method: str, *, gpus: bool
+    trainer: Sequence[Place],
+    engines: Sequence[Sequence[Place]],
+    method: str,
+    *,
+    gpus: bool,
+    chains: tuple[tuple[int, ...], ...] = (),
 ) -> PushPlan:
-    """Of trainer ranks and of each engine's ranks at these places. `method`: weights.method.
+    """Of trainer ranks and of each engine's ranks at these places. `method`: weights.method. `chains`: engines that
+    are reached by relay, whatever the method for all others is.
 
     `tensor` goes by memory alone; `broadcast` by memory between ranks of one GPU, else by a group; `sharded` by
     groups alone, one for each sender (rlsys.weights.senders). Raises UserError for an engine that cannot be reached
@@ -68,16 +83,25 @@ def plan_push(
         return PushPlan({}, group=True)
     if method not in ("tensor", "broadcast"):
         return PushPlan({}, group=False)
+    relayed = {index for chain in chains for index in chain}
+    for index in relayed:
+        _refuse_spread(index, engines[index])
     shared = _same_gpu(trainer, engines) if gpus else _same_host(trainer, engines)
+    shared = {index: ranks for index, ranks in shared.items() if index not in relayed}
     if method == "tensor":
         for index in range(len(engines)):
-            if index not in shared:
+            if index not in shared and index not in relayed:
                 _refuse_memory(index, trainer, engines[index], gpus)
-        return PushPlan(shared, group=False)
+        return PushPlan(shared, group=False, chains=chains)
     if not gpus:
         shared = {}
-    members = [place for index, places in enumerate(engines) if index not in shared for place in places]
-    return PushPlan(shared, group=True, sender=_sender(trainer, members) if gpus else 0)
+    members = [
+        place
+        for index, places in enumerate(engines)
+        if index not in shared and index not in relayed
+        for place in places
+    ]
+    return PushPlan(shared, group=True, sender=_sender(trainer, members) if gpus else 0, chains=chains)
 
 
 def check_group(members: Sequence[Place]) -> None:
@@ -122,6 +146,15 @@ def _sender(trainer: Sequence[Place], members: Sequence[Place]) -> int:
         f"elsewhere, first on {trainer[0]}; NCCL takes one rank of a GPU in a group. Place each engine either on "
         "GPUs of the trainer only or on other GPUs only, or use weights.method=disk"
     )
+
+
+def _refuse_spread(index: int, places: Sequence[Place]) -> None:
+    """Its ranks take the weights from the memory of the process that got them."""
+    if len(nodes := {place.node for place in places}) > 1:
+        raise UserError(
+            f"engine.pools: relay = true needs engines on one machine each, but engine-{index} is on "
+            f"{len(nodes)}; use a smaller tp, or weights.method=broadcast without relay"
+        )
 
 
 def _refuse_shared(trainer: Sequence[Place], engines: Sequence[Sequence[Place]]) -> None:

@@ -9,12 +9,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from rlsys.engine.fence import HEADER
 from rlsys.engine.weight_calls import Call
 from rlsys.errors import RunError
 from rlsys.obs.direct import opener
 from rlsys.tickets import EngineAddress
+
+Answers = dict[str, Future[dict[str, Any]]]
+"""URL of an engine -> what it says."""
 
 log = logging.getLogger("rlsys.weights")
 
@@ -42,14 +46,14 @@ class Receivers:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, calls: Sequence[Call]) -> dict[str, Future[None]]:
+    def ask(self, calls: Sequence[Call]) -> Answers:
         """Begin one POST to each present engine, all at once. The futures raise Gone or RunError (a refusal)."""
         return {
             engine.url: self._threads.submit(post, engine, call, self._seconds)
             for engine, call in zip(self.present, calls, strict=True)
         }
 
-    def settle(self, answers: dict[str, Future[None]]) -> None:
+    def settle(self, answers: Answers) -> None:
         """Wait for the answers; who is gone or refuses is left out."""
         for engine in list(self.present):
             try:
@@ -58,7 +62,10 @@ class Receivers:
                 self.leave_out(engine, e)
 
     def blame(
-        self, answers: dict[str, Future[None]], first: dict[str, Future[None]], otherwise: RunError
+        self,
+        answers: Answers,
+        first: Answers,
+        otherwise: RunError,
     ) -> None:
         """Wait for all answers and leave out who is to blame, at least one: who has gone; else who of the `first`
         refused; else whoever refused; else all, for `otherwise`."""
@@ -84,9 +91,9 @@ class Receivers:
         self.left_out[engine.url] = str(why)
 
 
-def post(engine: EngineAddress, call: Call, seconds: float) -> None:
-    """Raises Gone when the engine does not answer within so many seconds; RunError when it refuses, or its answer is
-    not one of SGLang."""
+def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
+    """What it answers. Raises Gone when the engine does not answer within so many seconds; RunError when it refuses,
+    or its answer is not one of SGLang."""
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
@@ -112,3 +119,4 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> None:
         raise RunError(f"{engine.url}{call.path}: not an answer of SGLang: {said[:100]!r}")
     if not result.get("success"):
         raise RunError(f"{engine.url}{call.path}: {result.get('message')}")
+    return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from rlsys.tickets import PushTicket
 from rlsys.trainer.control import Control
 from rlsys.weights.buckets import Areas, Bucket, Flat, as_bytes, overlapped
 from rlsys.weights.fp8 import for_engines
-from rlsys.weights.receivers import Receivers
+from rlsys.weights.receivers import Answers, Receivers
 from rlsys.weights.senders import Part, SendersPlan
 from rlsys.weights.senders_group import SendersGroup, SendersGroups
 from rlsys.weights.shards import Shards
@@ -89,7 +88,7 @@ class ShardedPush:
         """Leave the engines' process groups, if there are any."""
         self._groups.close()
 
-    def _ask(self, group: SendersGroup, receivers: Receivers) -> dict[str, Future[None]]:
+    def _ask(self, group: SendersGroup, receivers: Receivers) -> Answers:
         """Rank 0 asks each engine for all buckets; nobody else asks."""
         if self._rank != 0:
             receivers.present = []

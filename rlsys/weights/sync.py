@@ -2,6 +2,7 @@
 plan names (rlsys.weights.plan); a folder is written by rank 0.
 
 tensor, broadcast   flattened buckets, see rlsys.weights.transports; one is sent while the next is gathered
+                    (engines of pools with `relay` get the same buckets by rlsys.weights.relayed)
 disk                a safetensors folder on a path that trainer and engines share: `update_weights_from_disk`
 disk_delta          the same with only the tensors that have changed since the last push (frozen layers, an adapter);
                     all of them when an engine does not hold the version before
@@ -26,6 +27,7 @@ from rlsys.weights.buckets import Areas, Flat, stream
 from rlsys.weights.groups import Groups
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Receivers
+from rlsys.weights.relayed import RelayPush
 from rlsys.weights.transports import MemoryTransport, prepare_sglang
 
 
@@ -44,9 +46,14 @@ class WeightSync:
         self._seconds = config.work_seconds
         self._memory = MemoryTransport(plan, rank, self._seconds)
         self._groups = Groups(self._seconds, config.answer_seconds)
+        self._relays: RelayPush | None = None
+        if plan.chains and rank == 0:
+            self._relays = RelayPush(plan.chains, config.answer_seconds, self._seconds)
         self._on_disk = DiskFolders(config) if method in ("disk", "disk_delta") else None
         self.left_out: dict[str, str] = {}
         """Engines that this rank's last push could not give all tensors to: URL -> why."""
+        self.relayed_bytes = 0
+        """That the last push sent to first engines of chains, in all its rounds."""
 
     def prepare(self) -> None:
         """Import what the first push needs, on the ranks that send: while engines start, which takes as long."""
@@ -57,7 +64,10 @@ class WeightSync:
         """Whether this rank sends tensors in this push; the others only help to gather them."""
         if self._on_disk is not None:
             return self._rank == 0 and bool(ticket.engines)
-        by_memory = (self._owners(engine) for engine in ticket.engines)
+        if self._rank == 0 and any(self._plan.relayed(engine.index) for engine in ticket.engines):
+            return True
+        others = [engine for engine in ticket.engines if not self._plan.relayed(engine.index)]
+        by_memory = (self._owners(engine) for engine in others)
         return any(self._rank in (owners or (self._plan.sender,)) for owners in by_memory)
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
@@ -81,13 +91,20 @@ class WeightSync:
     def close(self) -> None:
         """Leave the engines' process groups, if there are any."""
         self._groups.close()
+        if self._relays is not None:
+            self._relays.close()
 
     def _owners(self, engine: EngineAddress) -> tuple[int, ...] | None:
         return self._plan.owners(engine.index, engine.tp)
 
     def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
-        by_memory = self._memory.begin([e for e in ticket.engines if self._owners(e) is not None])
-        by_group = [e for e in ticket.engines if self._owners(e) is None and self._plan.sender == self._rank]
+        relayed = [e for e in ticket.engines if self._plan.relayed(e.index)]
+        others = [e for e in ticket.engines if not self._plan.relayed(e.index)]
+        by_memory = self._memory.begin([e for e in others if self._owners(e) is not None])
+        by_group = [e for e in others if self._owners(e) is None and self._plan.sender == self._rank]
+        relays = self._relays if relayed else None
+        if relays is not None:
+            relays.begin(relayed, ticket.weight_version)
         with Receivers(by_memory, self._seconds) as near, Receivers(by_group, self._seconds) as far:
             group = self._groups.of(far) if by_group else None
 
@@ -96,9 +113,15 @@ class WeightSync:
                     self._memory.send(flat, near)
                 if group is not None and far.present:
                     group.send(flat, far)
+                if relays is not None:
+                    relays.send(flat)
 
             sent = stream(tensors, self._bucket_bytes, self._areas, send)
         self.left_out = near.left_out | far.left_out
+        if relays is not None:
+            relays.end()
+            self.left_out |= relays.left_out
+            self.relayed_bytes = relays.sent
         return sent
 
 

@@ -18,7 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +33,7 @@ from rlsys.tickets import EngineAddress
 from rlsys.weights.buckets import Flat
 from rlsys.weights.peers import Peers
 from rlsys.weights.plan import PushPlan
-from rlsys.weights.receivers import Gone, Receivers
+from rlsys.weights.receivers import Answers, Gone, Receivers
 
 _LOOK_SECONDS = 0.002
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -166,7 +166,7 @@ class GroupTransport:
                     answer.result()
         self._group, self._members = None, []
 
-    def _give_up(self, receivers: Receivers, answers: dict[str, Future[None]]) -> None:
+    def _give_up(self, receivers: Receivers, answers: Answers) -> None:
         """Who waits in the broken broadcast is freed by our leaving, and may refuse only because of that: it is left
         out only where nobody else is to blame."""
         assert self._group is not None
@@ -201,7 +201,7 @@ class GroupTransport:
         receivers.blame(answers, {}, failure)  # the others waited in vain, and refuse, too
         return False
 
-    def _broadcast(self, flat: Tensor, answers: dict[str, Future[None]]) -> bool:
+    def _broadcast(self, flat: Tensor, answers: Answers) -> bool:
         """Whether it went through. A refusal or a death leaves the others waiting: then the group is given up."""
         assert self._group is not None
         work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)

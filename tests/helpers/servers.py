@@ -21,7 +21,8 @@ from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.cpu_platform import declare_torchvision_ops
 from rlsys.engine.launch_args import engine_command
-from rlsys.owner import claim
+from rlsys.identity import engine_identity, write_config
+from rlsys.owner import Owner, claim
 from rlsys.records import FOLDER
 from rlsys.route_records import ROUTES_VARIABLE
 
@@ -53,18 +54,25 @@ def write_tiny_moe(folder: Path, seed: int) -> Path:
 
 
 @contextmanager
-def running_engine(config: Config, folder: Path, run: Path | None = None) -> Iterator[str]:
+def running_engine(
+    config: Config, folder: Path, run: Path | None = None, owner: Owner | None = None
+) -> Iterator[str]:
     """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end.
 
-    `run`: a folder of a run, where it writes routes; None: they are in its answers.
+    `run`: a folder of a run, where it writes routes; None: they are in its answers. `owner`: whose key opens it;
+    None: it asks for none.
     """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     if run is not None:
         env |= {**claim(run).environment(1), ROUTES_VARIABLE: str(run / FOLDER / "engine-0")}
-    argv += ["--weight-version", "0"]  # of no run, which would tell it in a file
-    keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
     url = f"http://{config.engine.host}:{port}"
+    if owner is None:
+        argv += ["--weight-version", "0"]  # of no run, which would tell it in a file
+    else:
+        write_config(folder / "keys.yaml", engine_identity(owner, url))
+        argv += ["--config", str(folder / "keys.yaml")]
+    keeper = [sys.executable, "-m", "launch.keeper", "--grace", str(GRACE_SECONDS), "--", *argv]
     with (
         (folder / "engine.log").open("wb") as log,
         subprocess.Popen(

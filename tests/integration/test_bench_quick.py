@@ -1,5 +1,5 @@
-"""Benches run and say what they promise: trainer, weight pushes, router, scale, a share, rehearsals, a walk, races,
-forecasts.
+"""Benches run and say what they promise: trainer, weight pushes, relays, router, scale, a share, rehearsals, a walk,
+races, forecasts.
 
 Figures mean nothing here.
 """
@@ -43,6 +43,13 @@ def test_weight_sync() -> None:
     to_copy = {f"{m}_ratio_to_copy" for m in ("tensor", "broadcast", "disk", "disk_delta")}
     to_floor = {"tensor_ratio_to_floor", "broadcast_ratio_to_floor", "hashes_ratio_to_hashlib"}
     assert summary("weight_sync").keys() == to_copy | to_floor
+
+
+def test_relay() -> None:
+    found = summary("relay")
+    assert found["receivers"] == 2 and found.keys() >= {"star_growth", "relay_growth"}
+    assert 0.5 < (found["relay_link_bytes_per_model_byte"] or 0) < 1.1, "to the first receiver alone"
+    assert (found["change_bfloat16"] or 1) < (found["change_float32"] or 1) < 0.6
 
 
 @pytest.mark.slow

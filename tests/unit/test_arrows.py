@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
         "data",
     },  # the eos token ends an answer
     "data": {"types", "errors", "config", "plugins", "imports"},
-    "engine": BASE,
+    "relay": set(),
+    "engine": BASE | {"relay"},
     "router": BASE | {"engine"},
     "gateway": BASE | {"engine", "router"},
     "elsewhere": set(),
@@ -67,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": BASE | {"algo", "convert", "data", "plugins", "megatron_patches"},
     "rehearse": BASE | {"algo", "convert", "trainer", "megatron_patches", "launch"},
     "tenants": BASE | {"algo", "convert", "engine", "trainer"},
-    "weights": BASE | {"trainer", "convert", "engine", "megatron_patches"},
+    "weights": BASE | {"trainer", "convert", "engine", "relay", "megatron_patches"},
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {
@@ -117,6 +118,7 @@ TORCH_FREE = (
     "obs",
     "plugins",
     "rewards",
+    "relay",
     "router",
     "gateway",
     "agents",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.describe import describe_arithmetic
-from launch.layout import lay_out
+from launch.layout import lay_out, push_plan
 from rlsys.config import Config, ConfigError, dump_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import UserError
@@ -112,6 +112,47 @@ def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
     assert digests(1) != digests(2)
     assert of_size(digests(2), [2], 2) == digests(2)
     assert of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
+
+
+FAR = {"name": "far", "count": 2, "relay": True}
+APART = {"placement": "disaggregated"}
+
+
+def test_a_pool_with_relay_is_a_chain_and_no_other_way_leads_to_it() -> None:
+    farther = {"name": "farther", "count": 1, "relay": True}
+    found = config(SMALL, FAR, farther, weights={"method": "broadcast"}, launch=APART)
+    plan = push_plan(found, lay_out(found))
+    assert found.engine.chains == plan.chains == ((2, 3), (4,))
+    assert [plan.relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
+    by_memory = config(SMALL, FAR, launch=APART)
+    near = push_plan(by_memory, lay_out(by_memory))
+    assert near.memory.keys() == {0, 1} and near.senders == {0}
+    assert "instead of 2 times" in dict(describe_arithmetic(found))["pool far"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"weights": {"method": "disk"}, "launch": APART}, "weights.method = disk; use tensor or broadcast"),
+        ({}, "launch.placement = colocated"),
+        (
+            {"model": {"path": "m", "fp8": "rollout", "dtype": "bfloat16"}, "launch": APART},
+            "model.fp8 = rollout",
+        ),
+    ],
+)
+def test_where_a_chain_cannot_be_is_refused(sections: dict[str, dict[str, Any]], told: str) -> None:
+    with pytest.raises(ValueError, match=f"engine.pools: relay = true with {told}"):
+        Config.model_validate({"model": {"path": "m"}, "engine": {"pools": [FAR]}, **sections})
+
+
+def test_an_engine_of_a_chain_is_on_one_machine() -> None:
+    spread = config(
+        {"name": "far", "count": 1, "tp": 16, "relay": True},
+        launch={**APART, "nodes": 3, "gpus_per_node": 8, "backend": "slurm"}, parallel={"dp": 8},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="engine-0 is on 2"):
+        push_plan(spread, lay_out(spread))
 
 
 def test_explain_names_each_pool() -> None:

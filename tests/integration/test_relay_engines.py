@@ -1,0 +1,93 @@
+"""Two real engines behind a slow link: pieces of weights go from one to the other, and both are attested."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import make_session
+from rlsys.identity import engine_identity
+from rlsys.obs.metrics import read_metrics
+from rlsys.owner import claim
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.tickets import PushTicket
+from rlsys.weights.checksums import EngineChecksums
+from rlsys.weights.plan import PushPlan
+from rlsys.weights.sync import WeightSync
+from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, tensors
+from tests.helpers.runs import checked_ledger, logs_of, train_locally
+from tests.helpers.servers import running_engine
+
+pytestmark = [pytest.mark.integration, pytest.mark.full]
+
+
+async def test_two_engines_take_pushes_through_a_chain(engine_config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    owner = claim(tmp_path / "run")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with (
+        running_engine(engine_config, tmp_path / "a", owner=owner) as a,
+        running_engine(engine_config, tmp_path / "b", owner=owner) as b,
+    ):
+        async with make_session() as session:
+            clients = [
+                EngineClient(url, session, index=i, identity=engine_identity(owner, url))
+                for i, url in enumerate((a, b))
+            ]
+            router = Router(
+                clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(engine_config)
+            )
+            sync = WeightSync(engine_config, plan=PushPlan({}, group=False, chains=((0, 1),)))
+            hf = HFConfig.read(engine_config.model.path)
+            watch = asyncio.create_task(router.watch())
+            async with asyncio.timeout(120):
+                while set(router.engine_states().values()) != {"without weights"}:
+                    await asyncio.sleep(0.05)
+            link = []
+            for version, seed in ((1, 1), (2, 2), (3, 2)):
+                ticket = PushTicket(version, await router.begin_push(version), CANARIES)
+                assert len(ticket.engines) == 2 and all(engine.key for engine in ticket.engines)
+                checksums = EngineChecksums(hf, 1)
+                sent = await asyncio.to_thread(sync.push, checksums.watch(tensors(seed)), ticket)
+                assert sync.left_out == {}
+                told = await router.end_push(version, canaries(seed), checksums.digests())
+                assert (told["push_tensors_equal"], told["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
+                assert told["push_canary_mean"] < 1e-5
+                link.append(sync.relayed_bytes)
+            assert set(router.engine_states().values()) == {"version 3"}
+            assert link[0] < 1.01 * sent and link[2] == 0, "to the first engine alone, and what has changed"
+            for key in ("", "guess", clients[0].identity.api_key):
+                request = urllib.request.Request(
+                    f"{a}/relay/open", json.dumps({"token": "t", "line": [], "seconds": 9}).encode(),
+                    {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+                )  # fmt: skip
+                with pytest.raises(urllib.error.HTTPError) as e:
+                    urllib.request.urlopen(request)
+                assert e.value.code == 401
+            watch.cancel()
+            await asyncio.to_thread(sync.close)
+
+
+def test_a_run_whose_engines_are_a_chain(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_locally(
+        run, "trainer.steps=2", "launch.placement=disaggregated",
+        "engine.pools=[{name: far, count: 2, relay: true}]", "engine.count=null",
+    )  # fmt: skip
+    steps = read_metrics(run).steps
+    assert [step["step"] for step in steps] == [1, 2], logs_of(run)
+    for step in steps:
+        assert step["push_tensors_equal"] > 0 == step["push_tensors_unknown"]
+        assert 0 < step["push_relayed_bytes"] < 0.9 * step["push_bytes"], "what has changed, to one of two"
+        assert step["pool_far_serving"] == 2
+    checked_ledger(run)
