@@ -30,6 +30,7 @@ from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
 from launch.voice import Display
+from rlsys.agents.command import add_meet
 from rlsys.cli_engines import add_engines
 from rlsys.cli_explain import add_explain
 from rlsys.cli_import import add_import
@@ -372,6 +373,7 @@ def make_parser() -> Parser:
     add_plan(add)
     add_router(add)
     add_tenants(add, tenants)
+    add_meet(add)
     add_model_commands(add)
     return parser
 

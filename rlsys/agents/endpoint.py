@@ -129,20 +129,20 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._session(request) is None:
-            return _refusal(401, "not the address and key of an agent that runs")
+            return refusal(401, "not the address and key of an agent that runs")
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _hear(self, request: web.Request) -> web.Response:
         if (session := self._session(request)) is None:
-            return _refusal(401, "not the address and key of an agent that runs")
+            return refusal(401, "not the address and key of an agent that runs")
         try:
             body = await request.json()
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError):
-            return _refusal(400, 'expected {"reward": NUMBER}')
+            return refusal(400, 'expected {"reward": NUMBER}')
         if not math.isfinite(reward):
-            return _refusal(400, f"reward = {reward}: expected a finite number", "reward")
+            return refusal(400, f"reward = {reward}: expected a finite number", "reward")
         session.reward = reward
         return web.json_response({})
 
@@ -150,13 +150,13 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             if session is None:
-                return _refusal(401, "not the address and key of an agent that runs")
+                return refusal(401, "not the address and key of an agent that runs")
             try:
                 body = await request.json()
             except ValueError:
-                return _refusal(400, "the body is no JSON")
+                return refusal(400, "the body is no JSON")
             if not isinstance(body, dict):
-                return _refusal(400, "the body is no JSON object")
+                return refusal(400, "the body is no JSON object")
             try:
                 asked = api.read(body)
                 again = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
@@ -167,7 +167,7 @@ class Endpoint:
                 session.questions.put_nowait(question)
                 return await _wait(request, question, api, body)
             except BadRequest as e:
-                return _refusal(400, str(e), e.param)
+                return refusal(400, str(e), e.param)
 
         return handle
 
@@ -181,17 +181,17 @@ async def _wait(
     while not question.answer.done():
         await asyncio.wait({question.answer}, timeout=ALIVE_SECONDS)
         if not question.answer.done():
-            response = response or await _begun(request, stream)
-            await response.write(b": waiting\n\n" if stream else b"\n")
+            response = response or await begun(request, stream)
+            await response.write(sign_of_life(stream))
     if question.answer.cancelled():  # its agent is to end
         if response is not None and request.transport is not None:
             request.transport.abort()
-        return response or _refusal(410, "this agent's response has ended")
+        return response or refusal(410, "this agent's response has ended")
     if response is not None and isinstance(error := question.answer.exception(), BadRequest):
-        await response.write(json.dumps(_error(str(error), error.param)).encode())
+        await response.write(json.dumps(error_body(str(error), error.param)).encode())
         return response
     answer = question.answer.result()
-    response = response or await _begun(request, stream)
+    response = response or await begun(request, stream)
     if stream:
         for event in api.events(answer, body):
             await response.write(event)
@@ -202,18 +202,24 @@ async def _wait(
     return response
 
 
-async def _begun(request: web.Request, stream: bool) -> web.StreamResponse:
+async def begun(request: web.Request, stream: bool) -> web.StreamResponse:
+    """Status 200 and nothing yet: signs of life may follow."""
     kind = "text/event-stream" if stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind})
     await response.prepare(request)
     return response
 
 
-def _refusal(status: int, message: str, param: str | None = None) -> web.Response:
-    return web.json_response(_error(message, param), status=status)
+def sign_of_life(stream: bool) -> bytes:
+    return b": waiting\n\n" if stream else b"\n"
 
 
-def _error(message: str, param: str | None) -> dict[str, Any]:
+def refusal(status: int, message: str, param: str | None = None) -> web.Response:
+    """In the form that stock clients read."""
+    return web.json_response(error_body(message, param), status=status)
+
+
+def error_body(message: str, param: str | None) -> dict[str, Any]:
     """OpenAI's form, which Anthropic's clients read as well."""
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
     return {"type": "error", "error": error}

@@ -6,6 +6,7 @@ its imports costs seconds, and shares their memory. An agent is the leader of a 
 it starts can be killed with it. Everything ends with the host's standard input.
 
     <- {"run": "file.py:function"} | {"command": [...]}        -> {"ready": true} | {"error": text}
+       with "meets": it is an episode's (meeting.py), a function of a row and of where policies are
     <- {"start": id, "task": {...}, "seed": n, "env": {...}}   -> {"ended": id, "error": text | null, "signal": n}
     <- {"kill": id}
 """
@@ -38,9 +39,12 @@ from urllib.parse import urlsplit
 from rlsys.errors import UserError
 from rlsys.imports import place, resolve
 
-FIELD = "rollout.generator_params.run"
+FIELD, EPISODE = "rollout.generator_params.run", "episode"
+"""What names the function, for messages."""
 REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
 """Where an agent finds to whom it may say what its response was worth, and with which key."""
+SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
+"""Which sample of the run it is; an evaluation's have none, but the train steps that its weights contain."""
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
 LONGEST_ERROR = 4000
@@ -186,22 +190,28 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
             os.execvpe(command[0], command, os.environ)
 
         return execute
-    function = resolve(FIELD, first["run"], {})
+    meets = "meets" in first
+    function = resolve(EPISODE if meets else FIELD, first["run"], {})
 
     def call(task: dict[str, Any]) -> None:
-        given = asyncio.run(function(task)) if inspect.iscoroutinefunction(function) else function(task)
-        if isinstance(given, numbers.Real):  # others return an answer, which nobody asked for
-            _tell_reward(float(given))
+        arguments = (task["row"], task["policies"]) if meets else (task,)
+        given = function(*arguments)
+        if inspect.iscoroutine(given):
+            given = asyncio.run(given)
+        if meets:
+            _tell({"rewards": given})
+        elif isinstance(given, numbers.Real):  # others return an answer, which nobody asked for
+            _tell({"reward": float(given)})
 
     return call
 
 
-def _tell_reward(reward: float) -> None:
-    """Raises ValueError for one that is not finite."""
+def _tell(worth: dict[str, Any]) -> None:
+    """Raises ValueError for what is no finite number."""
     url = urlsplit(os.environ[REWARD_URL])
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
     headers = {"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}
-    connection.request("POST", url.path, json.dumps({"reward": reward}), headers)
+    connection.request("POST", url.path, json.dumps(worth, default=float), headers)
     answer = connection.getresponse()
     said = answer.read()
     connection.close()

@@ -78,11 +78,16 @@ class AgentHost:
 
 @asynccontextmanager
 async def open_host(
-    run: str | None, python: str | None, command: Sequence[str] | None, variables: Sequence[str]
+    run: str | None,
+    python: str | None,
+    command: Sequence[str] | None,
+    variables: Sequence[str],
+    *,
+    meets: bool = False,
 ) -> AsyncIterator[AgentHost]:
     """A host for the function `run` in `python` (None: ours, with the packages of ours), or for a command.
-    `variables`: of our environment, what agents may see beside what programs need. Raises UserError for a function, a
-    Python or a program that does not exist."""
+    `variables`: of our environment, what agents may see beside what programs need. `meets`: the function plays
+    episodes of several policies. Raises UserError for a function, a Python or a program that does not exist."""
     for field, program in (("python", python), ("command", command[0] if command else None)):
         if program is not None and shutil.which(program) is None:
             raise UserError(f"rollout.generator_params.{field} = {program!r} is no program")
@@ -101,7 +106,8 @@ async def open_host(
         )  # fmt: skip
     reader, writer = await asyncio.open_connection(sock=ours)
     try:
-        _write(writer, {"run": run} if command is None else {"command": list(command)})
+        function = {"run": run} | ({"meets": True} if meets else {})
+        _write(writer, function if command is None else {"command": list(command)})
         async with asyncio.timeout(START_SECONDS):
             said = await _read(reader)
         if said is None or "error" in said:

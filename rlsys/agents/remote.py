@@ -3,7 +3,8 @@
     POST {"task": {...}, "seed": n, "env": {"OPENAI_BASE_URL": ..., "OPENAI_API_KEY": ..., ...}}
 
 The answer comes when the agent has ended: status 200, or what went wrong as another one. A service that closes the
-connection has lost its agent, which is then run again; when we close it, the agent is to be ended.
+connection has lost its agent, which is then run again; when we close it, the agent is to be ended. One that is not
+there may be starting anew: it is asked until it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rlsys.agents.hosting import Ended
 
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
-"""Before an agent counts as lost whose service is not there: it may be starting anew."""
+"""Before a service is asked again, or its lost agent run again."""
+AWAY_SECONDS = 60.0
+"""So long a service may be away before an agent that it never got counts as lost."""
 LONGEST_WORDS = 300
 
 
@@ -50,7 +53,7 @@ class AgentService:
 
     async def _ask(self, body: dict[str, Any], ended: asyncio.Future[Ended]) -> None:
         try:
-            async with self._session.post(self._url, json=body, allow_redirects=False) as answer:
+            async with self._there(body) as answer:
                 said = " ".join((await answer.text(errors="replace")).split())[:LONGEST_WORDS]
                 error = None if answer.status == 200 else f"its service answered {answer.status} {said}"
                 end = Ended(error)
@@ -59,6 +62,22 @@ class AgentService:
             end = Ended(None, f"its service at {self._url} is gone: {type(e).__name__}")
         if not ended.done():
             ended.set_result(end)
+
+    @asynccontextmanager
+    async def _there(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Its answer to the task. Raises what the connection raised, at last."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + AWAY_SECONDS
+        while True:
+            try:
+                answer = await self._session.post(self._url, json=body, allow_redirects=False)
+                break
+            except aiohttp.ClientConnectorError:
+                if loop.time() >= until:
+                    raise
+                await asyncio.sleep(PAUSE_SECONDS)
+        async with answer:
+            yield answer
 
 
 @asynccontextmanager

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlsys.agents.endpoint import Endpoint, Session
+from rlsys.agents.host import EVALUATION_STEP, SAMPLE
 from rlsys.agents.hosting import AgentHost, Ended, open_host
 from rlsys.agents.remote import AgentService, open_service
 from rlsys.agents.rendering import Rendering
@@ -35,6 +36,7 @@ from rlsys.rollout.conversation import Conversation
 from rlsys.rollout.environment_services import ServiceParams, Services
 from rlsys.rollout.turn_reader import ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
+from rlsys.router.router import EVALUATION
 from rlsys.spans import TurnMark
 from rlsys.types import Prompt, Sample
 
@@ -98,6 +100,11 @@ class AgentGenerator:
         self._wants_reward = any(spec.name == "agent" for spec in config.data.reward)
         self.remote = params.url is not None
         """Agents are somebody else's processes."""
+        self.evaluated_step: int | None = None
+        """Of an evaluation within a run: how many train steps its weights contain."""
+        self.saved: Callable[[Sample], Awaitable[None]] | None = None
+        """Where samples are saved; returns when what the sample has outlives this process. Of a service, whoever is
+        told an answer may tell it to others (meeting.py), so it must be the same after a death of ours."""
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
         self._keeper: asyncio.Task[None] | None = None
         self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
@@ -120,6 +127,7 @@ class AgentGenerator:
             talk = Conversation(
                 self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt,
                 self.counts, train_all=self._params.train == "all",
+                saved=self.saved if self.remote and sample.sample_id != EVALUATION else None,
             )  # fmt: skip
             async with self._running(sample, task) as (session, ended):
                 try:
@@ -167,6 +175,10 @@ class AgentGenerator:
         async with nullcontext() if self._environments is None else self._environments.service() as service:
             session = endpoint.open()
             found = {} if service is None else {ENVIRONMENT_URL: service.url, ENVIRONMENT_KEY: service.key}
+            if sample.sample_id != EVALUATION:
+                found[SAMPLE] = str(sample.sample_id)
+            elif self.evaluated_step is not None:
+                found[EVALUATION_STEP] = str(self.evaluated_step)
             agent, ended = host.start(task, sample.seed, {**session.environment(), **found})
             try:
                 yield session, ended

@@ -19,6 +19,7 @@ class Commits:
     def __init__(self, buffer: RolloutBuffer) -> None:
         self._buffer = buffer
         self._timer: asyncio.TimerHandle | None = None
+        self._flushed: asyncio.Future[None] | None = None
         self.failed: Callable[[BaseException], None] = lambda error: None
 
     def save(self, samples: Iterable[Sample]) -> None:
@@ -35,6 +36,16 @@ class Commits:
             self._timer.cancel()
             self._timer = None
         self._buffer.flush()
+        if self._flushed is not None:
+            self._flushed.set_result(None)
+            self._flushed = None
+
+    async def flushed(self) -> None:
+        """Until the next commit, within FLUSH_SECONDS; for ever where it fails, which ends the run."""
+        self.flush_soon()
+        if self._flushed is None:
+            self._flushed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._flushed)
 
     def flush_soon(self) -> None:
         """On disk within FLUSH_SECONDS."""

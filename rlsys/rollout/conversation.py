@@ -9,7 +9,7 @@ With `train: first` these are on the side: in the ledger, but not trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlsys.agents.endpoint import Question
@@ -28,6 +28,8 @@ _OFF: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0,
 }  # fmt: skip
 """Sampling parameters, and the value that changes no distribution."""
+
+NO_ROOM = "this conversation has no room for another answer"
 
 
 class Thread:
@@ -62,13 +64,15 @@ class Conversation:
         counts: dict[str, int],
         *,
         train_all: bool,
+        saved: Callable[[Sample], Awaitable[None]] | None = None,
     ) -> None:
         """`reader`: of tool calls and reasoning; None: a turn is its text. `counts`: `agent_calls`,
-        `agent_side_calls` and `agent_sequences` are counted there. `train_all`: conversations after the first too."""
+        `agent_side_calls` and `agent_sequences` are counted there. `train_all`: conversations after the first too.
+        `saved`: awaited before an answer is told."""
         self._rollout, self._rendering, self._speak, self._ends = config.rollout, rendering, speak, ends
         self._reader, self._may_call = reader, config.engine.tool_call_parser is not None
         self._sample, self._prompt, self._counts = sample, prompt, counts
-        self._train_all = train_all
+        self._train_all, self._saved = train_all, saved
         self._threads: list[Thread] = []  # in the order of their first questions
         self._spoke: Thread | None = None  # that which spoke last, or had no room for it
         self._turns = 0
@@ -139,11 +143,13 @@ class Conversation:
         try:
             self._check(question.asked)
             answer = await self._answer(question.asked)
+            if self._saved is not None:
+                await self._saved(self._sample)
         except (BadRequest, RefusedPrompt) as e:  # the latter: longer than an engine's context
             question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except Full:
             self._full = True
-            question.answer.cancel()
+            question.answer.set_exception(BadRequest(NO_ROOM))
         except BaseException:
             question.answer.cancel()
             raise
@@ -224,7 +230,7 @@ class Conversation:
             answer, thread.last = await self._told_as(name, before, ids, turns.finish, asked)
         except Full:
             if s.aside:
-                raise BadRequest("this conversation has no room for another answer") from None
+                raise BadRequest(NO_ROOM) from None
             self._spoke = thread
             raise
         finally:

@@ -49,14 +49,14 @@ class AskedSet:
         self._prompts = heldout_of(own, chosen, tokenizer)
         self._rewards = Rewards(own)
         self._scorer = build_scorer(own, self._rewards, tokenizer)
-        self._answer = build_generator(own, tokenizer, probing_turns(own, router, chosen.temperature))
+        self.answer = build_generator(own, tokenizer, probing_turns(own, router, chosen.temperature))
 
     async def measure(self) -> dict[str, float]:
         """Figures of the weights that serve now. Raises RunError when nothing can be judged, and when the answers
         come from more than one weight version."""
         asked = [[self._sample(p, i) for i in range(self._chosen.samples)] for p in self._prompts]
         pairs = [(s, p) for p, samples in zip(self._prompts, asked, strict=True) for s in samples]
-        reasons = await asyncio.gather(*(unanswered(self._answer, s, p) for s, p in pairs))
+        reasons = await asyncio.gather(*(unanswered(self.answer, s, p) for s, p in pairs))
         version = one_version([s for s, _ in pairs])
         verdicts = await asyncio.gather(
             *(self._verdict(s, p, reason) for (s, p), reason in zip(pairs, reasons, strict=True))

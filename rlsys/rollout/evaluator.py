@@ -14,6 +14,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
+from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluation import answer_all, judge, probes, score_all
@@ -48,21 +49,25 @@ class Evaluator:
         self._greedy = build_generator(config, tokenizer, greedy_turns(config, router))
         self._task: asyncio.Task[EvalResult] | None = None
 
-    async def measure(self, watched: Watched) -> EvalResult:
+    async def measure(self, watched: Watched, step: int) -> EvalResult:
         """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be answered or
-        judged is not among `prompts`. `watched`: ends a wait in which nothing gets further."""
+        judged is not among `prompts`. `watched`: ends a wait in which nothing gets further. `step`: train steps that
+        the weights contain."""
+        for answer in (self._greedy, *(one.answer for one in self.sets)):
+            if isinstance(answer, AgentGenerator):
+                answer.evaluated_step = step
         answered = await watched(answer_all(probes(self._source, self._count), self._greedy), "evaluation")
         result = judge(answered, await score_all(answered, self._scorer))
         for one in self.sets:
             result.sets[one.name] = await watched(one.measure(), f"evaluation of {one.name}")
         return result
 
-    def begin(self) -> bool:
+    def begin(self, step: int) -> bool:
         """Start one in the background. False: no engine can be spared, because no other one serves."""
         assert self._task is None, "one at a time"
         if not self._router.pin():
             return False
-        self._task = asyncio.create_task(self.measure(unwatched), name="evaluation")
+        self._task = asyncio.create_task(self.measure(unwatched, step), name="evaluation")
         self._task.add_done_callback(lambda _: self._router.unpin())
         return True
 

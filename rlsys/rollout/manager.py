@@ -288,12 +288,12 @@ class RolloutManager:
     async def evaluate(self) -> EvalResult:
         """Of the weights that serve. The engines keep them meanwhile: a push is another command."""
         async with self._command:
-            return await self._evaluator.measure(self._waiting.watched)
+            return await self._evaluator.measure(self._waiting.watched, self._done_steps)
 
     async def begin_evaluation(self) -> bool:
         """The same in the background, by an engine that is pinned for it. False: none can be spared now."""
         async with self._command:
-            return self._evaluator.begin()
+            return self._evaluator.begin(self._done_steps)
 
     async def end_evaluation(self, wait: bool) -> Evaluated:
         """What became of it; its line of metrics is the trainer's to write."""

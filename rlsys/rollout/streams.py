@@ -40,6 +40,9 @@ class Shelf(Protocol):
 
     def flush_soon(self) -> None: ...
 
+    async def flushed(self) -> None:
+        """Until the next flush, which is soon."""
+
 
 class Streams:
     """Owns which samples are running: those that `generate` was called with, until it returns. In this process, with
@@ -84,6 +87,8 @@ class Streams:
         """Of the generator, which goes on counting."""
         if isinstance(generator, TreeGenerator):
             generator.attach(self, looking_turns(config, router))
+        if isinstance(generator, AgentGenerator):
+            generator.saved = self._saved
         router.on_tokens = self._heard
         router.on_failure = self._remember
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
@@ -135,6 +140,11 @@ class Streams:
             del self._running[sample.sample_id]
         self._shelf.save([sample])
         self._shelf.flush_soon()
+
+    async def _saved(self, sample: Sample) -> None:
+        """It is saved, and outlives this process when this returns."""
+        self._shelf.save([sample])
+        await self._shelf.flushed()
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""

@@ -107,6 +107,7 @@ class Worker:
         self._calls: set[asyncio.Task[None]] = set()
         self._rows: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._flushed: asyncio.Future[None] | None = None
 
     async def serve(self, end: socket.socket) -> None:
         """For the life of the process."""
@@ -303,6 +304,16 @@ class Worker:
         for row in self._rows:
             self._link.send(row)
         self._rows.clear()
+        if self._flushed is not None:
+            self._flushed.set_result(None)
+            self._flushed = None
+
+    async def flushed(self) -> None:
+        """Until the next flush."""
+        self.flush_soon()
+        if self._flushed is None:
+            self._flushed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._flushed)
 
     def flush_soon(self) -> None:
         if self._timer is None:

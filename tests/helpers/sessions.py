@@ -35,10 +35,10 @@ PATIENCE = 1000.0
 class Session:
     """One `rlsys train` on the folder, and the processes it started."""
 
-    def __init__(self, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, run_dir: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> None:
         self._run_dir = run_dir
         self._lines_before = step_lines(run_dir)
-        command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run_dir}", *SMALL, *overrides]
+        command = [*RLSYS, "train", config, f"run.dir={run_dir}", *SMALL, *overrides]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -1,0 +1,99 @@
+"""examples/relay on the real stack: two runs meet, every role of both and the meeting itself are killed, and nothing
+is lost in either ledger."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlsys.obs.metrics import read_metrics
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import GROUPS, RLSYS, Session, check_agreement, check_ledger
+from tests.helpers.supervisor_stage import free_port
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+
+STEPS = 8
+POLICIES = ("first", "second")
+
+
+class Meet:
+    """`rlsys meet` as the README starts it, and started again at the same port."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        named = [word for p in POLICIES for word in ("--policy", p)]
+        command = [*RLSYS, "meet", "examples/relay/relay.py:play", *named, "--port", str(self.port)]
+        self._process = subprocess.Popen(command, cwd=ROOT)
+
+    def counts(self) -> dict[str, int]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/") as answer:
+            found: dict[str, int] = json.load(answer)
+        return found
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self._process.terminate()
+        assert self._process.wait() == 0
+
+
+@pytest.fixture
+def meet() -> Iterator[Meet]:
+    made = Meet()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def runs(meet: Meet, tmp_path: Path) -> Iterator[dict[str, Session]]:
+    def session(policy: str) -> Session:
+        url = f"rollout.generator_params.url=http://127.0.0.1:{meet.port}/{policy}"
+        steps = (f"trainer.steps={STEPS}", f"eval.every={STEPS}")
+        return Session(tmp_path / policy, *steps, url, config=f"examples/relay/{policy}.yaml")
+
+    made = {p: session(p) for p in POLICIES}
+    yield made
+    for one in made.values():
+        one.kill()
+
+
+def test_nothing_is_lost_when_everybody_is_killed(
+    meet: Meet, runs: dict[str, Session], tmp_path: Path
+) -> None:
+    first, second = runs["first"], runs["second"]
+    first.wait_for_steps(1)
+    second.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+    first.wait_for_steps(3)
+    before = meet.counts()
+    meet.kill()
+    meet.start()
+    first.wait_for_steps(4)
+    first.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
+    second.find("rlsys.engine.server").send_signal(signal.SIGKILL)
+    second.wait_for_steps(6)
+    second.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
+    for policy, session in runs.items():
+        code, output = session.end()
+        assert code == 0, output
+        run = tmp_path / policy
+        ledger = check_ledger(run)
+        assert ledger["trained"] == STEPS * GROUPS
+        assert {s["step"] for s in read_metrics(run).steps} == set(range(1, STEPS + 1))
+        check_agreement(run)
+        print(policy, ledger)
+    print(before, meet.counts())
+    assert before["came_again"] > 0, "the second policy's samples came back to their episodes"
+    assert before["failed"] == meet.counts()["failed"] == 0, "what was told is said again"
+    meet.end()
