@@ -61,8 +61,9 @@ class Run:
         made_for = config("", {"run": None, "url": f"{base}/{policy}"}, **rollout)
         wanting = made_for.model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
         self.model = model or Model(SAID[policy])
-        self.generate = build_generator(wanting, TOKENIZER, self.model)
-        assert isinstance(self.generate, AgentGenerator)
+        made = build_generator(wanting, TOKENIZER, self.model)
+        assert isinstance(made, AgentGenerator)
+        self.generate: AgentGenerator = made
 
     async def play(self, row: dict[str, Any], sample: Sample | None = None, seed: int = 1) -> Sample:
         text = TOKENIZER.apply_chat([{"role": "user", "content": "3+4+(2+2)"}])
@@ -276,7 +277,8 @@ async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_
     ]
 
     async def session(policy: str, base: str) -> dict[tuple[int, int], float | str]:
-        run, free, found = Run(policy, base), asyncio.Semaphore(places), {}
+        run, free = Run(policy, base), asyncio.Semaphore(places)
+        found: dict[tuple[int, int], float | str] = {}
 
         async def one(key: tuple[int, int]) -> None:
             async with free:
@@ -304,7 +306,6 @@ async def test_an_evaluation_meets_that_of_the_same_step_and_may_be_repeated_alo
     row = row_of(tmp_path)
 
     async def evaluate(run: Run, step: int) -> float:
-        assert isinstance(run.generate, AgentGenerator)
         run.generate.evaluated_step = step
         text = TOKENIZER.apply_chat([{"role": "user", "content": "3+4+(2+2)"}])
         return reward(await run.play(row, Sample(EVALUATION, EVALUATION, 0, TOKENIZER.encode(text), seed=0)))
