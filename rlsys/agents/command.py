@@ -81,6 +81,7 @@ async def _serve(
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
                 await _first(keeper, stopped)
+                meeting.close()
                 keeper.cancel()  # before its episodes see their addresses go
                 await asyncio.wait({keeper})
         except OSError as e:

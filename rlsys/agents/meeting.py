@@ -124,11 +124,15 @@ class Meeting:
             self._base = f"http://{HOST}:{runner.addresses[0][1]}"
             yield self._base
         finally:
-            for episode in list(self._episodes.values()):
-                for arrival in episode.arrivals:
-                    arrival.send_again()
-                self._forget(episode)
+            self.close()
             await runner.cleanup()
+
+    def close(self) -> None:
+        """End all episodes; their runs send the samples again, to another meeting."""
+        for episode in list(self._episodes.values()):
+            for arrival in episode.arrivals:
+                arrival.send_again()
+            self._forget(episode)
 
     async def _show(self, request: web.Request) -> web.Response:
         live = [e for e in self._episodes.values() if not e.ended]

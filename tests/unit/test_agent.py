@@ -453,6 +453,7 @@ async def test_an_agent_may_be_a_service(losing: int, monkeypatch: pytest.Monkey
 
 async def test_a_service_that_fails_or_is_not_there_censors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "AWAY_SECONDS", 0.0)
     async with Service().listening() as url:
         with pytest.raises(ToolFailed, match="its service answered 500 no luck"):
             await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
