@@ -4,6 +4,7 @@ is lost in either ledger."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import urllib.request
@@ -56,14 +57,16 @@ def meet() -> Iterator[Meet]:
     made.kill()
 
 
+def session(meet: Meet, run: Path, steps: int, *overrides: str) -> Session:
+    """Of the policy that its folder is named by."""
+    url = f"rollout.generator_params.url=http://127.0.0.1:{meet.port}/{run.name}"
+    ends = (f"trainer.steps={steps}", f"eval.every={steps}")
+    return Session(run, *ends, url, *overrides, config=f"examples/relay/{run.name}.yaml")
+
+
 @pytest.fixture
 def runs(meet: Meet, tmp_path: Path) -> Iterator[dict[str, Session]]:
-    def session(policy: str) -> Session:
-        url = f"rollout.generator_params.url=http://127.0.0.1:{meet.port}/{policy}"
-        steps = (f"trainer.steps={STEPS}", f"eval.every={STEPS}")
-        return Session(tmp_path / policy, *steps, url, config=f"examples/relay/{policy}.yaml")
-
-    made = {p: session(p) for p in POLICIES}
+    made = {p: session(meet, tmp_path / p, STEPS) for p in POLICIES}
     yield made
     for one in made.values():
         one.kill()
@@ -88,12 +91,39 @@ def test_nothing_is_lost_when_everybody_is_killed(
         code, output = session.end()
         assert code == 0, output
         run = tmp_path / policy
-        ledger = check_ledger(run)
-        assert ledger["trained"] == STEPS * GROUPS
+        assert check_ledger(run)["trained"] == STEPS * GROUPS
         assert {s["step"] for s in read_metrics(run).steps} == set(range(1, STEPS + 1))
         check_agreement(run)
-        print(policy, ledger)
-    print(before, meet.counts())
     assert before["came_again"] > 0, "the second policy's samples came back to their episodes"
     assert before["failed"] == meet.counts()["failed"] == 0, "what was told is said again"
     meet.end()
+
+
+def test_beside_a_frozen_partner_it_trains_as_it_does_alone_on_the_same_rollouts(
+    meet: Meet, tmp_path: Path
+) -> None:
+    """Without its checkpoints it begins once more: its ledger has the rollouts, and nobody else is there."""
+    run, all_kept = tmp_path / "first", "trainer.checkpoint_every=100"
+    both = [
+        session(meet, run, 3, all_kept),
+        session(meet, tmp_path / "second", 3, all_kept, "trainer.lr=1.0e-30"),
+    ]
+    try:
+        assert [one.end()[0] for one in both] == [0, 0]
+    finally:
+        for one in both:
+            one.kill()
+    beside = read_metrics(run).steps
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    again = session(meet, run, 3, all_kept)
+    try:
+        code, output = again.end()
+    finally:
+        again.kill()
+    assert code == 0, output
+    alone = read_metrics(run).steps
+    assert [s["step"] for s in alone] == [s["step"] for s in beside] == [1, 2, 3]
+    for name in ("loss", "grad_norm"):
+        assert [s[name] for s in alone] == pytest.approx([s[name] for s in beside], rel=1e-6, abs=1e-6)
+    assert any(s["grad_norm"] for s in alone)
