@@ -58,6 +58,8 @@ class ModelSize:
     """Numbers that one token keeps in one layer's KV cache."""
     kv_heads: int | None
     """Heads that tensor parallelism divides the cache by; None: each rank keeps all (latent attention)."""
+    ahead: tuple[int, int] = (0, 0)
+    """Of the layer for multi-token prediction, if it is trained: dense ones, and routed experts. Not above."""
 
     @property
     def layers(self) -> int:
@@ -108,7 +110,18 @@ def model_size(hf: HFConfig) -> ModelSize:
         chosen=hf.experts_per_token,
         kv_values=kv_values,
         kv_heads=kv_heads,
+        ahead=_ahead(hf),
     )
+
+
+def _ahead(hf: HFConfig) -> tuple[int, int]:
+    """Beside a layer of the last one's kind: three norms, and what joins embedding and hidden state."""
+    if not hf.mtp:
+        return 0, 0
+    layer = _layer(hf, hf.moe_layers[-1])
+    around = sum(prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values())
+    routed = layer.pop("routed", 0) * hf.experts
+    return around + sum(layer.values()), routed
 
 
 def _layer(hf: HFConfig, moe: bool) -> Counter[str]:
@@ -232,7 +245,11 @@ def _held(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
         ends = size.embedding
     divided, whole = size.dense_of(layers)
     dense = (divided + ends) / p.tp + whole + (size.hidden if stage == p.pp - 1 else 0)
-    return dense, size.routed * sum(size.moe_layers[i] for i in layers) / (p.ep * p.expert_tp)
+    routed = size.routed * sum(size.moe_layers[i] for i in layers)
+    if stage == p.pp - 1 and any(size.ahead):  # with a copy of the embedding where the first stage has it
+        dense += (size.ahead[0] + size.embedding * (p.pp > 1)) / p.tp
+        routed += size.ahead[1]
+    return dense, routed / (p.ep * p.expert_tp)
 
 
 def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
@@ -275,7 +292,7 @@ def checkpoint_host(config: Config, size: ModelSize) -> float:
     p = config.parallel
     lanes, per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
     each = _SAVED_BYTES + value_bytes(config)
-    saved = (size.dense, size.experts)
+    saved = (size.dense + size.ahead[0], size.experts + size.ahead[1])
     if config.trainer.lora is not None:
         found = _factors(config)
         saved = (sum(f.dense for f in found), sum(f.experts for f in found))
@@ -303,6 +320,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     return [
         ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
         *_describe_adapters(config),
+        *_describe_ahead(config, size),
         (
             "trainer, one rank",
             f"{b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
@@ -323,6 +341,15 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         ),
         ("expected staleness", expected_staleness(config)),
     ]
+
+
+def _describe_ahead(config: Config, size: ModelSize) -> list[Fact]:
+    if not any(size.ahead):
+        return []
+    held = (
+        "pushed to engines, which draft with it" if config.engine.drafts_with_model else "not in the engines"
+    )
+    return [("multi-token prediction", f"{_count(sum(size.ahead))} more parameters, trained, {held}")]
 
 
 def _pushed(config: Config, size: ModelSize) -> int:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout, check_teacher, check_vocabulary, read_vocabulary
+from rlsys.convert.fit import (
+    check_asked,
+    check_layout,
+    check_teacher,
+    check_vocabulary,
+    read_vocabulary,
+    trained_model,
+)
 from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
 
@@ -42,7 +49,7 @@ def check_model(config: Config) -> None:
 def read_model(config: Config) -> HFConfig:
     """What config.json says, checked against the layout. Raises UserError; needs no weights."""
     check_folder(config.model.path)
-    hf = HFConfig.read(config.model.path)
+    hf = trained_model(config)
     check_layout(config, hf)
     check_asked(config, hf)
     return hf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -187,6 +188,16 @@ class EngineConfig(Section):
     token."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of sglang.launch_server, passed on unchanged."""
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether extra_args ask SGLang to draft with the model's own layer for multi-token prediction."""
+        given: dict[str, str] = {}
+        for arg, following in zip_longest(self.extra_args, self.extra_args[1:], fillvalue=""):
+            name, told, value = arg.partition("=")
+            given[name] = value if told else following
+        algorithm = given.get("--speculative-algorithm", "").upper()
+        return algorithm in ("EAGLE", "NEXTN") and "--speculative-draft-model-path" not in given
 
     @property
     def explorers(self) -> int:

@@ -235,6 +235,10 @@ class Config(Section):
             )
         if t.lora is not None and (told := self._not_with_lora()):
             raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
+        if t.mtp_loss and (told := self._not_with_mtp()):
+            raise ValueError(f"trainer.mtp_loss = {t.mtp_loss:g}: {told}")
+        if t.mtp_trunk and not t.mtp_loss:
+            raise ValueError("trainer.mtp_trunk = true needs a trainer.mtp_loss above 0")
         if self.engine.ngram_drafts and (told := self._not_with_drafts()):
             raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {told}")
         if self.weights.method == "adapter" and (told := self._not_with_adapter_pushes()):
@@ -291,6 +295,27 @@ class Config(Section):
             return "algo.critic trains a second model; leave it out"
         if self.model.fp8 == "both":
             return "model.fp8 = both needs Transformer Engine's layers, which have no adapters; use rollout"
+        return ""
+
+    def _not_with_mtp(self) -> str:
+        """What would weigh the loss of multi-token prediction wrong, or leave it out."""
+        t = self.trainer
+        if t.lora is not None:
+            return "trainer.lora trains nothing but adapters; use one of them"
+        if t.early_backward:
+            return (
+                "it is a mean over a step's tokens, of which trainer.early_backward sees some only; use false"
+            )
+        if t.balance_loss:
+            return (
+                f"its own router is not told what is padding, trainer.balance_loss = {t.balance_loss:g}; use 0, or "
+                "balance_rate"
+            )
+        if t.offload_optimizer:
+            return (
+                "its gradient is clipped by itself, which was never tried with trainer.offload_optimizer = "
+                f"{t.offload_optimizer:g}; use 0"
+            )
         return ""
 
     def _not_with_adapter_pushes(self) -> str:

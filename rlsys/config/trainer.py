@@ -80,6 +80,13 @@ class TrainerConfig(Section):
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
     """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
     loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""
+    mtp_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss of multi-token prediction, per token: train the layer with which engines draft, on the
+    tokens that the policy is trained on (docs/trainer.md). For models that have one: DeepSeek-V3, GLM-4.5. 0 is off:
+    the layer stays as the folder has it."""
+    mtp_trunk: bool = False
+    """Whether that loss also moves the model's other weights, as in pre-training. false: only the layer itself, and
+    the policy is trained as without it."""
     token_budget: Positive = 8192
     """Most tokens in one packed micro-batch. More use the hardware better and need more memory for
     activations."""

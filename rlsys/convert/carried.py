@@ -1,12 +1,14 @@
-"""Tensors that nobody here trains or serves, and that go along with the model all the same, unchanged: layers for
-multi-token prediction, and vision towers.
+"""Tensors of a folder that are no parameters of the model here, and that go along with it all the same: vision towers,
+and layers for multi-token prediction.
 
-A folder has them among its others, a Megatron checkpoint that was converted from one in files of their own.
+Where those layers are not trained all stay as they are. A folder has them among its others, a Megatron checkpoint that
+was converted from one in files of their own. Where they are trained, only copies are left: folders repeat the
+model's embedding and head in them, and get the model's own again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hf import MAX_FILE_BYTES, HFTensors
+from rlsys.convert.table import carried_names, shared_names
 
 _FILES = "carried-*.tensors"
 
@@ -32,13 +35,41 @@ def save_carried(checkpoint: Path, tensors: HFTensors, max_file_bytes: int = MAX
             held, files, size = {}, files + 1, 0
 
 
-def carried(source: Path, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """Those of a folder or of a checkpoint, in an order that never changes."""
+class CheckpointCarried:
+    """Those that a checkpoint has beside its weights; read on demand."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for file in sorted(checkpoint.glob(_FILES)):
+            with safe_open(str(file), framework="pt") as f:
+                self._files |= dict.fromkeys(f.keys(), file)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(str(self._files[name]), framework="pt") as f:
+            tensor: Tensor = f.get_tensor(name)
+        return tensor
+
+
+def with_carried(
+    tensors: Iterable[tuple[str, Tensor]], source: Path, hf: HFConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The model's `tensors`, and what `source`, the folder or checkpoint that it began with, has beside them. In an
+    order that never changes."""
+    held: HFTensors | CheckpointCarried
     if any(source.glob("*.safetensors")):
-        tensors = HFTensors(source, hf)
-        for name in sorted(tensors.carried):
-            yield name, tensors.read(name)
-    for file in sorted(source.glob(_FILES)):
-        with safe_open(str(file), framework="pt") as f:
-            for name in sorted(f.keys()):
-                yield name, f.get_tensor(name)
+        held = HFTensors(source, hf)
+        names = held.carried
+    else:
+        held = CheckpointCarried(source)
+        names = carried_names(hf, held.names)
+    copies = {own: copy for copy, own in shared_names(hf).items() if hf.mtp and copy in names}
+    for name, tensor in tensors:
+        yield name, tensor
+        if name in copies:
+            yield copies[name], tensor
+    for name in sorted(names - set(copies.values())):
+        yield name, held.read(name)

@@ -54,7 +54,8 @@ class HFConfig:
     """The fields of config.json that decide shapes and numbers. Sizes in elements.
 
     `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
-    multi-token prediction, which are carried along unchanged. `window`: tokens that a query sees, its own among
+    multi-token prediction. `mtp`: they are part of the model here, and trained; else they are carried along unchanged
+    (rlsys.convert.carried). `window`: tokens that a query sees, its own among
     them, in the layers of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig. `quantised`:
     how the folder holds weights (rlsys.convert.quantised).
     """
@@ -82,6 +83,7 @@ class HFConfig:
     routing: Routing = Routing()
     latent: LatentAttention | None = None
     prediction_layers: int = 0
+    mtp: bool = False
     quantised: Literal["", "mxfp4", "fp8"] = ""
     window: int = 0
     windowed_layers: tuple[bool, ...] = ()
@@ -164,8 +166,8 @@ class HFConfig:
         return frozenset(name for name, present in have.items() if present)
 
     def rules(self, layer: int) -> list[Rule]:
-        """The rules of one layer."""
-        kind: Feature = "moe" if self.moe_layers[layer] else "dense"
+        """The rules of one layer. One for multi-token prediction is of the last layer's kind."""
+        kind: Feature = "moe" if self.moe_layers[min(layer, self.layers - 1)] else "dense"
         have = {*self.features, kind, None}
         return [r for r in self.family.rules if r.per_layer and r.only in have]
 
@@ -187,6 +189,7 @@ class HFConfig:
             "s": self.shared_ffn_size,
             "n": self.heads,
             "1": 1,
+            "t": 2 * self.hidden_size,
         }
         if (latent := self.latent) is not None:
             sizes |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlsys.config import Config
@@ -10,6 +11,12 @@ from rlsys.convert.config import HFConfig
 from rlsys.errors import UserError
 from rlsys.model_folder import read_fields
 from rlsys.precision import BLOCK
+
+
+def trained_model(config: Config) -> HFConfig:
+    """Of model.path, with layers for multi-token prediction if these are trained. Raises UserError."""
+    hf = HFConfig.read(config.model.path)
+    return replace(hf, mtp=True) if config.trainer.mtp_loss and not hf.mtp else hf
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
@@ -114,6 +121,8 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             raise UserError(f"trainer.{field} = {value}, but {path} has no experts")
     if t.balance_rate and hf.routing.kind != "sigmoid":
         raise UserError(f"trainer.balance_rate = {t.balance_rate}, but the routers of {path} have no bias")
+    if t.mtp_loss and (told := _no_prediction(hf)):
+        raise UserError(f"trainer.mtp_loss = {t.mtp_loss:g}: {told} of {path}; expected 0")
     lacking = {
         "mla_up_proj": hf.latent is None,
         "shared_experts": not hf.shared_ffn_size,
@@ -127,6 +136,21 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} leaves no room for a prompt in the "
             f"context of {hf.context_length} tokens of {path}"
         )
+
+
+def _no_prediction(hf: HFConfig) -> str:
+    """Why the model has no layer for multi-token prediction that can be trained here; nothing if it has one."""
+    if not hf.prediction_layers:
+        return "there is no layer for multi-token prediction (num_nextn_predict_layers) in config.json"
+    if not hf.family.mtp:
+        return f"layers for multi-token prediction cannot be trained in {hf.family.architecture}, the family"
+    if hf.prediction_layers > 1:
+        return f"only one layer for multi-token prediction can be trained, not the {hf.prediction_layers}"
+    if hf.tied:
+        return (
+            "multi-token prediction was never tried with tie_word_embeddings = true, as it is in config.json"
+        )
+    return ""
 
 
 def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig, folder: Path) -> None:

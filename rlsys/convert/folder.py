@@ -51,7 +51,7 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
     others = {
         hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
         for name, parts in hf.family.other_names.items()
-        for layer in range(hf.layers)
+        for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
     }
     stacks = stacked_names(hf)
     headers = {name: (file, shape) for file in files for name, shape in read_header(file).items()}

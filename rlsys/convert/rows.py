@@ -8,6 +8,8 @@ from rlsys.convert.rules import Feature, Rule
 
 M, H = "decoder.layers.{l}.", "model.layers.{l}."
 """How a layer's names begin, in Megatron and in a folder."""
+P = "mtp.layers.{l}."
+"""How those of a layer for multi-token prediction begin in Megatron. Folders count it as the layer after the last."""
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
 EMBEDDING = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, cut=0),)
@@ -61,6 +63,17 @@ LATENT_ATTENTION = (
     _latent("linear_kv_up_proj", "kv_b_proj", "xc", cut=0),
     _latent("linear_proj", "o_proj", "ho", cut=1),
 )
+
+
+def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
+    """DeepSeek-V3, section 2.2: norms of the token's embedding and of the hidden state, and what joins them; then
+    comes a whole layer, and its norm. Embedding and head are the model's own."""
+    return (
+        Rule(P + "enorm.weight", {H + "enorm.weight": "h"}),
+        Rule(P + "hnorm.weight", {H + "hnorm.weight": "h"}),
+        Rule(P + "eh_proj.weight", {H + "eh_proj.weight": "ht"}, cut=0),
+        Rule(P + "final_layernorm.weight", {f"{H}{final_norm}.weight": "h"}),
+    )
 
 
 def mlp(

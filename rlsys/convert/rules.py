@@ -5,7 +5,7 @@ A `Rule` pairs one Megatron parameter (names of the local layer spec) with the H
 
     v vocabulary    h hidden    q heads x head size    k key-value heads x head size    d head size    n heads
     f feed-forward  m an expert's feed-forward         e experts                        s shared experts' feed-forward
-    1 one
+    1 one           t twice h
 
 and for multi-head latent attention (DeepSeek-V2, section 2.1), with n + r the head size of queries and keys without
 and with position, and w that of values:
@@ -103,6 +103,7 @@ class Family:
     `part_of_more`: the model is the language part of one with a vision tower: its fields are under `text_config`.
     `prefix`: how folders begin the names that begin with `model.` in the table, and in engines.
     `carried`: how names of tensors begin that go along unchanged (rlsys.convert.carried).
+    `mtp`: what a layer for multi-token prediction has beside a whole layer; empty: such layers cannot be trained.
     """
 
     architecture: str
@@ -124,3 +125,4 @@ class Family:
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     stacks: dict[str, Stack] = field(default_factory=dict)
     megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    mtp: tuple[Rule, ...] = ()

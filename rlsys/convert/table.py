@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlsys.convert.config import HFConfig
+from rlsys.convert.rows import M, P
 from rlsys.convert.rules import Rule, Stack
 from rlsys.errors import UserError
 
@@ -31,7 +32,8 @@ class Entry:
 
 
 def entries(config: HFConfig) -> Iterator[Entry]:
-    """Every parameter of a whole model, once: embedding, layer by layer, head. The order never changes."""
+    """Every parameter of a whole model, once: embedding, layer by layer, head. The order never changes. Layers for
+    multi-token prediction come behind the others, where they are trained."""
     rules = config.family.rules
     first = next(i for i, rule in enumerate(rules) if rule.per_layer)
     last = max(i for i, rule in enumerate(rules) if rule.per_layer)
@@ -41,6 +43,8 @@ def entries(config: HFConfig) -> Iterator[Entry]:
         for rule in config.rules(layer):
             for expert in range(config.experts) if rule.per_expert else [None]:
                 yield _entry(rule, config, layer, expert)
+    for layer in predicting_layers(config) if config.mtp else ():
+        yield from _predicting(config, layer)
     for rule in rules[last + 1 :]:
         if not (config.tied and rule.megatron == "output_layer.weight"):
             yield _entry(rule, config)
@@ -52,6 +56,23 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
         for name, letters in rule.hf.items()
     }
     return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
+
+
+def predicting_layers(config: HFConfig) -> range:
+    """The numbers that folders give to layers for multi-token prediction."""
+    return range(config.layers, config.layers + config.prediction_layers)
+
+
+def _predicting(config: HFConfig, layer: int) -> Iterator[Entry]:
+    """Of one layer for multi-token prediction, which megatron counts from 0."""
+    whole = [
+        replace(r, megatron=r.megatron.replace(M, P + "transformer_layer.")) for r in config.rules(layer)
+    ]
+    for rule in (*config.family.mtp, *whole):
+        for expert in range(config.experts) if rule.per_expert else [None]:
+            entry = _entry(rule, config, layer, expert)
+            name = rule.megatron.format(l=layer - config.layers, e="{e}")
+            yield replace(entry, megatron=name)
 
 
 def is_matrix(entry: Entry) -> bool:
@@ -83,15 +104,28 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Those that nobody here trains (rlsys.convert.carried): of layers after the model's own, which predict several
-    tokens at once, and of what the family says."""
-    layers = range(config.layers, config.layers + config.prediction_layers)
+    """Tensors that are no parameters of the model here (rlsys.convert.carried): what the family says, and layers for
+    multi-token prediction; where these are trained, copies of what they share with the model."""
+    layers, copies = predicting_layers(config), shared_names(config)
+
+    def of_such_a_layer(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) in layers and (not config.mtp or name in copies)
+
     return frozenset(
         name
         for name in present
-        if name.startswith(config.family.carried)
-        or ((m := _LAYER.match(config.in_table(name))) and int(m[1]) in layers)
+        if name.startswith(config.family.carried) or of_such_a_layer(config.in_table(name))
     )
+
+
+def shared_names(config: HFConfig) -> dict[str, str]:
+    """What a folder may hold a second time in its layers for multi-token prediction -> the model's tensor."""
+    return {
+        f"model.layers.{layer}.{copy}.weight": f"{own}.weight"
+        for layer in predicting_layers(config)
+        for copy, own in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head"))
+    }
 
 
 def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:

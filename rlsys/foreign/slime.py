@@ -325,14 +325,14 @@ def _trainer(d: Draft) -> None:
         d.put(place, int(d.get(name, otherwise)), name)
     if d.get("--lora-rank") is not None:
         d.refuse("--lora-rank", "not translated: give trainer.lora yourself")
-    for name in (
-        "--train-backend",
-        "--enable-mtp-training",
-        "--mtp-num-layers",
-        "--loss-mask-type",
-    ):
+    weight = float(d.get("--mtp-loss-scaling-factor", 0.2))
+    if d.get("--enable-mtp-training"):
+        d.put("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor")
+    if int(layers := d.get("--mtp-num-layers", 1)) > 1:
+        d.refuse("--mtp-num-layers", f"{layers}: one layer for multi-token prediction can be trained; use 1")
+    for name in ("--train-backend", "--loss-mask-type"):
         if d.get(name) not in (None, "megatron"):
-            d.refuse(name, "not here: a text model is trained, by Megatron, without MTP layers")
+            d.refuse(name, "not here: a text model is trained, by Megatron")
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:

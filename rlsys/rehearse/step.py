@@ -60,7 +60,7 @@ class _Weightless(Trainer):
     """Shapes are all that counts."""
 
     def _built(self) -> Chunks:
-        return build_model(self.config, self.hf, self._device, fill=lambda *_: None)
+        return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _waiting(self) -> Control:
         """Nobody is there to wait for, and nobody to make a gloo group with."""

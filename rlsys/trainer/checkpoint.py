@@ -43,7 +43,7 @@ from rlsys.errors import RunError, disk_errors
 from rlsys.owner import Owner
 from rlsys.trainer import manifest
 from rlsys.trainer.background import Writing
-from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.chunks import MTP, Chunks
 from rlsys.trainer.control import Control
 
 _CRITIC = "critic."
@@ -86,9 +86,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_weights(path: Path, model: Chunks) -> None:
-    """Only the model, from a checkpoint that `rlsys convert` made. Raises RunError as Checkpoints.load does."""
+    """Only the model, without layers for multi-token prediction, from a checkpoint that `rlsys convert` made. Raises
+    RunError as Checkpoints.load does."""
     _verify(path, [])
-    model.load_state_dict(_loaded({"model": model.sharded_state_dict()}, path)["model"])
+    described = {
+        chunk: {name: shard for name, shard in weights.items() if not name.startswith(MTP)}
+        for chunk, weights in model.sharded_state_dict().items()
+    }
+    model.load_state_dict(_loaded({"model": described}, path)["model"], but=MTP)
 
 
 def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:

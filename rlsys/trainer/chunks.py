@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 EXPERT_BIAS = "router.expert_bias"
 """Ends the names of the only weights that are no parameters: no gradient reaches them."""
+MTP = "mtp."
+"""Begins megatron's names of a layer for multi-token prediction."""
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
@@ -80,10 +82,13 @@ class Chunks:
             for i, module in enumerate(self.modules)
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `sharded_state_dict` described. Raises ValueError when a weight is missing."""
+    def load_state_dict(self, state: dict[str, Any], but: str | None = None) -> None:
+        """What `sharded_state_dict` described. Raises ValueError when a weight is missing, save those that begin with
+        `but`."""
         for i, module in enumerate(self.modules):
             missing, _ = module.load_state_dict(state[str(i)], strict=False)
+            if but is not None:
+                missing = [name for name in missing if not name.startswith(but)]
             if self.lora is not None:
                 missing = [name for name in missing if name.startswith(ADAPTERS)]
             if lost := [name for name in missing if not name.endswith("_extra_state")]:

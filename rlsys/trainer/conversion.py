@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
-from itertools import chain
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from rlsys.config import Config, explain_error, load_config
 from rlsys.config.trainer import LoraConfig, ModelConfig, ParallelConfig
 from rlsys.convert.adapters import ADAPTERS, adapted
-from rlsys.convert.carried import carried, save_carried
+from rlsys.convert.carried import save_carried, with_carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
@@ -34,6 +33,7 @@ from rlsys.convert.torch_dist import Box, DistReader, DistWriter
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import checkpoint, manifest, setup
 from rlsys.trainer.addresses import Address, addresses
+from rlsys.trainer.chunks import MTP
 
 Advance = Callable[[int, int], None]
 """Told after each tensor: elements done, elements in all."""
@@ -130,7 +130,7 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
     """
     found = find_checkpoint(where)
     model = model_of(found)
-    hf = HFConfig.read(model)
+    hf = _as_held(found, HFConfig.read(model))
     _check_whole(found)
     lora = _lora_of(found)
     size = sum(f.stat().st_size for f in found.glob("*.distcp"))
@@ -152,7 +152,7 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
                     done = Done(done.tensors + 1, done.elements + tensor.numel())
                     advance(done.elements, total)
 
-            write_hf(out, model, chain(stacked(tensors(), hf), carried(model, hf)))
+            write_hf(out, model, with_carried(stacked(tensors(), hf), model, hf))
     return done
 
 
@@ -184,6 +184,12 @@ def _lora_of(found: Path) -> LoraConfig | None:
     """Of the run that left the checkpoint."""
     run = found.parent.parent / "config.yaml"
     return load_config(run).trainer.lora if not (found / "config.json").is_file() else None
+
+
+def _as_held(where: Path, hf: HFConfig) -> HFConfig:
+    """With layers for multi-token prediction, if a checkpoint has trained ones."""
+    trained = not is_hf(where) and any(key.startswith(MTP) for key in DistReader(where).shapes)
+    return replace(hf, mtp=trained)
 
 
 class AdaptedTensors:
@@ -230,7 +236,8 @@ class MegatronTensors:
                     f"{folder}: a checkpoint of another model: {key} has shape {stored[key]}, expected {shape}"
                 )
         rest = sorted(stored.keys() - expected.keys())
-        if extra := [key for key in rest if not key.startswith(_NOT_THE_MODEL)]:
+        beside = _NOT_THE_MODEL if hf.mtp else (*_NOT_THE_MODEL, MTP)
+        if extra := [key for key in rest if not key.startswith(beside)]:
             raise UserError(f"{folder}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
         self.of_a_run = bool(rest)
 
@@ -248,9 +255,9 @@ def verify(a: Path, b: Path, advance: Advance) -> Done:
 
     Raises RunError that says how many tensors differ, and names the first and by how much.
     """
-    configs = []
-    for where in (a, b):
-        configs.append(HFConfig.read(_model_folder(where)))
+    configs = [HFConfig.read(_model_folder(where)) for where in (a, b)]
+    if all(_has_predictions(where, hf) for where, hf in zip((a, b), configs, strict=True)):
+        configs = [replace(hf, mtp=True) for hf in configs]
     for field in fields(HFConfig):
         x, y = (getattr(c, field.name) for c in configs)
         if x != y and field.name not in ("family", "prediction_layers", "quantised"):
@@ -268,6 +275,15 @@ def verify(a: Path, b: Path, advance: Advance) -> Done:
     if differ:
         raise RunError(f"{len(differ)} of {done.tensors} tensors differ, first: {differ[0]}")
     return done
+
+
+def _has_predictions(where: Path, hf: HFConfig) -> bool:
+    """Whether it has whole layers for multi-token prediction under the names of its family."""
+    if not is_hf(where):
+        return _as_held(find_checkpoint(where), hf).mtp
+    wanted = {name for entry in entries(replace(hf, mtp=True)) for name in entry.hf}
+    wanted -= {name for entry in entries(hf) for name in entry.hf}
+    return bool(hf.family.mtp and wanted) and wanted <= HFTensors(where, hf).carried
 
 
 def is_hf(where: Path) -> bool:

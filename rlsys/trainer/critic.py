@@ -30,10 +30,10 @@ class Critic(Trainer):
 
     def __init__(self, policy: Trainer, section: CriticSection) -> None:
         self._policy = policy
-        own_routes = policy.config.trainer.model_copy(update={"replay": "off"})
-        super().__init__(policy.config.model_copy(update={"trainer": own_routes}))
+        own = policy.config.trainer.model_copy(update={"replay": "off", "mtp_loss": 0.0, "mtp_trunk": False})
+        super().__init__(policy.config.model_copy(update={"trainer": own}))
         self.warmup_steps = section.warmup_steps
-        self._lr_factor = (section.lr or own_routes.lr) / own_routes.lr
+        self._lr_factor = (section.lr or own.lr) / own.lr
 
     def _joined(self) -> torch.device:
         """The layout is the policy's."""

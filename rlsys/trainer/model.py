@@ -22,15 +22,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
+from rlsys.convert.carried import CheckpointCarried
 from rlsys.convert.config import HFConfig, LatentAttention
 from rlsys.convert.fit import stage_layers
+from rlsys.convert.table import entries
+from rlsys.errors import UserError
 from rlsys.precision import trainer_fields
 from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.choices import set_choice
-from rlsys.trainer.chunks import EXPERT_BIAS, Chunks
+from rlsys.trainer.chunks import EXPERT_BIAS, MTP, Chunks
+from rlsys.trainer.mtp import PredictingModel, mtp_spec
 from rlsys.trainer.norms import set_heads_norms
-from rlsys.trainer.weights import TE_NAMES, load_hf, mark_shards
+from rlsys.trainer.weights import TE_NAMES, fill, load_hf, mark_shards
 
 
 def uses_transformer_engine(config: Config) -> bool:
@@ -185,6 +189,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         **trainer_fields(config),
         **_experts(hf, config),
         **_recompute(config),
+        **({"mtp_num_layers": hf.prediction_layers} if hf.mtp else {}),
     )
     if hf.latent is not None:
         return MLATransformerConfig(**(fields | _latent_attention(hf, hf.latent) | _of_the_family(hf)))
@@ -233,21 +238,28 @@ Fill = Callable[[Chunks, Path, HFConfig], None]
 
 
 def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
-    """From a Megatron checkpoint or a Hugging Face folder."""
-    if checkpoint.is_checkpoint(path):
-        checkpoint.load_weights(path, chunks)
-    else:
+    """From a Megatron checkpoint or a Hugging Face folder. A checkpoint that was converted has layers for multi-token
+    prediction beside the model, as the folder had them."""
+    if not checkpoint.is_checkpoint(path):
         load_hf(chunks, path, hf)
+        return
+    checkpoint.load_weights(path, chunks)
+    if hf.mtp:
+        table = [entry for entry in entries(hf) if entry.megatron.startswith(MTP)]
+        beside = CheckpointCarried(path)
+        if missing := {name for entry in table for name in entry.hf} - beside.names:
+            raise UserError(f"{path}: {len(missing)} tensor(s) are missing, first: {min(missing)}")
+        fill(chunks, hf, table, beside.read)
 
 
-def build_model(config: Config, hf: HFConfig, device: torch.device, fill: Fill = load_model) -> Chunks:
-    """This rank's part of the model on `device`, weights put in from `config.model.path` by `fill`."""
+def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill = load_model) -> Chunks:
+    """This rank's part of the model on `device`, weights put in from `config.model.path` by `load`."""
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
     engine = uses_transformer_engine(config)
     chunks = Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
-    fill(chunks, config.model.path, hf)
+    load(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():
         if ".experts." in name:
@@ -264,9 +276,13 @@ def chunk(
 ) -> GPTModel:
     """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
     where = {"ignore_virtual": False, "vp_stage": stage}
-    model = GPTModel(
+    layers = block_spec(transformer, hf, stage, transformer_engine)
+    more: dict[str, Any] = {}
+    if hf.mtp:
+        more["mtp_block_spec"] = mtp_spec(transformer, layers, stage, transformer_engine)
+    model = (PredictingModel if hf.mtp else GPTModel)(
         transformer,
-        block_spec(transformer, hf, stage, transformer_engine),
+        layers,
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -279,6 +295,7 @@ def chunk(
         rope_scaling=hf.rope.kind == "llama3",
         rope_scaling_factor=hf.rope.factor,
         vp_stage=stage,
+        **more,
     )
     for module in model.modules():
         if isinstance(module, TopKRouter):

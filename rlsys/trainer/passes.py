@@ -21,6 +21,7 @@ from rlsys.config import Config
 from rlsys.precision import token_multiple
 from rlsys.trainer.attention import PackedSequences
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.mtp import Prediction
 from rlsys.trainer.pack import MicroBatch, Packer
 from rlsys.trainer.routing import Routing
 from rlsys.trainer.share import Share, padded_lengths
@@ -66,12 +67,14 @@ class Passes:
         crossover: float,
         device: torch.device,
         zero_grad: Callable[[], None] = lambda: None,
+        prediction: Prediction | None = None,
     ) -> None:
         """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops).
+        `prediction`: trains a layer for multi-token prediction.
         `zero_grad`: the optimizer's, where there is one."""
         self._config, self._models, self._routing = config, list(models), routing
         self._scores_of, self._zero_grad = scores_of, zero_grad
-        self._device = device
+        self._device, self._prediction = device, prediction
         self._multiple, self._cp = token_multiple(config), config.parallel.cp
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._dp_size = parallel_state.get_data_parallel_world_size()
@@ -105,10 +108,13 @@ class Passes:
         out = from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
         return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
 
-    def accumulate(self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0) -> None:
+    def accumulate(
+        self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0, prediction_weight: float = 1.0
+    ) -> None:
         """Forward and backward passes of this rank's micro-batches; their number must be the same on all ranks.
 
-        The gradient of `weight` * loss is added to what the next update applies. Weights stay as they are.
+        The gradient of `weight` * loss is added to what the next update applies, and where multi-token prediction is
+        trained, that of `prediction_weight` times its loss. Weights stay as they are.
         """
         t = self._config.rollout.temperature
         if not self._computed_tokens:  # the first since the last update
@@ -119,8 +125,11 @@ class Passes:
         def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total, sums = loss_fn(self._scores_of(output, share, t), micro)
             unused = torch.zeros((), dtype=torch.int, device=self._device)
-            weighed = total * weight if weight != 1.0 else total
-            return weighed, unused, {**sums, "loss_sum": total.detach()}
+            weighed, sums = total * weight if weight != 1.0 else total, {**sums, "loss_sum": total.detach()}
+            if self._prediction is not None:
+                of_layer, counts = self._prediction.loss(share, micro)
+                weighed, sums = weighed + of_layer * prediction_weight, sums | counts
+            return weighed, unused, sums
 
         self._sums += self._schedule(loss, batch, forward_only=False)
         self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())

@@ -74,6 +74,7 @@ def preference_step(
         "skipped_updates": int(done.skipped),
         "padding_share": done.padding_share,
         **_figures(loss, answers),
+        **done.prediction,
     }
 
 

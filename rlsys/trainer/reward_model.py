@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rlsys.convert.carried import carried
+from rlsys.convert.carried import with_carried
 from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stacked
 from rlsys.trainer.chunks import Chunks
@@ -66,7 +66,7 @@ class RewardTrainer(Trainer):
                 "id2label": {"0": "reward"},
                 "label2id": {"reward": 0},
             }
-            write_hf(folder, source, chain(tensors, carried(source, self.hf)), changes=changes)
+            write_hf(folder, source, with_carried(tensors, source, self.hf), changes=changes)
         else:
             for _ in tensors:
                 pass

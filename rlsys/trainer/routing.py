@@ -130,7 +130,8 @@ class Routing:
         self._balanced = bool(moe.moe_aux_loss_coeff or moe.moe_router_bias_update_rate)
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
-            routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
+            # That of a layer for multi-token prediction chooses for itself: the engine has no routes of it.
+            routers = [m for m in module.decoder.modules() if isinstance(m, TopKRouter)]
             self._replays.append([LayerReplay(r) for r in routers])
             for replay in self._replays[-1]:
                 replay.router.router_replay = replay

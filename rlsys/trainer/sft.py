@@ -87,6 +87,11 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
         return Trainer(
             config, loss.needs(), candidates=loss.candidates if isinstance(loss, Imitation) else None
         )
+    if config.trainer.mtp_loss:
+        raise UserError(
+            f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: a reward model predicts no tokens, sft.loss = "
+            "reward_model; expected 0"
+        )
     if config.trainer.lora is not None:
         raise UserError(
             "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
@@ -102,7 +107,12 @@ def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: floa
         return micro.masked(losses).sum(), {}
 
     done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
-    return {"loss": done.loss, "grad_norm": done.grad_norm, "padding_share": done.padding_share}
+    figures: dict[str, object] = {
+        "loss": done.loss,
+        "grad_norm": done.grad_norm,
+        "padding_share": done.padding_share,
+    }
+    return {**figures, **done.prediction}
 
 
 def at_temperature_one(config: Config) -> Config:

@@ -10,8 +10,7 @@ import gc
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +25,9 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.convert.adapters import factors
-from rlsys.convert.carried import carried
+from rlsys.convert.carried import with_carried
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.fit import check_asked, check_layout, trained_model
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.convert.peft import write_adapter
@@ -39,11 +38,12 @@ from rlsys.records import SegmentReader
 from rlsys.tickets import Canary
 from rlsys.trainer import setup
 from rlsys.trainer.checkpoint import Checkpoints, Learner
-from rlsys.trainer.chunks import Chunks
+from rlsys.trainer.chunks import MTP, Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scoring
 from rlsys.trainer.lora import Lora, fingerprint
 from rlsys.trainer.model import build_model
+from rlsys.trainer.mtp import OwnClipping, Prediction, predicted, take_metrics
 from rlsys.trainer.muon import add_muon
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import LossFn, Passes, ScoresOf
@@ -59,7 +59,7 @@ class Updated:
 
     `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `padding_share`:
     of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the weights are as
-    they were.
+    they were. `prediction`: figures of multi-token prediction (rlsys.trainer.mtp), empty where it is not trained.
     """
 
     loss: float
@@ -68,6 +68,7 @@ class Updated:
     routing: dict[str, float]
     padding_share: float
     skipped: bool = False
+    prediction: dict[str, float] = field(default_factory=dict)
 
 
 def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
@@ -107,7 +108,8 @@ class Trainer:
         self.config = config
         self._candidates = candidates
         self._signals = frozenset(signals)
-        self.hf = HFConfig.read(config.model.path)
+        self.hf = trained_model(config)
+        """With layers for multi-token prediction where they are trained."""
         check_layout(config, self.hf)
         check_asked(config, self.hf)
         self._device = self._joined()
@@ -131,6 +133,7 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
         if config.trainer.optimizer == "muon":
             add_muon(self._optimizer, self._chunks, self.hf)
+        self._prediction, self._own_clipping = self._predicting()
         self._transformer.grad_scale_func = self._optimizer.scale_loss
         self._routing = Routing(self._chunks.modules, self.hf.layers, config.trainer.replay)
         self.segments = SegmentReader(config.run.dir, f"trainer rank {self.rank}")
@@ -143,7 +146,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self.passes = Passes(
             config, self._models, self._routing, self._scoring(), crossover_length(self.hf), self._device,
-            self._optimizer.zero_grad,
+            self._optimizer.zero_grad, self._prediction,
         )  # fmt: skip
 
     def _joined(self) -> torch.device:
@@ -158,6 +161,17 @@ class Trainer:
         if (lora := self.config.trainer.lora) is not None:
             chunks.lora = Lora(chunks, self.hf, lora, self.config.run.seed)
         return chunks
+
+    def _predicting(self) -> tuple[Prediction | None, OwnClipping | None]:
+        """What trains the layer for multi-token prediction, and what clips its gradient where that is its own."""
+        t = self.config.trainer
+        if not self.hf.mtp:
+            return None, None
+        prediction = Prediction(self._chunks.modules, t.mtp_loss, t.mtp_trunk)
+        if t.mtp_trunk:
+            return prediction, None
+        own = [p for name, p in self._chunks.named_parameters() if name.startswith(MTP)]
+        return prediction, OwnClipping(self._optimizer, own, t.grad_clip)
 
     def from_all(self, value: T) -> list[T]:
         """`value` of every data-parallel rank, on all of them."""
@@ -202,8 +216,12 @@ class Trainer:
             self.config.trainer.balance_loss
         ):  # megatron weighs it by tokens and expects a division by their number
             divisor = float(sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
+        per_prediction = 1.0
+        if self._prediction is not None:  # a mean of what it predicts, whatever the objective is divided by
+            tokens = torch.tensor(sum(int(predicted(m).sum()) for m in batch))
+            per_prediction = divisor / max(1.0, float(sum_over_dp(tokens)))
         if batch:
-            self.passes.accumulate(batch, loss_fn, divisor / denominator)
+            self.passes.accumulate(batch, loss_fn, divisor / denominator, per_prediction)
         done = self.apply(lr, denominator, divisor)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if done.skipped else 0
         if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
@@ -227,18 +245,20 @@ class Trainer:
             model.scale_gradients(1.0 / divisor)
         # Looked at before the step: Adam would carry one NaN into every weight.
         self._optimizer.prepare_grads()
+        own_norm = 0.0 if self._own_clipping is None else self._own_clipping.norm()
         grad_norm = float(self._optimizer.get_grad_norm())
-        skipped = not math.isfinite(grad_norm)
+        skipped = not math.isfinite(grad_norm + own_norm)
         if skipped:
             for bias, before in zip(self._expert_biases, biases, strict=True):
                 bias.copy_(before)  # megatron moves it while it reduces gradients
         else:
+            if self._own_clipping is not None:
+                self._own_clipping.clip(own_norm, grad_norm)
             self._optimizer.step()
         done = self.passes.take_accumulated()
         mean = float(done.sums.pop("loss_sum")) / denominator
-        return Updated(
-            mean, grad_norm, done.sums, self._routing.metrics(self._device), done.padding_share, skipped
-        )
+        routing, prediction = self._routing.metrics(self._device), take_metrics(done.sums)
+        return Updated(mean, grad_norm, done.sums, routing, done.padding_share, skipped, prediction)
 
     def _scoring(self) -> ScoresOf:
         teacher = self.config.algo.teacher
@@ -308,6 +328,15 @@ class Trainer:
         one by one, save in families whose folders and engines stack them."""
         return stacked(gather_hf(self._chunks, self.hf), self.hf)
 
+    @property
+    def served(self) -> HFConfig:
+        """The part of it that engines hold. A layer for multi-token prediction only if they draft with it."""
+        return replace(self.hf, mtp=self.hf.mtp and self.config.engine.drafts_with_model)
+
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """named_hf_tensors, of what engines hold."""
+        return stacked(gather_hf(self._chunks, self.served), self.served)
+
     def named_base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The same without adapters: what they stand beside."""
         return stacked(gather_hf(self._chunks, self.hf, merge=False), self.hf)
@@ -324,7 +353,7 @@ class Trainer:
         """Write a Hugging Face folder that serves by itself. Atomic."""
         if self.is_main:
             source = self.config.model.path
-            write_hf(folder, source, chain(self.named_hf_tensors(), carried(source, self.hf)))
+            write_hf(folder, source, with_carried(self.named_hf_tensors(), source, self.hf))
         else:
             for _ in self.named_hf_tensors():
                 pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -84,6 +84,8 @@ class LocalWeights:
         here = [name] if stage == self.pp_group.rank() else []
         if self._tied and name == _EMBEDDING and _HEAD in self:
             here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
+        if name == _EMBEDDING and not here and name in self:
+            here.append(name)  # the same beside a layer for multi-token prediction
         owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
         return here if owned else []
 
@@ -104,19 +106,25 @@ def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
 
     Raises UserError that names a missing, unknown or mis-shaped tensor.
     """
-    tensors = HFTensors(folder, hf)
+    filled = fill(model, hf, entries(hf), HFTensors(folder, hf).read)
+    if rest := sorted(LocalWeights(model, hf).names - filled):
+        raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
+
+
+def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[str], Tensor]) -> set[str]:
+    """Fill this rank's weights of these entries with the tensors that `read` gives; megatron's names of the weights.
+    Collective."""
     local, filled = LocalWeights(model, hf), set()
-    for entry in entries(hf):
+    for entry in table:
         if not (here := local.here(entry)):
             continue
-        full = to_megatron(entry.rule, [tensors.read(part) for part in entry.hf], hf)
+        full = to_megatron(entry.rule, [read(part) for part in entry.hf], hf)
         for name in here:
             weight = local[name]
             with torch.no_grad():
                 weight.copy_(shard(full, entry.rule))
             filled.add(name)
-    if rest := sorted(local.names - filled):
-        raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
+    return filled
 
 
 def mark_shards(model: Chunks, hf: HFConfig) -> None:

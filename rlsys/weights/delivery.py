@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ class Delivery:
         self._trainer, self._config = trainer, trainer.config
         self._sharded: ShardedPush | None = None
         if self._config.weights.method == "sharded":
-            senders = plan_senders(self._config, trainer.hf, experts_together=not torch.cuda.is_available())
-            shards = Shards(trainer.local_weights(), trainer.hf)
+            senders = plan_senders(
+                self._config, trainer.served, experts_together=not torch.cuda.is_available()
+            )
+            shards = Shards(trainer.local_weights(), trainer.served)
             self._sharded = ShardedPush(self._config, senders, shards, trainer.control, trainer.rank)
         self._adapters: AdapterPush | None = None
         self._base: list[dict[str, str]] | None = None
@@ -65,7 +67,10 @@ class Delivery:
 
     def push(self, ticket: PushTicket) -> Delivered:
         """Between `begin_push` and `end_push` of the rollout process. Collective."""
-        trainer, checksums = self._trainer, EngineChecksums(self._trainer.hf, *self._config.engine.tps)
+        trainer, checksums = (
+            self._trainer,
+            EngineChecksums(replace(self._trainer.served, mtp=False), *self._config.engine.tps),
+        )
         if self._sharded is not None:
 
             def prepare(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +86,7 @@ class Delivery:
             return Delivered(
                 self._of_base(checksums), self._settled(self._adapters.left_out, sent), checksums.seconds
             )
-        tensors = trainer.named_hf_tensors()
+        tensors = trainer.served_tensors()
         if self._sync.sends(ticket) or trainer.is_main:
             tensors = for_engines(self._config, tensors)
         sent = self._sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)

@@ -170,8 +170,9 @@ def _pushed_bytes(entry: Entry, config: Config) -> int:
 
 
 def _stage(entry: Entry, stages: list[int]) -> int:
-    """What belongs to no layer is on the first stage if it is the embedding, else on the last."""
-    if entry.layer is not None:
+    """What belongs to no layer is on the first stage if it is the embedding, else on the last. Layers for multi-token
+    prediction are there, too."""
+    if entry.layer is not None and entry.layer < len(stages):
         return stages[entry.layer]
     return 0 if entry.megatron.startswith("embedding.") else stages[-1]
 

@@ -7,7 +7,7 @@ tests/unit/test_convert.py.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,9 @@ def load(folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def write(folder: Path, tiny: Tiny, **changes: Any) -> Path:
-    """In float32. Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes."""
+def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Path:
+    """In float32. Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes.
+    `mtp`: with a layer for multi-token prediction, which transformers does not have."""
     from rlsys.engine.cpu_platform import declare_torchvision_ops
 
     declare_torchvision_ops()
@@ -180,7 +181,10 @@ def write(folder: Path, tiny: Tiny, **changes: Any) -> Path:
             weight.add_(torch.randn_like(weight) * 0.1)
         if name.endswith("sinks"):  # engines keep them so
             weight.copy_(weight.bfloat16())
-    return save(model, folder)
+    save(model, folder)
+    if mtp:
+        _add_prediction(folder)
+    return folder
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -195,3 +199,22 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     turned = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if ".experts." in name}
     save_file(tensors | turned, file, metadata={"format": "pt"})
+
+
+def _add_prediction(folder: Path) -> None:
+    """As published folders have it: experts one by one, copies of embedding and head."""
+    from rlsys.convert.config import HFConfig
+    from rlsys.convert.table import entries, shared_names
+
+    raw = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    hf = HFConfig.read(folder)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    own = {name for entry in entries(hf) for name in entry.hf}
+    for entry in entries(replace(hf, mtp=True)):
+        for name, shape in entry.hf.items():
+            if name not in own:
+                spread, middle = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
+                tensors[name] = torch.randn(shape, generator=generator) * spread + middle
+    tensors |= {copy: tensors[shared].clone() for copy, shared in shared_names(hf).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -112,7 +112,7 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
-    """[loss, gradient norm, metric, figures of routing] of `n` optimizer steps on the same samples."""
+    """[loss, gradient norm, metric, figures of routing and prediction] of `n` optimizer steps on the same samples."""
     made = with_routes(samples())  # looked at where trainer.replay = engine
     batch = trainer.passes.pack(with_support(made) if trainer.config.rollout.top_k else made)
     out = []
@@ -121,7 +121,8 @@ def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
         replay = [
             result.routing.get(name, 0.0) for name in ("replay_share", "route_agreement", "expert_load_max")
         ]
-        out.append([result.loss, result.grad_norm, float(result.sums["gap"]), *replay])
+        ahead = [result.prediction.get(name, 0.0) for name in ("mtp_loss", "mtp_accuracy")]
+        out.append([result.loss, result.grad_norm, float(result.sums["gap"]), *replay, *ahead])
     return out
 
 
@@ -160,6 +161,8 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
         trainer["balance_loss"] = 0.1
     if "muon" in layout:
         trainer["optimizer"] = "muon"
+    if "mtp" in layout:
+        trainer |= {"mtp_loss": 0.3, "mtp_trunk": "trunk" in layout}
     if "lora" in layout:
         trainer["lora"] = {"rank": 4, "alpha": 8}
     rollout = {"top_k": 8} if "support" in layout else {}
@@ -176,11 +179,15 @@ KINDS = (
     "muon",
     "latent lora",
     "lora",
+    "mtp trunk",
+    "mtp",
 )  # words of a layout that change numbers
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
     "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},
     "latent lora": {"architecture": "DeepseekV3ForCausalLM"},
+    "mtp": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
+    "mtp trunk": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
     "uneven": {"num_hidden_layers": 3},  # the second stage has one layer only
 }
 """Models of their own; the other kinds train the one that `write_model` makes."""

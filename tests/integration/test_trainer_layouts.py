@@ -84,6 +84,24 @@ LORA_ON_FOUR = (
     "tp=2,ep=2,etp=1,dp=2,lora,save",
     "tp=2,pp=2,lora,resume",
 )
+MTP_ON_TWO = (
+    "tp=2,mtp",
+    "pp=2,mtp",
+    "ep=2,mtp",
+    "cp=2,mtp",
+    "pp=2,vpp=2,mtp",
+    "dp=2,mtp,overlap",
+    "tp=2,mtp,recompute",
+    "tp=2,mtp trunk",
+    "pp=2,mtp trunk",
+    "tp=2,ep=2,etp=1,mtp,save",
+    "pp=2,mtp,resume",
+)
+MTP_ON_FOUR = (
+    "tp=2,pp=2,mtp",
+    "pp=2,ep=2,dp=2,mtp,save",
+    "cp=2,pp=2,mtp trunk",
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +148,8 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
         pytest.param(4, MUON_ON_FOUR, id="muon on four ranks"),
         pytest.param(2, LORA_ON_TWO, id="adapters on two ranks", marks=pytest.mark.full),
         pytest.param(4, LORA_ON_FOUR, id="adapters on four ranks"),
+        pytest.param(2, MTP_ON_TWO, id="multi-token prediction on two ranks", marks=pytest.mark.full),
+        pytest.param(4, MTP_ON_FOUR, id="multi-token prediction on four ranks"),
     ],
 )
 def test_every_layout_trains_as_one_rank_does(

@@ -14,6 +14,7 @@ from rlsys.convert.rows import (
     SIGMOID_ALLOWED,
     experts,
     fused,
+    mtp,
     router,
     router_bias,
     shared_experts,
@@ -42,6 +43,7 @@ FAMILIES = (
         },
         allowed={**SIGMOID_ALLOWED, "rope_interleave": (True,)},
         other_names=fused(),
+        mtp=mtp(),
     ),
     Family(
         "Glm4MoeLiteForCausalLM",
@@ -62,6 +64,7 @@ FAMILIES = (
         },
         allowed={**SIGMOID_ALLOWED, "rope_interleave": (True,)},
         other_names=fused(),
+        mtp=mtp(),
     ),
     Family(
         "DeepseekV2ForCausalLM",

@@ -12,6 +12,7 @@ from rlsys.convert.rows import (
     SIGMOID_ALLOWED,
     experts,
     fused,
+    mtp,
     router,
     router_bias,
     shared_experts,
@@ -44,5 +45,6 @@ FAMILIES = (
         },
         allowed={**SIGMOID_ALLOWED, "attention_bias": (False, True)},
         other_names=fused(),
+        mtp=mtp(),
     ),
 )

@@ -13,6 +13,7 @@ from rlsys.convert.rows import (
     H,
     experts,
     fused,
+    mtp,
     router,
     router_bias,
     shared_experts,
@@ -61,5 +62,6 @@ FAMILIES = (
             "moe_router_enable_expert_bias": (True,),
         },
         other_names=fused(),
+        mtp=mtp("final_layernorm"),  # as SGLang reads published folders
     ),
 )

@@ -1,0 +1,130 @@
+"""Multi-token prediction again, in plain torch from a folder's tensors: transformers drops these layers.
+
+DeepSeek-V3, section 2.2. Of transformers' own there are only the model below and the layer in the middle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+Tensors = dict[str, Tensor]
+
+
+_HUNYUAN = {"mlp.shared_mlp.": "mlp.shared_experts.", "mlp.router.gate.": "mlp.gate."}
+"""What HY-V3's folders call it -> what transformers' layer does."""
+
+
+def as_in_folders(name: str, folder_names: Iterable[str]) -> str:
+    """A tensor's name in the folder, from transformers'."""
+    for theirs, ours in _HUNYUAN.items():
+        if (found := name.replace(ours, theirs)) in folder_names:
+            return found
+    return name.replace("e_score_correction_bias", "expert_bias") if name not in folder_names else name
+
+
+class Reference:
+    """Model and prediction layer of a folder, in float32, with gradients."""
+
+    def __init__(self, folder: Path, tensors: Tensors) -> None:
+        import transformers
+
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+        ).eval()
+        layers, self._names = self.model.model.layers, tensors.keys()
+        self._prefix = f"model.layers.{len(layers)}."
+        own = {n.removeprefix(self._prefix): t for n, t in tensors.items() if n.startswith(self._prefix)}
+        self._layer = copy.deepcopy(layers[-1])
+        state = self._layer.state_dict()
+        self._layer.load_state_dict({name: _held(name, own) for name in state})
+        names = (
+            "enorm.weight",
+            "hnorm.weight",
+            "eh_proj.weight",
+            "shared_head.norm.weight",
+            "final_layernorm.weight",
+        )
+        self._around = {name: own[name].clone().requires_grad_() for name in names if name in own}
+        self._eps = self.model.config.rms_norm_eps
+
+    def logits(self, ids: Sequence[int], *, trunk: bool) -> Tensor:
+        """`[n - 2, V]`: at token i, of token i + 2. `trunk`: gradients reach the model."""
+        tokens, base = torch.tensor([list(ids)]), self.model.model
+        hidden = base(tokens).last_hidden_state[:, :-1]
+        following = base.embed_tokens(tokens[:, 1:])
+        head = self.model.lm_head.weight
+        if not trunk:
+            hidden, following, head = hidden.detach(), following.detach(), head.detach()
+        around = self._around
+        both = torch.cat(
+            [self._norm(following, around["enorm.weight"]), self._norm(hidden, around["hnorm.weight"])], -1
+        )
+        joined = linear(both, around["eh_proj.weight"])
+        n = joined.shape[1]
+        places = torch.arange(n)[None]
+        causal = torch.full((n, n), float("-inf")).triu(1)[None, None]
+        out = self._layer(
+            joined, attention_mask=causal, position_ids=places,
+            position_embeddings=base.rotary_emb(joined, position_ids=places),
+        )  # fmt: skip
+        out = out[0] if isinstance(out, tuple) else out
+        last = next(
+            around[name] for name in ("shared_head.norm.weight", "final_layernorm.weight") if name in around
+        )
+        found: Tensor = linear(self._norm(out, last), head)[0]
+        return found[:-1]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
+
+    def gradients(self) -> Tensors:
+        """What went backward, under the folder's names."""
+        found = {self._prefix + name: t.grad for name, t in self._around.items()}
+        for name, parameter in self._layer.named_parameters():
+            found |= {self._prefix + n: g for n, g in _apart(name, parameter.grad).items()}
+        for name, parameter in self.model.named_parameters():
+            found |= _apart(name, parameter.grad)
+        return {
+            as_in_folders(n, self._names): gradient for n, gradient in found.items() if gradient is not None
+        }
+
+
+def _held(name: str, own: Tensors) -> Tensor:
+    """What transformers' layer calls `name`: it has all experts in two tensors."""
+    if name in own:
+        return own[name]
+    if name.endswith("experts.gate_up_proj"):
+        return torch.stack(
+            [torch.cat([gate, up]) for gate, up in zip(_all(own, "gate"), _all(own, "up"), strict=True)]
+        )
+    if name.endswith("experts.down_proj"):
+        return torch.stack(_all(own, "down"))
+    return own[as_in_folders(name, own)]
+
+
+def _all(own: Tensors, kind: str) -> list[Tensor]:
+    names = [name for name in own if ".experts." in name and name.endswith(f"{kind}_proj.weight")]
+    return [
+        own[name] for name in sorted(names, key=lambda name: int(name.split(".experts.")[1].split(".")[0]))
+    ]
+
+
+def _apart(name: str, gradient: Tensor | None) -> dict[str, Tensor | None]:
+    if gradient is not None and name.endswith("experts.gate_up_proj"):
+        start = name.removesuffix("gate_up_proj")
+        halves = [g.chunk(2) for g in gradient]
+        return {
+            f"{start}{e}.{kind}_proj.weight": g
+            for e, both in enumerate(halves)
+            for kind, g in zip(("gate", "up"), both, strict=True)
+        }
+    if gradient is not None and name.endswith("experts.down_proj"):
+        return {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": g for e, g in enumerate(gradient)}
+    return {name: gradient}
