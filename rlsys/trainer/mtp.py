@@ -62,6 +62,24 @@ class _Layer(MultiTokenPredictionLayer):
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
         return input_ids, position_ids, embedded, hidden_states
 
+    def _checkpointed_forward(
+        self,
+        forward_func: Callable[..., Tensor],
+        *,
+        hidden_states: Tensor,
+        decoder_input: Tensor,
+        **rest: Any,
+    ) -> Tensor:
+        """Megatron would save all arguments for the backward pass, which only takes tensors: not packed sequences."""
+
+        def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **rest)
+
+        found: Tensor = super()._checkpointed_forward(
+            run, hidden_states=hidden_states, decoder_input=decoder_input
+        )
+        return found
+
 
 def mtp_spec(
     transformer: TransformerConfig,
@@ -85,6 +103,19 @@ class _Seen:
     hidden: Tensor
     rotary: Tensor | None
     packed: PackedSequences
+
+
+class _GiveZeros(torch.autograd.Function):
+    """What it is given; its gradient is 0, whatever comes. For the last stage's copy of the embedding: where
+    gradients are reduced as they come (parallel.overlap), megatron waits for one of every parameter."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient)
 
 
 class PredictingModel(GPTModel):
@@ -133,9 +164,8 @@ class PredictingModel(GPTModel):
             hidden, head = hidden.detach().requires_grad_(), head.detach()
 
             def embedding(**ids: Tensor) -> Tensor:
-                with torch.no_grad():
-                    embedded: Tensor = self.embedding(**ids)
-                return embedded
+                embedded: Tensor = self.embedding(**ids)
+                return embedded.detach() if self.pre_process else _GiveZeros.apply(embedded)
 
         out, *_ = self.mtp.layers[0](
             input_ids=share.following[None],

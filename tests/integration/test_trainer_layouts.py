@@ -91,6 +91,7 @@ MTP_ON_TWO = (
     "cp=2,mtp",
     "pp=2,vpp=2,mtp",
     "dp=2,mtp,overlap",
+    "pp=2,mtp,overlap",
     "tp=2,mtp,recompute",
     "tp=2,mtp trunk",
     "pp=2,mtp trunk",
@@ -99,7 +100,7 @@ MTP_ON_TWO = (
 )
 MTP_ON_FOUR = (
     "tp=2,pp=2,mtp",
-    "pp=2,ep=2,dp=2,mtp,save",
+    "pp=2,ep=2,dp=2,overlap,mtp,save",
     "cp=2,pp=2,mtp trunk",
 )
 
