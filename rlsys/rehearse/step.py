@@ -108,7 +108,7 @@ class Rehearsal:
             self._begin("passes")
             t.update(self.batch, stand_in_loss, self.config.trainer.lr)
             self._begin("gather")
-            for _ in t.named_hf_tensors():
+            for _ in t.served_tensors():
                 pass
             self.meter.begin("")
         self._name_kinds()

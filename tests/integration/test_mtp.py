@@ -184,7 +184,15 @@ def test_the_layer_travels_with_the_model(tmp_path: Path) -> None:
         trainer.export_hf(tmp_path / "exported")
         second = trainer.update(batch, cases.policy_loss, 1e-3)
 
+        trainer = start(folder, **both, engine={"extra_args": ["--speculative-algorithm", "NEXTN"]})
+        drafting = {name for name, _ in trainer.served_tensors()}
+        own = {name for name in before if name.startswith("model.layers.4.")}
+        assert own - drafting == {
+            f"model.layers.4.{copy}.weight" for copy in ("embed_tokens", "shared_head.head")
+        }
+
         trainer = start(folder, **both)
+        assert {name for name, _ in trainer.served_tensors()} == drafting - own
         assert trainer.load_checkpoint() == 1
         again = trainer.update(batch, cases.policy_loss, 1e-3)
         assert (again.loss, again.grad_norm, again.prediction) == (
