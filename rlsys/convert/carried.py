@@ -1,8 +1,8 @@
-"""Tensors of a folder that are no parameters of the model here, and that go along with it all the same: vision towers,
-and layers for multi-token prediction.
+"""Tensors of a folder that are no parameters of the model here, and that go along with it all the same: vision
+towers, and layers for multi-token prediction.
 
-Where those layers are not trained all stay as they are. A folder has them among its others, a Megatron checkpoint that
-was converted from one in files of their own. Where they are trained, only copies are left: folders repeat the
+All stay as they are where those layers are not trained. A folder has them among its others, a Megatron checkpoint
+that was converted from one in files of their own. Where they are trained, only copies are left: folders repeat the
 model's embedding and head in them, and get the model's own again.
 """
 
