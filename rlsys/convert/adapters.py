@@ -57,6 +57,8 @@ def check_lora(config: Config, hf: HFConfig) -> None:
     lora, path = config.trainer.lora, config.model.path
     if lora is None:
         return
+    if hf.delta is not None:
+        raise UserError(f"trainer.lora: adapters were never tried with a gated delta net, which {path} has")
     known = matrices(hf)
     for target in lora.targets or ():
         if target not in known:

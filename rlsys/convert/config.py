@@ -32,6 +32,31 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of a gated delta net (Qwen3-Next). `width`: tokens that its convolution sees."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def sections(self) -> list[int]:
+        """Channels of queries, keys and values."""
+        return [self.key_heads * self.key_size] * 2 + [self.value_heads * self.value_size]
+
+    @property
+    def convolved(self) -> int:
+        return sum(self.sections)
+
+    @property
+    def projected(self) -> int:
+        """Of queries, keys, values and the gates of values."""
+        return self.convolved + self.value_heads * self.value_size
+
+
+@dataclass(frozen=True)
 class Routing:
     """How a token chooses its experts. `groups` > 1: only those of the `top_groups` best groups.
 
@@ -55,8 +80,9 @@ class HFConfig:
 
     `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
     multi-token prediction. `mtp`: they are part of the model here, and trained; else they are carried along unchanged
-    (rlsys.convert.carried). `window`: tokens that a query sees, its own among
-    them, in the layers of `windowed_layers`. `megatron`: more fields of megatron's TransformerConfig. `quantised`:
+    (rlsys.convert.carried). `window`: tokens that a query sees, its own among them, in the layers of
+    `windowed_layers`. `linear_layers`: those with a gated delta net of the sizes `delta` instead of attention.
+    `megatron`: more fields of megatron's TransformerConfig. `quantised`:
     how the folder holds weights (rlsys.convert.quantised).
     """
 
@@ -87,6 +113,8 @@ class HFConfig:
     quantised: Literal["", "mxfp4", "fp8"] = ""
     window: int = 0
     windowed_layers: tuple[bool, ...] = ()
+    delta: DeltaSizes | None = None
+    linear_layers: tuple[bool, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
@@ -143,6 +171,7 @@ class HFConfig:
                 megatron=family.megatron(raw),
                 quantised=_quantised(raw, family, where),
                 **_windows(raw, family, where),
+                **(_delta_net(raw, where) if family.delta_net else {}),
                 **experts,
             )
         except KeyError as e:
@@ -167,8 +196,10 @@ class HFConfig:
 
     def rules(self, layer: int) -> list[Rule]:
         """The rules of one layer. One for multi-token prediction is of the last layer's kind."""
-        kind: Feature = "moe" if self.moe_layers[min(layer, self.layers - 1)] else "dense"
-        have = {*self.features, kind, None}
+        like = min(layer, self.layers - 1)
+        kind: Feature = "moe" if self.moe_layers[like] else "dense"
+        attention: Feature = "linear" if self.linear_layers and self.linear_layers[like] else "full"
+        have = {*self.features, kind, attention, None}
         return [r for r in self.family.rules if r.per_layer and r.only in have]
 
     def shape(self, letters: str) -> tuple[int, ...]:
@@ -200,6 +231,17 @@ class HFConfig:
                 "x": self.heads * (latent.plain + latent.value),
                 "o": self.heads * latent.value,
             }
+        if (delta := self.delta) is not None:
+            sizes |= {
+                "r": 2 * self.heads * self.head_dim,
+                "g": delta.projected,
+                "j": 2 * delta.value_heads,
+                "t": delta.value_heads,
+                "u": delta.convolved,
+                "w": delta.width,
+                "y": delta.value_size,
+                "z": delta.value_heads * delta.value_size,
+            }
         return sizes
 
 
@@ -224,6 +266,10 @@ _SIZES = (
 )  # fmt: skip
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_DELTA_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 _COUNTS = (
     "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers", "rotary_dim",
     "shared_expert_intermediate_size", "sliding_window",
@@ -239,7 +285,16 @@ def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
     def refuse(field: str, value: object, expected: str) -> NoReturn:
         raise UserError(f"{where}: {field} = {value!r:.80}: expected {expected}")
 
-    more = (*(_EXPERT_SIZES if family.moe else ()), *(_LATENT_SIZES if family.mla else ()))
+    more = [
+        name
+        for names, needed in (
+            (_EXPERT_SIZES, family.moe),
+            (_LATENT_SIZES, family.mla),
+            ((*_DELTA_SIZES, "full_attention_interval"), family.delta_net),
+        )
+        if needed
+        for name in names
+    ]
     for names, least in (((*_SIZES, *more), 1), (_COUNTS, 0)):
         for field in names:
             value, most = raw.get(field), MOST_LAYERS if field == "num_hidden_layers" else LARGEST
@@ -362,6 +417,21 @@ def _windows(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     if not (window := raw.get("sliding_window")):
         raise UserError(f"{where}: sliding_window = {window!r}: expected a number of tokens above 0")
     return {"window": window, "windowed_layers": tuple(kind == "sliding_attention" for kind in kinds)}
+
+
+def _delta_net(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    layers, every = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    kinds = _kinds(raw, "layer_types", kinds, ("full_attention", "linear_attention"), where)
+    delta = DeltaSizes(*(raw[name] for name in _DELTA_SIZES))
+    if delta.value_heads % delta.key_heads:
+        raise UserError(
+            f"{where}: linear_num_value_heads = {delta.value_heads}: expected a multiple of linear_num_key_heads = "
+            f"{delta.key_heads}"
+        )
+    return {"delta": delta, "linear_layers": tuple(kind == "linear_attention" for kind in kinds)}
 
 
 def _kinds(raw: dict[str, Any], field: str, value: object, known: tuple[str, ...], where: str) -> list[str]:

@@ -50,12 +50,18 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         )
     if hf.family.stacks:
         _check_stacks(config, hf)
+    if hf.delta is not None and p.cp > 1:
+        raise UserError(
+            f"parallel.cp = {p.cp}: expected 1, for the states of a gated delta net, which {path} has, pass from the "
+            "first token of a sequence to its last"
+        )
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
     for name, size, what, total in (
         ("parallel.pp * vpp", p.pp * p.vpp if p.vpp > 1 else 1, "layers", hf.layers),
         ("parallel.tp", p.tp, "key-value heads", hf.kv_heads),
         ("parallel.tp", p.tp, "attention heads", hf.heads),
+        ("parallel.tp", p.tp, "key heads of the gated delta net", hf.delta.key_heads if hf.delta else 0),
         ("parallel.tp", p.tp, "vocab_size", hf.vocab_size),
         ("parallel.tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
         ("parallel.tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
@@ -85,6 +91,10 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
     if config.model.fp8 == "none":
         return
     path = config.model.path
+    if hf.delta is not None:
+        raise UserError(
+            f"model.fp8 = {config.model.fp8}: never tried with a gated delta net, which {path} has"
+        )
     divided = [
         ("the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
         ("the experts' feed-forward size", hf.expert_ffn_size),
@@ -110,10 +120,14 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             f"model.path = {path}: its weights are quantised ({hf.quantised}), and engines that serve it could not "
             f"take new ones; train what `rlsys convert hf-to-megatron --hf {path} --out FOLDER` makes of it"
         )
-    if config.engine.ngram_drafts and (hf.latent is not None or hf.window):
+    if hf.delta is not None and t.optimizer == "muon":
+        raise UserError(
+            f"trainer.optimizer = muon was never tried with a gated delta net, which {path} has; use adamw"
+        )
+    if config.engine.ngram_drafts and (hf.latent is not None or hf.delta is not None or hf.window):
         raise UserError(
             f"engine.ngram_drafts = {config.engine.ngram_drafts}: expected 0, drafts were never compared with latent "
-            f"attention or windows, which {path} has"
+            f"attention, gated delta nets or windows, which {path} has one of"
         )
     balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
     for field, value in balance:

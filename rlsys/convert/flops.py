@@ -17,7 +17,8 @@ def crossover_length(hf: HFConfig) -> float:
         head = latent.plain + latent.rotary + latent.value
     else:
         head = 2 * hf.head_dim
-    return 2 * visited_parameters(hf) / (hf.layers * hf.heads * head)
+    attending = hf.layers - sum(hf.linear_layers)
+    return 2 * visited_parameters(hf) / (max(1, attending) * hf.heads * head)
 
 
 def visited_parameters(hf: HFConfig) -> float:

@@ -41,9 +41,46 @@ def _part_qkv(tensor: Tensor, config: HFConfig) -> list[Tensor]:
     return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split([queries, 1, 1], dim=1)]
 
 
+def _join_gated(parts: list[Tensor], config: HFConfig) -> Tensor:
+    g, d = config.kv_heads, config.head_dim
+    queries, k, v = (p.reshape(g, -1, d, *p.shape[1:]) for p in parts)
+    return torch.cat([queries[:, 0::2], queries[:, 1::2], k, v], dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _part_gated(tensor: Tensor, config: HFConfig) -> list[Tensor]:
+    g, d, each = config.kv_heads, config.head_dim, config.heads // config.kv_heads
+    grouped = tensor.reshape(g, 2 * each + 2, d, *tensor.shape[1:])
+    q, gate, k, v = grouped.split([each, each, 1, 1], dim=1)
+    both = torch.stack([q, gate], dim=2)
+    return [part.reshape(-1, *tensor.shape[1:]) for part in (both, k, v)]
+
+
+def _delta_sections(config: HFConfig) -> tuple[int, list[int], list[int]]:
+    """Key heads; channels of queries, keys and values; the same of one key head."""
+    assert config.delta is not None
+    n = config.delta.key_heads
+    sizes = config.delta.sections
+    return n, sizes, [size // n for size in sizes]
+
+
+def _join_by_key_head(parts: list[Tensor], config: HFConfig) -> Tensor:
+    (whole,) = parts
+    heads, sizes, _ = _delta_sections(config)
+    by_head = [x.reshape(heads, -1, *x.shape[1:]) for x in whole.split(sizes)]
+    return torch.cat(by_head, dim=1).reshape(whole.shape)
+
+
+def _part_by_key_head(tensor: Tensor, config: HFConfig) -> list[Tensor]:
+    heads, _, each = _delta_sections(config)
+    by_head = tensor.reshape(heads, -1, *tensor.shape[1:]).split(each, dim=1)
+    return [torch.cat([x.reshape(-1, *tensor.shape[1:]) for x in by_head])]
+
+
 LAYOUTS: dict[Layout, Combination] = {
     "same": Combination(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
     "qkv": Combination(_join_qkv, _part_qkv),
+    "gated_qkv": Combination(_join_gated, _part_gated),
+    "by_key_head": Combination(_join_by_key_head, _part_by_key_head),
     "gate_up": Combination(
         lambda parts, _: torch.cat(parts, dim=0), lambda tensor, _: list(tensor.chunk(2, dim=0)), sections=2
     ),

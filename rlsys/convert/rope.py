@@ -48,7 +48,7 @@ def read_rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
     if raw.get("rotary_dim") and raw.get("head_dim"):
         share = raw["rotary_dim"] / raw["head_dim"]
     kinds = ("default", "yarn") if family.mla or family.yarn else ("default", "llama3")
-    shares = (0.5,) if "partial_rotary_factor" in family.defaults else (1.0,)
+    shares = (0.25, 0.5) if "partial_rotary_factor" in family.defaults else (1.0,)
     for field, value, allowed in (("rope type", kind, kinds), ("partial_rotary_factor", share, shares)):
         if value not in allowed:
             expected = " or ".join(repr(a) for a in allowed)

@@ -113,6 +113,10 @@ def shared_experts(hf: str = "mlp.shared_experts") -> tuple[Rule, ...]:
     return mlp("mlp.shared_experts", hf, "s", "moe")
 
 
+SHARED_GATED = (
+    *shared_experts("mlp.shared_expert"),
+    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="moe"),
+)
 DENSE = mlp("mlp", "mlp", "f", "dense")
 
 

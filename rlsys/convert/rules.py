@@ -13,10 +13,18 @@ and with position, and w that of values:
     a rank of queries          b heads x (n + r)        c rank of keys and values
     p c and the shared r       x heads x (n + w)        o heads x w
 
+and for gated delta nets and gated attention (Qwen3-Next), with key heads of size p, and value heads of size w:
+
+    g both projections of keys' and values' sizes    j 2 x value heads    t value heads    z value heads x w
+    u 2 x key heads x p + value heads x w, the channels of a convolution of width w         y w
+    r 2 x heads x head size, queries and gates
+
 How the HF tensors combine is one of the layouts of rlsys/convert/layout.py:
 
     same      one HF tensor, unchanged
     qkv       q, k, v interleaved by query group: [group][queries of the group, key, value][head size]
+    gated_qkv the same of queries with a gate beside each head: [group][queries, their gates, key, value][head size]
+    by_key_head  channels of queries, keys and values: [key head][query, key, its values][size]
     gate_up   gate over up
 """
 
@@ -26,9 +34,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Layout = Literal["same", "qkv", "gate_up"]
+Layout = Literal["same", "qkv", "gated_qkv", "by_key_head", "gate_up"]
 TABLE_PREFIX = "model."
-Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full"]
+Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Rule:
     cut: Literal[0, 1] | None = None
     only: Feature | None = None
     engine_name: str = ""
-    engine_dtype: Literal["bfloat16"] | None = None
+    engine_dtype: Literal["bfloat16", "float32"] | None = None
 
     @property
     def per_layer(self) -> bool:
@@ -99,9 +107,12 @@ class Family:
     `biased`: experts are chosen by score + bias.
     `group_worth`: a group of experts is worth its so many best ones together.
     `windowed`: some layers attend to the last tokens only (`layer_types`, `sliding_window`).
+    `delta_net`: some layers have a gated delta net (`layer_types`, `full_attention_interval`), and norms are kept as
+    their distance from 1.
     `yarn`: rotary frequencies may be scaled by yarn; latent attention's may be in any case.
     `part_of_more`: the model is the language part of one with a vision tower: its fields are under `text_config`.
     `prefix`: how folders begin the names that begin with `model.` in the table, and in engines.
+    `unserved`: why no engine may serve it here; it can be converted, and trained by `rlsys sft`.
     `carried`: how names of tensors begin that go along unchanged (rlsys.convert.carried).
     `mtp`: what a layer for multi-token prediction has beside a whole layer; empty: such layers cannot be trained.
     """
@@ -115,10 +126,12 @@ class Family:
     group_worth: int = 2
     head_norms: bool = False
     windowed: bool = False
+    delta_net: bool = False
     yarn: bool = False
     part_of_more: bool = False
     prefix: str = TABLE_PREFIX
     carried: tuple[str, ...] = ()
+    unserved: str = ""
     fields: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.engine import cpu_delta
+
 
 def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
     """Qwen2-MoE's gate of the shared experts: adds sigmoid(hidden @ gate) * shared to `output`.
@@ -176,6 +178,7 @@ GATHERED = 2**22
 """Numbers of keys that are gathered at once: 16 MB."""
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 REPLACED: dict[str, Callable[..., Any]] = {
+    **cpu_delta.REPLACED,
     "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": add_gated,
     "sglang.srt.models.minimax_m2.rms_sumsq_serial": sums_of_squares,
     "sglang.srt.models.minimax_m2.rms_apply_serial": norm_by_sums,

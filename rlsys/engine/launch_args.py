@@ -45,7 +45,10 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--skip-server-warmup",
         "--sleep-on-idle",  # an idle scheduler would burn a core
     ]  # fmt: skip
-    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a health probe must not wait for a forward pass
+    env = {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # of a gated delta net's last inputs: else bfloat16 always
+    }
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
     if passes_on(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
@@ -32,14 +36,15 @@ from rlsys.trainer import checkpoint
 from rlsys.trainer.attention import PackedAttention
 from rlsys.trainer.choices import set_choice
 from rlsys.trainer.chunks import EXPERT_BIAS, MTP, Chunks
+from rlsys.trainer.delta_net import ZeroCentredNorm, set_delta_net
 from rlsys.trainer.mtp import PredictingModel, mtp_spec
 from rlsys.trainer.norms import set_heads_norms
 from rlsys.trainer.weights import TE_NAMES, fill, load_hf, mark_shards
 
 
-def uses_transformer_engine(config: Config) -> bool:
-    """Adapters stand beside megatron's own layers: Transformer Engine fuses norms and experts into its own."""
-    return have_transformer_engine() and config.trainer.lora is None
+def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
+    """Adapters and gated delta nets need megatron's own layers: Transformer Engine fuses norms and experts."""
+    return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
         "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": uses_transformer_engine(config),
+        "moe_grouped_gemm": uses_transformer_engine(config, hf),
     }
     if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
@@ -222,6 +227,19 @@ def block_spec(
     if hf.family.head_norms:
         for layer in spec.layer_specs:
             set_heads_norms(layer.submodules, transformer)
+    if hf.delta is not None:
+        first = get_transformer_layer_offset(transformer, vp_stage=stage)
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # some were one
+        spec.layer_norm = ZeroCentredNorm
+        for number, layer in enumerate(spec.layer_specs, first):
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
+            if hf.linear_layers[number]:
+                set_delta_net(parts, hf.delta)
+                parts.sharded_state_dict_keys_map = {}  # there is no linear_qkv to fuse a norm into
+            else:
+                attention = parts.self_attention.submodules
+                attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
     return spec
 
 
@@ -257,7 +275,7 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill =
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
-    engine = uses_transformer_engine(config)
+    engine = uses_transformer_engine(config, hf)
     chunks = Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
     load(chunks, config.model.path, hf)
     mark_shards(chunks, hf)

@@ -63,6 +63,8 @@ class EngineChecksums:
         """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
         self._stacks: dict[str, tuple[_Joined, Stack]] = {}
         """The same of tensors that hold all experts of a layer."""
+        self._plus_one: dict[str, _Joined] = {}
+        """The same of norms whose weights SGLang keeps twice: as they are, and with 1 added."""
         self._joined: dict[str, _Joined] = {}
         of_experts = slots(hf)
         for entry in entries(hf):
@@ -72,6 +74,9 @@ class EngineChecksums:
             for name in entry.hf:
                 self._parts[name] = joined, joined.count, entry.rule
                 joined.count += 1
+                if hf.family.delta_net and entry.rule.megatron.endswith("layernorm.weight"):
+                    held = held_as(entry, hf).removesuffix("weight") + "gemma_weight"
+                    self._plus_one[name] = self._joined[held] = _Joined(1)
         for name, stack in stacked_names(hf).items():
             joined = self._joined[f"{hf.in_table(name).rpartition('.')[0]}.{stack.engine}"] = _Joined(1)
             self._stacks[name] = joined, stack
@@ -82,6 +87,8 @@ class EngineChecksums:
             if name in self._parts:
                 joined, place, rule = self._parts[name]
                 joined.add(place, [self._share(name, tensor, rule, tp, rank) for tp, rank in self._ranks])
+                if name in self._plus_one:
+                    self._plus_one[name].add(0, [tensor + 1 for _ in self._ranks])
             elif name in self._stacks:
                 joined, stack = self._stacks[name]
                 held = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
@@ -112,7 +119,11 @@ class EngineChecksums:
         if rule.cut is None:
             return tensor
         pieces = tp
-        if rule.layout == "qkv" and ".q_proj." not in name and self._hf.kv_heads < pieces:
+        if rule.layout == "by_key_head":
+            assert self._hf.delta is not None
+            sections = tensor.split(self._hf.delta.sections)
+            return torch.cat([section.tensor_split(tp)[rank] for section in sections])
+        if rule.layout in ("qkv", "gated_qkv") and ".q_proj." not in name and self._hf.kv_heads < pieces:
             pieces, rank = self._hf.kv_heads, rank // (pieces // self._hf.kv_heads)  # ranks share a head
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -130,6 +130,16 @@ TINY: dict[str, Tiny] = {
         "Ernie4_5_MoeForCausalLM",
         {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "head_dim": 16},
     ),
+    "qwen3-next": Tiny(
+        "Qwen3NextForCausalLM",
+        # Weights of 0.2 make transformers' own float32 and float64 differ by 1.3e-5.
+        {**_EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 64, "head_dim": 32,
+         "initializer_range": 0.1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "layer_types": ["linear_attention", "full_attention"] * 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        {"full_attention_interval": 2},
+    ),
     "qwen3-vl-moe": Tiny(
         # transformers tells a transposed tensor by its shape: none of an expert's may be square
         "Qwen3VLMoeForConditionalGeneration",

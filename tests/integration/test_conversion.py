@@ -93,6 +93,8 @@ CASES = {
     "Qwen2MoeForCausalLM": ("megatron:tp=2",),
     "Ernie4_5_MoeForCausalLM": ("megatron:ep=2", "hf:tp=2"),
     "DeepseekV2ForCausalLM": ("megatron:tp=2,ep=2,etp=1",),
+    # States of a gated delta net, cut by heads; gates in attention; norms that are kept as their distance from 1.
+    "Qwen3NextForCausalLM": ("hf:tp=2", "megatron:pp=2", "megatron:tp=2,ep=2,etp=1"),
     # Experts are stacked in folders, and cut; a tower is carried.
     "Qwen3VLMoeForConditionalGeneration": ("hf:tp=2", "megatron:pp=2", "hf:ep=2", "megatron:tp=2,ep=2,etp=1"),
 }

@@ -27,6 +27,7 @@ BASE = {
     "imports",
     "precision",
     "model_folder",
+    "delta_rule",
     "records",
     "route_records",
     "support",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlsys.config import Config
 from rlsys.convert import hf as hf_module
 from rlsys.convert.carried import save_carried, with_carried
-from rlsys.convert.config import HFConfig, Routing
+from rlsys.convert.config import DeltaSizes, HFConfig, Routing
 from rlsys.convert.families import FAMILIES
+from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
@@ -200,6 +203,82 @@ def test_queries_keys_and_values_are_interleaved_by_group() -> None:
     assert to_megatron(rule, parts, config).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
+NEXT = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-next"]), "config.json")
+
+
+def test_gates_beside_queries_stand_behind_them_in_megatron() -> None:
+    """Two groups of two queries. A folder has [query, gate] head by head, megatron all queries of a group first."""
+    config = replace(NEXT, heads=4, kv_heads=2, head_dim=1)
+    rule = next(e.rule for e in entries(NEXT) if e.rule.layout == "gated_qkv")
+    queries = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])[:, None]
+    parts = [queries, *(torch.tensor(x)[:, None] for x in ([10.0, 11.0], [20.0, 21.0]))]
+    assert to_megatron(rule, parts, config).flatten().tolist() == [
+        0,
+        1,
+        0.5,
+        1.5,
+        10,
+        20,
+        2,
+        3,
+        2.5,
+        3.5,
+        11,
+        21,
+    ]
+
+
+def test_channels_of_a_convolution_stand_by_key_head_in_megatron() -> None:
+    config = replace(NEXT, delta=DeltaSizes(key_heads=2, value_heads=4, key_size=1, value_size=1, width=4))
+    rule = next(e.rule for e in entries(NEXT) if e.rule.layout == "by_key_head")
+    whole = torch.tensor([0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 22.0, 23.0])[
+        :, None, None
+    ]  # queries, keys, values
+    assert to_megatron(rule, [whole], config).flatten().tolist() == [0, 10, 20, 21, 1, 11, 22, 23]
+
+
+def test_which_layers_have_a_gated_delta_net_is_told_by_kind_or_by_interval() -> None:
+    raw = tiny.raw_config(tiny.TINY["qwen3-next"])
+    assert NEXT.linear_layers == (True, False, True, False)
+    del raw["layer_types"]
+    published = HFConfig.of({**raw, "full_attention_interval": 4}, "config.json")
+    assert published.linear_layers == (True, True, True, False)
+    assert "model.layers.2.linear_attn.A_log" in names_of(published)
+    with pytest.raises(
+        UserError, match="linear_num_value_heads = 3: expected a multiple of linear_num_key_heads = 2"
+    ):
+        HFConfig.of({**raw, "linear_num_value_heads": 3}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"parallel": {"cp": 2}}, r"parallel\.cp = 2: expected 1, for the states of a gated delta net"),
+        ({"parallel": {"tp": 4}}, r"parallel\.tp = 4 does not divide key heads of the gated delta net = 2"),
+        (
+            {"trainer": {"optimizer": "muon"}},
+            r"trainer\.optimizer = muon was never tried with a gated delta net",
+        ),
+        (
+            {"trainer": {"lora": {"rank": 4}}},
+            r"trainer\.lora: adapters were never tried with a gated delta net",
+        ),
+    ],
+)
+def test_what_was_never_tried_with_a_gated_delta_net_is_refused(section: dict[str, Any], told: str) -> None:
+    config = Config.model_validate({"model": {"path": "next"}, **section})
+    with pytest.raises(UserError, match=told):
+        check_layout(config, replace(NEXT, kv_heads=4))
+        check_asked(config, NEXT)
+
+
+def test_fp8_was_never_tried_with_it_either() -> None:
+    config = Config.model_validate({"model": {"path": "next"}})
+    in_fp8 = config.model.model_copy(update={"fp8": "rollout"})
+    with pytest.raises(UserError, match=r"model\.fp8 = rollout: never tried with a gated delta net"):
+        check_asked(config.model_copy(update={"model": in_fp8}), NEXT)
+
+
 def test_gate_stands_over_up() -> None:
     config = config_of()
     rule = next(e.rule for e in entries(config) if e.rule.layout == "gate_up")
@@ -281,8 +360,8 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             "the weights are quantised (fp8); expected bfloat16 or float32, or what can be read",
         ),
         (
-            {"architectures": ["Qwen3NextForCausalLM"]},
-            "architecture 'Qwen3NextForCausalLM' is not supported: its gated delta net takes neither",
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            "architecture 'DeepseekV4ForCausalLM' is not supported: megatron-core 0.16.1 has no such layers",
         ),
         (
             {"architectures": ["Qwen3MoEForCausalLM"]},

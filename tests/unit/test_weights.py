@@ -195,6 +195,27 @@ def test_experts_stacked_part_by_part_are_cut_in_each_part() -> None:
     assert second["model.layers.1.mlp.experts.w2_weight"] == sha(down[:, :, 64:])
 
 
+def test_a_convolutions_channels_are_cut_in_each_part() -> None:
+    """Queries', keys' and values': an engine rank has its heads of all three."""
+    hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-next"]), "config.json")
+    name, weight = "model.layers.0.linear_attn.conv1d.weight", torch.randn(128, 1, 4)
+    checksums = EngineChecksums(hf, 2)
+    for _ in checksums.watch([(name, weight)]):
+        pass
+    q, k, v = weight.split([32, 32, 64])
+    assert checksums.digests()[1] == {name: sha(torch.cat([q[16:], k[16:], v[32:]]))}
+
+
+def test_norms_that_are_kept_as_their_distance_from_1_are_held_twice() -> None:
+    hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-next"]), "config.json")
+    weight, checksums = torch.randn(64), EngineChecksums(hf, 1)
+    for _ in checksums.watch([("model.norm.weight", weight)]):
+        pass
+    assert checksums.digests() == [
+        {"model.norm.weight": sha(weight), "model.norm.gemma_weight": sha(weight + 1)}
+    ]
+
+
 def test_a_missing_expert_is_no_stack() -> None:
     experts = experts_of(GPT_OSS)
     del experts["model.layers.2.mlp.experts.7.up_proj.bias"]

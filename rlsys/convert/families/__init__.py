@@ -19,14 +19,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 _NO_PACKING = "its sparse attention cannot take packed sequences in megatron-core 0.16.1"
-_DELTA_NET = "its gated delta net takes neither packed sequences nor parallel layouts in megatron-core 0.16.1"
 _UNSOLVED = "the engine's log-probs are far from those of transformers (0.65 nat), and it is not known why"
 REFUSED: dict[str, str] = {
     "DeepseekV32ForCausalLM": _NO_PACKING,
     "GlmMoeDsaForCausalLM": _NO_PACKING,
     "DeepseekV4ForCausalLM": "megatron-core 0.16.1 has no such layers",
     "MiMoV2FlashForCausalLM": "it was never compared with transformers",
-    "Qwen3NextForCausalLM": _DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _UNSOLVED,
     "Qwen3_5MoeForConditionalGeneration": _UNSOLVED,
 }

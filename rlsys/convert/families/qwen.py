@@ -10,20 +10,15 @@ from rlsys.convert.rows import (
     HEAD,
     NORMS,
     PLAIN,
+    SHARED_GATED,
     H,
-    M,
     experts,
     fused,
     router,
-    shared_experts,
 )
-from rlsys.convert.rules import Family, Rule, Stack
+from rlsys.convert.rules import Family, Stack
 
 _QWEN3 = {**COMMON, "qk_norm": True}
-_SHARED = (
-    *shared_experts("mlp.shared_expert"),
-    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="moe"),
-)
 _EXPERT = H + "mlp.experts.{e}."
 _GATE, _UP, _DOWN = (f"{_EXPERT}{x}_proj.weight" for x in ("gate", "up", "down"))
 
@@ -50,7 +45,7 @@ FAMILIES = (
     ),
     Family(
         "Qwen2MoeForCausalLM",
-        EMBEDDING + NORMS + ATTENTION + router() + experts() + _SHARED + DENSE + HEAD,
+        EMBEDDING + NORMS + ATTENTION + router() + experts() + SHARED_GATED + DENSE + HEAD,
         moe=True,
         fields={"attention_bias": "qkv_bias"},
         defaults={**COMMON, "attention_bias": True, "norm_topk_prob": False},
