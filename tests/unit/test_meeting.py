@@ -266,8 +266,8 @@ async def test_a_strangers_call_is_refused(tmp_path: Path) -> None:
 
 
 async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_stall(tmp_path: Path) -> None:
-    """Each has 6 places for 40 samples in its own order; some of them it never sends. Those whose partner was sent
-    end with a reward, the others with the reason."""
+    """Each has 6 places for 40 samples in its own order; some of them it never sends. All end, with a reward
+    on both sides or with the reason."""
     rows, places = 10, 6
     rng = random.Random(0)
     keys = [(r, s) for r in range(rows) for s in range(4)]
@@ -296,9 +296,15 @@ async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_
         async with aiohttp.ClientSession() as client, client.get(base) as answer:
             assert (await answer.json())["playing"] == 0
     both = set(sent["first"]) & set(sent["second"])
-    for key, what in [*first.items(), *second.items()]:
-        assert isinstance(what, float) if key in both else "no sample of" in str(what), (key, what)
-    assert meeting.counts["without_partner"] == len(set(sent["first"]) ^ set(sent["second"]))
+    assert set(first) == set(sent["first"]) and set(second) == set(sent["second"]), "all have ended"
+    for key in both:
+        assert isinstance(first[key], float) == isinstance(second[key], float)
+    for found in (first, second):
+        others = {key: what for key, what in found.items() if not isinstance(what, float)}
+        assert set(found) - both <= set(others) and all(
+            "no sample of" in str(what) for what in others.values()
+        )
+    assert meeting.counts["played"] > 0
 
 
 async def test_an_evaluation_meets_that_of_the_same_step_and_may_be_repeated_alone(tmp_path: Path) -> None:
