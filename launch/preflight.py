@@ -18,17 +18,13 @@ from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
 
 
-def check_model(config: Config, *, served: bool = True) -> None:
+def check_model(config: Config) -> None:
     """Raises UserError when model.path is no model folder that can be trained and served: a file is missing or cut
     short, a tensor is missing or has another shape, the architecture is unknown, or what the config asks for does not
-    fit it. The same of algo.teacher, which must have the same vocabulary. `served`: whether engines are needed.
+    fit it. The same of algo.teacher, which must have the same vocabulary.
     """
     path = config.model.path
     hf = read_model(config)
-    if served and (why := hf.family.unserved):
-        raise UserError(
-            f"model.path = {path}: engines are not to be trusted with {hf.family.architecture}: {why}"
-        )
     for needed, what in ((("*.safetensors", ".metadata"), "weights"), (("tokenizer.json",), "tokenizer")):
         if not any(any(path.glob(pattern)) for pattern in needed):
             raise UserError(f"model.path = {path}: no {what} in it ({' or '.join(needed)})")

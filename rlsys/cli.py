@@ -82,7 +82,7 @@ def train(args: argparse.Namespace) -> int:
 def sft(args: argparse.Namespace) -> int:
     """Learn from answers that are there (docs/sft.md); the quickstart's checkpoint was made so."""
     config = load_config(args.config, args.overrides)
-    check_model(config, served=False)
+    check_model(config)
     layout = lay_out(config)
     supervise(
         config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))

@@ -112,7 +112,6 @@ class Family:
     `yarn`: rotary frequencies may be scaled by yarn; latent attention's may be in any case.
     `part_of_more`: the model is the language part of one with a vision tower: its fields are under `text_config`.
     `prefix`: how folders begin the names that begin with `model.` in the table, and in engines.
-    `unserved`: why no engine may serve it here; it can be converted, and trained by `rlsys sft`.
     `carried`: how names of tensors begin that go along unchanged (rlsys.convert.carried).
     `mtp`: what a layer for multi-token prediction has beside a whole layer; empty: such layers cannot be trained.
     """
@@ -131,7 +130,6 @@ class Family:
     part_of_more: bool = False
     prefix: str = TABLE_PREFIX
     carried: tuple[str, ...] = ()
-    unserved: str = ""
     fields: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)

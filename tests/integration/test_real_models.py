@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from rlsys.config import Config
-from rlsys.convert.families import FAMILIES
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.obs.metrics import read_metrics
@@ -83,13 +82,9 @@ def of_tokens(logps: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return logps.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def marks(family: str) -> list[pytest.MarkDecorator]:
-    why = FAMILIES[TINY[family].architecture].unserved
-    refused = [pytest.mark.xfail(reason=why, strict=False)] if why else []
-    return [*refused, *([pytest.mark.slow] if family != QUICK else [])]
-
-
-@pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in TINY])
+@pytest.mark.parametrize(
+    "family", [QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in TINY if f != QUICK)]
+)
 def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> None:
     """Log-probs of given tokens, and of tokens that the engine decodes, which are those that transformers finds most
     likely; the engine's tensors have the checksums that we foretell."""

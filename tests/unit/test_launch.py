@@ -23,7 +23,6 @@ from rlsys.config import Config, load_config
 from rlsys.config.beside import teacher_config
 from rlsys.engine.launch_args import engine_command as served_by
 from rlsys.errors import UserError
-from tests.helpers import tiny
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
@@ -376,17 +375,6 @@ def model(tmp_path: Path) -> Path:
 def test_a_model_folder_that_fits(model: Path) -> None:
     check_model(config(f"model.path={model}", "parallel.ep=2"))
     check_model(config(f"model.path={model}", "parallel.pp=2"))  # two layers, then one
-
-
-def test_a_model_that_engines_get_wrong_is_for_sft_alone(tmp_path: Path) -> None:
-    raw = tiny.raw_config(tiny.TINY["qwen3-next"])
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    for name in ("tokenizer.json", ".metadata"):
-        (tmp_path / name).touch()
-    asked = config(f"model.path={tmp_path}", "rollout.max_response_tokens=9")
-    check_model(asked, served=False)
-    with pytest.raises(UserError, match="engines are not to be trusted with Qwen3NextForCausalLM"):
-        check_model(asked)
 
 
 @pytest.mark.parametrize(
