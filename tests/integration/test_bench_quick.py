@@ -111,3 +111,13 @@ def test_plan_check(tmp_path: Path) -> None:
 def test_race() -> None:
     """Against TRL, a step each."""
     assert summary("race").keys() == {"quick_sooner_without_start", "quick_sooner_from_start"}
+
+
+@pytest.mark.slow
+def test_april_claim() -> None:
+    """Three runs of two steps: each is compared with the synchronous one."""
+    found = printed("april_claim", "--json", "--quick")
+    assert list(found["runs"]) == ["1", "1.5", "2"]
+    figures = ("times_sooner", "times_faster_a_step", "accuracy_difference")
+    assert found["summary"].keys() == {f"{name}_at_{ratio}" for ratio in ("1.5", "2") for name in figures}
+    assert found["runs"]["1"]["times_sooner_by_seed"] == [1.0]

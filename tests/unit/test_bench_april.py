@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -178,3 +179,28 @@ async def test_a_mode_on_a_scripted_engine(
     assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (
         name in ("april-2-abort", "asynchronous")
     )
+
+
+@pytest.mark.gate
+def test_the_claim_pairs_runs_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import april_claim
+
+    def runs(*figures: tuple[float, float | None]) -> list[Any]:
+        return [april_claim.Claimed(accuracy, seconds, 3, 2.0) for accuracy, seconds in figures]
+
+    found = april_claim.compared(
+        {
+            1.0: runs((0.90, 30.0), (0.92, 40.0), (0.94, None)),
+            2.0: runs((0.91, 10.0), (0.91, 20.0), (0.96, 5.0)),
+        }
+    )["2"]
+    assert found["times_sooner_by_seed"] == [3.0, 2.0], "a run without the target is in no pair"
+    assert found["accuracy_difference"] == pytest.approx(0.02 / 3)
+    low, high = found["accuracy_difference_interval"]
+    # Differences 0.01, -0.01, 0.02: standard deviation 0.01528, t with 2 degrees of freedom 4.303.
+    assert (low, high) == (
+        pytest.approx(0.02 / 3 - 0.03795, abs=1e-4),
+        pytest.approx(0.02 / 3 + 0.03795, abs=1e-4),
+    )
+    assert april_claim.interval([0.1]) is None
