@@ -160,12 +160,13 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
             buffer.close()
     assert after["lost"] == before["lost"], "tokens were lost"
     prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
+    made = after["received_tokens"] - before["received_tokens"]  # a quick window may see none
     return {
         **of_trained(taken, seconds, stage.true_mean),
-        "sampled_tokens_per_s": (after["received_tokens"] - before["received_tokens"]) / seconds,
-        "tokens_read_per_sampled_token": read / (after["received_tokens"] - before["received_tokens"]),
+        "sampled_tokens_per_s": made / seconds,
+        "tokens_read_per_sampled_token": read / max(made, 1),
         "share_below_half_slots": clock.idle_share(),
-        "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / prefilled,
+        "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / max(prefilled, 1),
         "seconds_per_step": seconds / len(taken),
         "interrupt_seconds_per_step": router.interrupt_seconds / len(taken),
         **{f"{phase}_seconds_per_step": total / len(taken) for phase, total in loop.seconds.items()},
