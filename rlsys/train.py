@@ -14,6 +14,7 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from launch.layout import lay_out, push_plan
 from rlsys.algo.objective import Objective
@@ -86,7 +87,7 @@ class Loop:
             stats["time_score"] = self.score_interrupted(taken.train_step)
         stats |= train_step(self.trainer, self.objective, taken, early, notes)
         trained_at = time.monotonic()
-        stats |= self.push()
+        stats |= self.push(cast("float | None", stats.get("mismatch_kept_mean")))
         write_notes(self.trainer, taken, notes)  # for people: no engine waits for it
         self.trainer.segments.close()
         end = time.monotonic()
@@ -106,15 +107,16 @@ class Loop:
         self.on_main(lambda: self.rollout.store_scores(scores))
         return time.monotonic() - start
 
-    def push(self) -> dict[str, float]:
+    def push(self, mismatch_kept: float | None = None) -> dict[str, float]:
         """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics.
+        `mismatch_kept`: what keys and values of older weights cost in the step (rollout.keep_budget).
 
         With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
         """
         start, hashing, left = time.monotonic(), 0.0, 1.0
         while left:
             self.trainer.make_room()  # engines that rest take back their weights' memory next
-            ticket = self.on_main(self.rollout.begin_push)
+            ticket = self.on_main(partial(self.rollout.begin_push, mismatch_kept))
             sent = self.delivery.push(ticket)
             canaries = self.trainer.canaries(ticket.canaries)
             self.trainer.make_room()  # and their caches'

@@ -84,6 +84,10 @@ class RolloutConfig(Section):
     it to debug a run with over_provision above 1."""
     length_bias_bound: Fraction = 0.1
     """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
+    keep_budget: Annotated[float, Field(ge=0)] | None = None
+    """With router.interruption in_place: the largest mean |log-prob - mu| of a step's tokens in responses that older
+    weights began (metric mismatch_kept_mean). As many samples keep their keys and values over a push as that allows,
+    the longest first; the others are read again. 0: all are read again. Unset: all are kept, whatever it costs."""
     flush_tokens: Positive | None = None
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
     again. A smaller value writes to disk more often. null: 64 for each sample in flight (256 with several

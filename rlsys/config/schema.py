@@ -110,6 +110,16 @@ class Config(Section):
                 f"router.interruption = {self.router.interruption} keeps samples in the engines, which with "
                 "launch.release_memory = true have no memory while the trainer works; use abort, or false"
             )
+        if r.keep_budget is not None and self.router.interruption != "in_place":
+            raise ValueError(
+                f"rollout.keep_budget = {r.keep_budget:g}, but with router.interruption = "
+                f"{self.router.interruption} no sample keeps its keys and values over a push; use in_place, or null"
+            )
+        if r.keep_budget is not None and self.weights.rolling is not None:
+            raise ValueError(
+                f"rollout.keep_budget = {r.keep_budget:g}, but weights.rolling = {self.weights.rolling} pauses "
+                "engines with all that is in them; leave one of the two out"
+            )
         if self.launch.release_memory and self.launch.placement != "colocated":
             raise ValueError(
                 f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "

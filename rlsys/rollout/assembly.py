@@ -99,6 +99,7 @@ def build_router(
         routes=config.engine.return_routes,
         strategy=config.router.strategy,
         interruption=config.router.interruption,
+        reads_again=config.rollout.keep_budget is not None,
         patience=config.start_seconds,  # the supervisor may be restarting the only engine
         trusted=trusted,
         peers=passes_on(config) and sole,  # weights pass through one folder of the run, one copy at a time

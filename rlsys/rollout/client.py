@@ -18,6 +18,7 @@ from rlsys.rollout.protocol import (
     OPENING_STATUS,
     RECONNECT_SECONDS,
     REQUEST_HEADER,
+    BeginPushRequest,
     EndPushRequest,
     EvalResult,
     Evaluated,
@@ -122,9 +123,9 @@ class RolloutClient:
         left: float | None = self.status()["leaving"]
         return left
 
-    def begin_push(self) -> PushTicket:
-        """Where to send the weights, and under which version."""
-        return self._command("begin_push", None, PushTicket)
+    def begin_push(self, mismatch_kept: float | None = None) -> PushTicket:
+        """Where to send the weights, and under which version. `mismatch_kept`: see KeepBudget.steer."""
+        return self._command("begin_push", BeginPushRequest(mismatch_kept), PushTicket)
 
     def end_push(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
@@ -24,6 +23,7 @@ from rlsys.rollout.eval_sets import AskedSet
 from rlsys.rollout.evaluator import Evaluator
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.generator import build_generator
+from rlsys.rollout.keep_budget import KeepBudget
 from rlsys.rollout.ledger import Ledger, check_conservation
 from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import EvalResult, Evaluated
@@ -41,7 +41,7 @@ from rlsys.rollout.waiting import Waiting
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
 from rlsys.tickets import Canary, PushTicket
-from rlsys.types import GroupState, Sample, SampleGroup, Scored, Taken, Unscored
+from rlsys.types import GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
 
 
 class RolloutManager:
@@ -90,6 +90,7 @@ class RolloutManager:
         self._selection = Selection(config, buffer, repeat, self._streams.full)
         self._canaries = Canaries(source, config.eval.prompts)
         self._over_provision = OverProvision(config, buffer, self._runner)
+        self._keep_budget = KeepBudget(config, buffer)
         self._waiting = Waiting(
             config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
         )
@@ -183,15 +184,14 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             self._tool_penalties.put(groups)
             if self._colocated:
-                young = partial(self._selection.stays_young, done_steps=train_step)
-                await self._interrupt_all(keep=young, gently=True)
+                await self._interrupt_all(keep=self._kept(train_step), gently=True)
                 if self._config.launch.release_memory:
                     await self._router.rest_engines()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._figures.of_step(train_step, version, groups)
             if new:
                 self._over_provision.steer(metrics["off_policy_share"])
-            metrics |= {**self._over_provision.figures, "masked_tokens": masked}
+            metrics |= {**self._over_provision.figures, **self._keep_budget.figures, "masked_tokens": masked}
             self._buffer.check_counts()
             self._commits.flush()
             self._done_steps, self._push_due, self._parts = train_step, True, []
@@ -220,8 +220,9 @@ class RolloutManager:
             self._buffer.store_scores(scores)
             self._commits.flush()
 
-    async def begin_push(self) -> PushTicket:
+    async def begin_push(self, mismatch_kept: float | None = None) -> PushTicket:
         """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only.
+        `mismatch_kept`: of the step that was trained, see KeepBudget.steer.
 
         With `weights.rolling` each call is one round: the engines of the ticket rest, the others go on.
         """
@@ -231,6 +232,7 @@ class RolloutManager:
             if (members or (first and not self._colocated)) and self._trained_steps is not None:
                 await self._waiting.until_interruptible(self._trained_steps, members or None)
             if first:
+                self._keep_budget.steer(mismatch_kept)
                 await self._begin_version(rolls=bool(members))
             version = self._buffer.versions.newest
             engines = await self._router.begin_push(version, only_stale=not first, members=members)
@@ -248,14 +250,19 @@ class RolloutManager:
         if not self._colocated and (
             not rolls or self._selection.too_old(self._done_steps)
         ):  # else take has done it
-            stays_young = partial(self._selection.stays_young, done_steps=self._done_steps)
-            await self._interrupt_all(keep=stays_young, going_on=rolls, gently=True)
+            await self._interrupt_all(keep=self._kept(self._done_steps), going_on=rolls, gently=True)
         self._buffer.versions.new(self._done_steps)
         await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
         self._commits.flush()
         self._rolling = rolls
         if rolls:
             self._go_on()
+
+    def _kept(self, done_steps: int) -> Callable[[Sample], bool]:
+        """What may stay in its engine over the push after so many steps."""
+        in_flight = (s for g in self._buffer.active() for s in g.samples if s.status is Status.IN_FLIGHT)
+        chosen = self._keep_budget.choose(in_flight)
+        return lambda sample: chosen(sample) and self._selection.stays_young(sample, done_steps)
 
     def _next_members(self) -> list[str]:
         """URLs of the engines of the next round. None after a restart: nothing is made then that could go on."""

@@ -77,6 +77,12 @@ class StepRequest:
 
 
 @dataclass
+class BeginPushRequest:
+    mismatch_kept: float | None = None
+    """Of the step that was trained: see rlsys.rollout.keep_budget."""
+
+
+@dataclass
 class EndPushRequest:
     ticket: PushTicket
     canaries: list[Canary]

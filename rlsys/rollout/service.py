@@ -40,6 +40,7 @@ from rlsys.rollout.opening import open_while_telling
 from rlsys.rollout.parts import Parts
 from rlsys.rollout.protocol import (
     REQUEST_HEADER,
+    BeginPushRequest,
     EndPushRequest,
     Result,
     SamplesAnswer,
@@ -112,7 +113,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
             web.post("/take", command(StepRequest, lambda r: manager.take(r.train_step))),
             web.post("/unscored", command(StepRequest, lambda r: manager.unscored(r.train_step))),
             web.post("/store_scores", command(ScoresRequest, lambda r: manager.store_scores(r.scores))),
-            web.post("/begin_push", command(type(None), lambda _: manager.begin_push())),
+            web.post("/begin_push", command(BeginPushRequest, lambda r: manager.begin_push(r.mismatch_kept))),
             web.post("/end_push", command(EndPushRequest, end_push)),
             web.post("/evaluate", command(type(None), lambda _: manager.evaluate())),
             web.post("/begin_evaluation", command(type(None), lambda _: manager.begin_evaluation())),

@@ -53,6 +53,7 @@ class Requests:
     """Sends them, and remembers which engine has the prompt of a group in its cache.
 
     `routes`: ask for the experts of each token. `interruption`: what becomes of samples in flight in a push.
+    `reads_again`: whether a sample that was interrupted may find nothing of older weights.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Requests:
         *,
         routes: bool,
         interruption: Interruption,
+        reads_again: bool,
     ) -> None:
         self._pool, self._dispatcher = pool, dispatcher
         self._arrivals, self._suspects = arrivals, suspects
-        self._routes, self._interruption = routes, interruption
+        self._routes, self._interruption, self._reads_again = routes, interruption, reads_again
         self._order = itertools.count()
         self.run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
@@ -172,9 +174,12 @@ class Requests:
         return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
 
     def _cache_key(self, engine: EngineState, sample: Sample) -> str | None:
-        """Where caches outlive a push, only samples of the same first version may meet in them."""
+        """Where caches outlive a push, only samples of the same first version may meet in them; and a prefix that is
+        to be read again meets those of the same weights alone."""
         if self._interruption != "in_place":
             return None
+        if self._reads_again:
+            return str(engine.version)
         return str(sample.spans[0].version if sample.spans else engine.version)
 
 

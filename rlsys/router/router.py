@@ -39,6 +39,7 @@ class Router:
     context_length: the most tokens an engine can hold of one sample, the smaller of the model's context and the
     engine's KV pool. stop_ids, stop_texts: what ends a turn, see TurnEnds. routes: ask for the experts of
     each token. strategy: a name in strategy.py. interruption: what becomes of samples in flight in a push.
+    reads_again: a sample that was interrupted finds nothing of older weights in a cache.
     patience: seconds that a push waits for an engine, long enough for one to be restarted. trusted: engines serve
     with the weights that they start with, and nobody pushes others. peers: they can pass on their weights. sole: the
     run has no other router, so a push waits until an engine is there, and fails when none can serve. slots: requests
@@ -56,6 +57,7 @@ class Router:
         routes: bool = False,
         strategy: str = "prefix_affinity",
         interruption: Interruption = "abort",
+        reads_again: bool = False,
         patience: float = 300.0,
         trusted: bool = False,
         peers: bool = False,
@@ -84,6 +86,7 @@ class Router:
             self._suspects,
             routes=routes,
             interruption=interruption,
+            reads_again=reads_again,
         )
         tps = () if kinds is None else kinds.tps
         self._push = WeightPush(self._dispatcher, bounds, interruption, patience, sole=sole, tps=tps)

@@ -26,6 +26,7 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import (
     RECONNECT_SECONDS,
     REQUEST_HEADER,
+    BeginPushRequest,
     EndPushRequest,
     StepRequest,
     decode,
@@ -179,7 +180,7 @@ class TrainerRole:
     async def _push(self) -> None:
         weights, left = self._weights, True
         while left:
-            ticket = await self._command("begin_push", None, PushTicket)
+            ticket = await self._command("begin_push", BeginPushRequest(), PushTicket)
             sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
             left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]

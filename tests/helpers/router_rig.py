@@ -38,6 +38,7 @@ class Rig:
         patience: float = 60.0,
         context: int = 200,
         interruption: Interruption = "abort",
+        reads_again: bool = False,
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
         identity: Identity = NOBODY,
         **options: Any,
@@ -53,6 +54,7 @@ class Rig:
             routes=True,
             patience=patience,
             interruption=interruption,
+            reads_again=reads_again,
             **options,
         )
         self.version = 0

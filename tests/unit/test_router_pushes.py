@@ -80,6 +80,22 @@ async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outli
         assert [request.cache_key for request in rig.engine.history] == expected
 
 
+async def test_what_is_to_be_read_again_meets_nothing_of_older_weights() -> None:
+    """And what stays in its engine goes on there."""
+    async with routing(interruption="in_place", reads_again=True) as rig:
+        await rig.push()
+        long, short = sample(0, seed=3), sample(1, seed=4)
+        tasks = [rig.start(long), rig.start(short)]
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda s: s is long)
+        assert (long.status, short.status) == (Status.IN_FLIGHT, Status.PARKED)
+        await rig.push()
+        for task in tasks:
+            check(await task, versions={1, 2})
+        assert (long.resumes, short.resumes) == (0, 1)
+        assert [request.cache_key for request in rig.engine.history] == ["1", "1", "2"]
+
+
 async def test_what_must_not_be_kept_comes_back() -> None:
     async with routing(interruption="retract") as rig:
         await rig.push()
