@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 
 STEPS = 8
 KEEPING = (
-    "launch.placement=colocated", "launch.release_memory=false", "router.interruption=in_place", "rollout.over_provision=3",
+    "launch.placement=colocated", "router.interruption=in_place", "rollout.over_provision=3",
     "rollout.max_staleness=8", f"trainer.steps={STEPS}", "trainer.lr=3e-3",
 )  # fmt: skip
 """At such a rate old keys and values are far from new ones."""
