@@ -110,7 +110,6 @@ class Loop:
     def push(self, mismatch_kept: float | None = None) -> dict[str, float]:
         """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics.
         `mismatch_kept`: what keys and values of older weights cost in the step (rollout.keep_budget).
-
         With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
         """
         start, hashing, left = time.monotonic(), 0.0, 1.0
