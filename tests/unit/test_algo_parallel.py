@@ -83,6 +83,7 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     packed: Any = SimpleNamespace(
         tokens=part.tokens,
         cu_seqlens=part.cu_seqlens,
+        asked=None,
         support_at=None,
         support_ids=None,
         teacher_ids=None,

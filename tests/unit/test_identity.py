@@ -74,8 +74,9 @@ async def test_what_comes_of_other_weights_in_the_middle_of_a_push_is_not_taken_
         await rig.push()
         task = rig.start(s := sample())
         await asyncio.sleep(0.1)
-        had = len(s.response_ids)
         await rig.router.begin_push(2)
+        await asyncio.sleep(0.1)  # what the engine had made before it paused has come
+        had = len(s.response_ids)
         engine.update_open = False
         engine.weights, engine.version = 1001, THEIRS.label(2)
         engine._continue_generation({})
