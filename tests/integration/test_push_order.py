@@ -35,7 +35,7 @@ class Rollout:
     def leaving(self) -> float:
         return 0.0
 
-    def begin_push(self) -> PushTicket:
+    def begin_push(self, _mismatch_kept: float | None = None) -> PushTicket:
         self._events.append("begin_push: engines wake their weights")
         return PushTicket(1, [], [[5, 3, 80, 41]])
 
