@@ -132,6 +132,7 @@ def test_the_load_of_a_stage_is_even_up_to_its_largest_unit(layout: tuple[Config
         assert sent <= sum(stage) / lanes + 2 * largest[rank] + passed[rank] + 1
 
 
+@pytest.mark.gate
 @given(layouts(), st.booleans(), st.sampled_from([0.001, 0.01, 1.0]))
 def test_a_bucket_has_what_an_engine_must_get_in_one_call(
     layout: tuple[Config, HFConfig], together: bool, megabytes: float
