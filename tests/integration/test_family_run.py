@@ -29,7 +29,7 @@ def with_tokenizer(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl-moe"])
+@pytest.mark.parametrize("family", ["qwen3-vl-moe", "qwen3-next"])
 def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> None:
     """Every tensor of the engine is attested after each push; what is not trained comes out of it unchanged."""
     folder, run = with_tokenizer(tmp_path / "model", family), tmp_path / "run"
