@@ -17,11 +17,9 @@ from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, train_locally
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 QUICKSTART = ROOT / "configs" / "models" / "quickstart-moe"
-REPLAYED = (
-    "engine.return_routes=true", "trainer.replay=engine", "parallel.ep=1", "trainer.export_every=3",
-    "weights.canary_mean=1e-5",
-)  # fmt: skip
-"""Random models of large weights round more than trained ones: up to 1e-5 from engine to trainer."""
+REPLAYED = ("engine.return_routes=true", "trainer.replay=engine", "parallel.ep=1", "trainer.export_every=3")
+BOUNDS = {"gpt-oss": ("weights.canary_mean=1e-5",)}
+"""This random one was seen 2e-6 off, with equal checksums; all others have the bounds of every run."""
 
 
 def with_tokenizer(folder: Path, family: str) -> Path:
@@ -43,6 +41,7 @@ def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> 
         run,
         *SYNCHRONOUS,
         *REPLAYED,
+        *BOUNDS.get(family, ()),
         f"model.path={folder}",
         "data.reward=tests.helpers.length_reward:shorter",
     )
