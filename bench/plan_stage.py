@@ -103,13 +103,13 @@ class Stage:
         write_folder(config, owner)
         urls = self._urls[: setting.engines]
         self._slow_down(0.0)
-        marks = [engine_log(self.folder, i).stat().st_size for i in range(setting.engines)]
         with attached(config, owner, urls) as roles:
             wait_for(folder, roles, "eval", 1)
             self._slow_down(setting.sleep)
+            marks = [engine_log(self.folder, i).stat().st_size for i in range(setting.engines)]
             wait_for(folder, roles, "step", steps)
         self._slow_down(0.0)
-        for i, mark in enumerate(marks):  # what the engines said meanwhile, where a run has it
+        for i, mark in enumerate(marks):  # what the engines said since they sleep, where a run has it
             with engine_log(self.folder, i).open("rb") as log:
                 log.seek(mark)
                 (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())

@@ -1,10 +1,11 @@
 """How many engines a trainer needs, and how long it idles with fewer: ECHO-2's capacity rule (docs/seeds.md). Pure.
 
-A trainer that is busy for T seconds a step, of which engines stand still for L while it pushes, and that trains B
-samples in it, never waits when engines end B samples in T - L, and when a step's groups are there before they are too
-old: g <= S (T - L), with g seconds for the longest response, and S, the steps that tokens may be old. Each bounds a
-step's seconds from below. ECHO-2 has the rule in words; the form is ours. With N'/N above 1 a step need not wait for
-the longest, and old groups are dropped: `rlsys plan` simulates that.
+A step takes T seconds. The trainer is busy for b of them, and engines stand still for L of these, while it pushes.
+It trains B samples. It never waits when engines end B samples in T - L, and when a step's groups are there before
+they are too old. A group that begins right after a push may take S whole steps and the next one's waiting, where
+tokens may be S steps old: g <= S (T - L) + T - b, with g seconds for the longest response. Each bounds a step's
+seconds from below. ECHO-2 has the rule in words; the form is ours. With N'/N above 1 a step need not wait for the
+longest, and old groups are dropped: `rlsys plan` simulates that.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Supplier:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a step asks for: so many samples. Seconds: `busy`, in which it trains and pushes; `pause`, of these, in
-    which engines stand still; `lag`, of its longest response."""
+    """What a step asks for: so many samples. Seconds: `busy`, in which it trains and pushes; `pause`, in which
+    engines stand still for a push, or read again what it made wrong; `lag`, of its longest response."""
 
     samples: int
     busy: float
@@ -52,7 +53,8 @@ class Demand:
         making = self.samples / rate
         if not staleness:
             return self.busy + max(making, self.lag)
-        return max(self.busy, self.pause + max(making, self.lag / staleness))
+        aged = (self.busy + self.lag + staleness * self.pause) / (staleness + 1)
+        return max(self.busy, self.pause + making, aged)
 
     @property
     def staleness(self) -> int:
@@ -74,38 +76,56 @@ class Demand:
         return found
 
 
-def pass_seconds(costs: Costs, lengths: Lengths, running: int, prompt: int) -> float:
-    """Of a pass that decodes so many requests, each as long as one that is met at a random moment."""
-    partial = fmean(n * n for n in lengths.values) / lengths.mean / 2
-    return costs.decode(running, running * (prompt + partial))
-
-
-def rate_of(costs: Costs, lengths: Lengths, running: int, prompt: int) -> float:
-    """Samples a second that an engine with so many requests ends."""
-    decoding = lengths.mean * pass_seconds(costs, lengths, running, prompt) / running
-    return 1.0 / (decoding + prompt * costs.prompt_token)
+def rate_of(costs: Costs, lengths: Lengths, running: int, prompt: int, group: int) -> float:
+    """Samples a second that an engine with so many requests ends, where one that ends leaves its place to the next.
+    `group`: samples whose prompts come together."""
+    each = costs.decode(running, running * (prompt + _partial(lengths)))
+    # Prompts that come while a pass decodes are read by one more pass.
+    coming = running / (group * lengths.mean)
+    each += (1.0 - math.exp(-coming)) * costs.prefill(0)
+    return 1.0 / (lengths.mean * each / running + prompt * costs.prompt_token)
 
 
 def demand_of(config: Config, costs: Costs, lengths: Lengths, running: int, prompt: int) -> Demand:
-    """Of a config's step. `running`: requests of an engine."""
-    n, rng = config.samples_per_step, random.Random(0)
-    longest = fmean(max(rng.choices(lengths.values, k=n)) for _ in range(_DRAWS))
-    pause = 0.0 if config.weights.rolling else costs.push
+    """Of a config's step. `running`: requests of an engine, which it reads again after a push."""
+    n = config.samples_per_step
+    pause = 0.0
+    if not config.weights.rolling:
+        pause = costs.push + costs.prefill(running * (prompt + _partial(lengths)))
     busy = costs.train([prompt + lengths.mean] * n) + costs.push
-    return Demand(n, busy, pause, longest * pass_seconds(costs, lengths, running, prompt))
+    return Demand(n, busy, pause, _last(costs, lengths, min(n, running), prompt))
+
+
+def _partial(lengths: Lengths) -> float:
+    """Tokens of a response that is met at a random moment."""
+    return fmean(n * n for n in lengths.values) / lengths.mean / 2
+
+
+def _last(costs: Costs, lengths: Lengths, running: int, prompt: int) -> float:
+    """Seconds until the last of so many responses ends that begin together on an engine of their own."""
+    rng, seconds = random.Random(0), 0.0
+    for _ in range(_DRAWS):
+        start = 0
+        for i, length in enumerate(sorted(rng.choices(lengths.values, k=running))):
+            left = running - i
+            seconds += (length - start) * costs.decode(left, left * (prompt + (start + length) / 2))
+            start = length
+    return seconds / _DRAWS + costs.prefill(running * prompt)
 
 
 def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fact]:
     """What `explain` tells of a disaggregated run: engines that keep the trainer busy, the cheapest first."""
     if config.launch.placement != "disaggregated" or not config.launch.gpus_per_node:
         return []
-    lengths = long_tail(config.rollout.max_response_tokens)
+    lengths, group = long_tail(config.rollout.max_response_tokens), config.rollout.group_size
     running = min(config.max_running_requests, max(1, config.slots // config.engine.count))
     demand = demand_of(config, costs_of(config, hf, machine), lengths, running, _PROMPT_TOKENS)
     suppliers = []
     for name, count, tp, cost in _kinds(config):
         costs = costs_of(config, hf, machine, tp)
-        suppliers.append(Supplier(name, count, rate_of(costs, lengths, running, _PROMPT_TOKENS), cost * tp))
+        suppliers.append(
+            Supplier(name, count, rate_of(costs, lengths, running, _PROMPT_TOKENS, group), cost * tp)
+        )
     rate, age = sum(s.count * s.rate for s in suppliers), config.rollout.max_staleness
     told = f"a step keeps the trainer busy for {demand.busy:.0f} s: {demand.wanted:.3g} samples/s feed it, "
     told += f"engines end {rate:.3g}"
@@ -113,7 +133,7 @@ def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fa
         hired = demand.hired(suppliers)
         told += ": " + ", ".join(f"{hired[s.name]} of {s.count} {s.name}" for s in suppliers if hired[s.name])
         told += " are enough"
-    told += f"; a step takes {demand.step_seconds(rate, age):.0f} s at max_staleness {age}"
+    told += f"; a step takes at least {demand.step_seconds(rate, age):.0f} s at max_staleness {age}"
     if age < demand.staleness:
         told += f", {demand.step_seconds(rate, demand.staleness):.0f} s at {demand.staleness}"
     return [("capacity", f"{told} (N'/N above 1 needs less: rlsys plan)")]

@@ -41,9 +41,9 @@ class _Request:
     versions: list[str] = field(default_factory=list)
     """Of the weights that made each unit."""
     since: int | None = None
-    """The engine's count of passes when it began to decode; None: it waits, or its prompt is being read."""
+    """The engine's count of decoding passes when its prompt had been read; None: it waits, or is being read."""
     base: int = 0
-    """Units that it had then."""
+    """Units that it had then, with the one that reading made."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
     """Its prompt has been read, or it has ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +76,7 @@ class SimulatedEngine:
         self._waiting: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
         self._ends: list[tuple[int, int, str]] = []
-        """Heap of (the pass after which it is done, order, request)."""
+        """Heap of (the decoding pass after which it is done, order, request)."""
         self._context = 0
         self._passes = 0
         self._order = 0
@@ -110,8 +110,7 @@ class SimulatedEngine:
             elif fresh := self._admit():
                 seconds = self._costs.prefill(self._grain * sum(r.prompt + len(r.versions) for r in fresh))
                 self.prefilling += seconds
-                await asyncio.sleep(seconds)
-                self._passes += 1
+                await asyncio.sleep(seconds)  # who decodes waits meanwhile
                 for request in fresh:
                     self._start(request)
                 self._complete()
@@ -143,8 +142,8 @@ class SimulatedEngine:
 
     def _start(self, request: _Request) -> None:
         """Its prompt has been read, which makes a first token."""
-        request.base = len(request.versions)
-        request.since = self._passes - 1
+        request.base = len(request.versions) + 1
+        request.since = self._passes
         request.began.set()
         self._order += 1
         due = request.since + request.end - request.base

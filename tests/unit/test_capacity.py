@@ -20,24 +20,31 @@ DISAGGREGATED = ROOT / "configs/experiments/glm-4.5-air_64gpu_disaggregated.yaml
 PROMPT = 10
 
 
+EVEN = (60, 80, 100, 120, 140)
+TAIL = tuple(round(20 * 1.35**i) for i in range(10))
+
+
 @pytest.mark.parametrize("train", [0.3, 0.8, 3.0], ids=["engines are too few", "even", "engines wait"])
-def test_a_step_takes_as_long_as_the_rollouts_own_code_makes_it(tmp_path: Path, train: float) -> None:
-    """At a staleness of 0 to 3, within 15 %: the next step's first samples run beside the last ones of this step."""
-    lengths = Lengths([60, 80, 100, 120, 140], 200)
+@pytest.mark.parametrize("drawn", [EVEN, TAIL], ids=["even", "a long tail"])
+def test_a_step_takes_hardly_longer_than_the_rule_with_the_rollouts_own_code(
+    tmp_path: Path, drawn: tuple[int, ...], train: float
+) -> None:
+    """At a staleness of 0 to 3 at most a fifth longer, and no shorter."""
+    lengths = Lengths(drawn, max(drawn))
     costs = Costs(every_pass=0.01, prompt_token=1e-5, train_step=train, push=0.2)
     for staleness in range(4):
         config = make_config(
             tmp_path / str(staleness),
             rollout={
-                "groups_per_step": 8, "group_size": 4, "max_response_tokens": 200, "over_provision": 1.0,
-                "max_staleness": staleness,
+                "groups_per_step": 8, "group_size": 4, "max_response_tokens": max(drawn), "over_provision": 1.0,
+                "max_staleness": staleness, "staleness_policy": "wait",
             },
             launch={"placement": "disaggregated"},
         )  # fmt: skip
         found = simulate(config, costs, lengths, prompt_tokens=PROMPT, steps=12)
         demand = demand_of(config, costs, lengths, config.slots, PROMPT)
-        expected = demand.step_seconds(rate_of(costs, lengths, config.slots, PROMPT), staleness)
-        assert found.step_seconds == pytest.approx(expected, rel=0.15), staleness
+        least = demand.step_seconds(rate_of(costs, lengths, config.slots, PROMPT, group=4), staleness)
+        assert 0.97 * least < found.step_seconds < 1.2 * least, staleness
 
 
 def test_the_cheapest_engines_that_suffice_are_hired() -> None:
@@ -46,7 +53,7 @@ def test_the_cheapest_engines_that_suffice_are_hired() -> None:
     assert demand.hired([fast, cheap]) == {"cheap": 3, "fast": 2}, "10 samples a second: 3 and 8"
     assert demand.hired([Supplier("few", 2, 1.0)]) == {"few": 2}
     assert demand.staleness == 3
-    assert [demand.step_seconds(10.0, s) for s in range(4)] == [37.0, 27.0, 14.5, 12.0]
+    assert [demand.step_seconds(10.0, s) for s in range(4)] == [37.0, 19.5, pytest.approx(41 / 3), 12.0]
     assert demand.step_seconds(5.0, 3) == 22.0, "then engines limit"
 
 
@@ -55,10 +62,10 @@ def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
     config = load_config(DISAGGREGATED)
     ((name, told),) = describe_capacity(config, read_model(config), h100)
     assert name == "capacity"
-    assert "45.7 samples/s feed it, engines end 40.4; a step takes" in told
+    assert "67.3 samples/s feed it, engines end 40; a step takes at least" in told
     slower = load_config(DISAGGREGATED, ["parallel.dp=2", "parallel.ep=8"])
     ((_, told),) = describe_capacity(slower, read_model(slower), h100)
-    assert "of 4 engines are enough; a step takes" in told
+    assert "of 4 engines are enough; a step takes at least" in told
     for elsewhere in ("configs/quickstart.yaml", "configs/experiments/qwen2.5-7b_8gpu_colocated.yaml"):
         other = load_config(ROOT / elsewhere)
         assert describe_capacity(other, read_model(other), h100) == []
