@@ -17,9 +17,11 @@ from rlsys.errors import UserError
 from rlsys.machines import machines
 from rlsys.planner import calibration
 from rlsys.planner.costs import Costs, costs_of
+from rlsys.planner.engine import FIRST_PROMPT, SimulatedEngine
 from rlsys.planner.lengths import Lengths, long_tail, read_trace
 from rlsys.planner.settings import Setting, settings
 from rlsys.planner.simulation import Forecast, simulate
+from rlsys.planner.virtual_time import run_virtual
 from rlsys.rollout.reader import Length
 from tests.helpers.rollout_rig import Rig, make_config
 
@@ -56,6 +58,27 @@ def test_engines_have_so_many_slots_and_wait_for_the_longest(tmp_path: Path) -> 
     found = forecast(made, Lengths([50], 200))
     waves = 2 * (COSTS.prefill(8 * 10) + 49 * COSTS.decode(8, 0))
     assert found.rollout_seconds == pytest.approx(waves, rel=0.03)
+
+
+def test_who_decodes_waits_while_prompts_are_read() -> None:
+    """Two responses of ten tokens, a second for each pass; the second one comes when the first has four tokens."""
+    engine = SimulatedEngine("http://e", Costs(every_pass=1.0), lambda _seed, _prompt: 10, 1, 8, 1000, 1)
+
+    async def ended(at: float) -> float:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(at)
+        sampling = {"max_new_tokens": 100, "sampling_seed": 0}
+        body = {"rid": str(at), "input_ids": [FIRST_PROMPT], "sampling_params": sampling}
+        assert len([chunk async for chunk in engine.stream(body)]) == 1
+        return clock()
+
+    async def both() -> list[float]:
+        start, running = asyncio.get_running_loop().time(), asyncio.create_task(engine.run())
+        found = await asyncio.gather(ended(0.0), ended(3.5))
+        running.cancel()
+        return [end - start for end in found]
+
+    assert run_virtual(both()) == pytest.approx([11, 14])
 
 
 def test_a_server_takes_requests_in_one_after_another(tmp_path: Path) -> None:
