@@ -1,4 +1,4 @@
-"""What bench/plan_check.py measures on: engines that stay, and runs of the real stack beside them, one by one.
+"""What plan_check.py and april_claim.py measure on: engines that stay, and one run of the real stack after another.
 
 A run is what `rlsys train` starts (launch/plan.py), without its engines: a rollout process and a trainer, in a folder
 of their own. Engines cost most of a start, so two of them serve all runs; a run of one engine leaves the other idle.
@@ -33,7 +33,7 @@ from rlsys.owner import FOLDER, Owner, claim
 LOOK_SECONDS = 0.1
 LOG_PASSES = 1
 """Decoding passes between two lines of an engine's log; SGLang's own 40 are for longer responses."""
-PATIENCE = 120.0
+PATIENCE = 600.0
 FROZEN = 1e-12
 """A learning rate with which nothing is learned: lengths stay as they are."""
 
@@ -96,24 +96,32 @@ class Stage:
 
     def run(self, setting: Setting, steps: int, seed: int) -> Path:
         """The folder of a run of so many train steps, which has ended."""
+        config = config_of(setting, self.size, self.new_folder(), seed)
+        self.run_config(config, setting.sleep, "step", steps)
+        return config.run.dir
+
+    def new_folder(self) -> Path:
+        """Of the next run; it is not there yet."""
         self._runs += 1
-        folder = self.folder / f"run-{self._runs}"
+        return self.folder / f"run-{self._runs}"
+
+    def run_config(self, config: Config, sleep: float, kind: str, n: int) -> None:
+        """Until its metrics.jsonl has `n` lines of this kind. Engines sleep from its first evaluation on."""
+        folder, count = config.run.dir, config.engine.count
         owner = replace(self._owner, run_dir=folder)
-        config = config_of(setting, self.size, folder, seed)
         write_folder(config, owner)
-        urls = self._urls[: setting.engines]
+        urls = self._urls[:count]
         self._slow_down(0.0)
         with attached(config, owner, urls) as roles:
             wait_for(folder, roles, "eval", 1)
-            self._slow_down(setting.sleep)
-            marks = [engine_log(self.folder, i).stat().st_size for i in range(setting.engines)]
-            wait_for(folder, roles, "step", steps)
+            self._slow_down(sleep)
+            marks = [engine_log(self.folder, i).stat().st_size for i in range(count)]
+            wait_for(folder, roles, kind, n)
         self._slow_down(0.0)
         for i, mark in enumerate(marks):  # what the engines said since they sleep, where a run has it
             with engine_log(self.folder, i).open("rb") as log:
                 log.seek(mark)
                 (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())
-        return folder
 
     def _slow_down(self, seconds: float) -> None:
         for url in self._urls:
