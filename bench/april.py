@@ -1,6 +1,6 @@
 """Does APRIL pay? Rollouts of one recorded long-tail trace on a real SGLang engine, mode against mode in one run.
 
-    python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...]
+    python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...] [--cost gpu-like]
     python bench/april_plot.py RESULT.json FIGURE.png
 
 Compared: rollout modes that train batches of the same N samples:
@@ -35,8 +35,8 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -73,6 +73,7 @@ from rlsys.weights.sync import WeightSync
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03
 """Added to every forward pass: several times what the CPU's own pass takes."""
+COSTS = {"gpu-like": GPU_LIKE_SECONDS, "cpu": None}
 PREFILL_TOKENS = 8192
 """Of one forward pass: what SGLang chooses on a GPU of 80 GB; without one it would take half of it."""
 QUICK_SCALE = 16
@@ -274,7 +275,8 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
         order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # nobody is always first
-        for cost, seconds in (("gpu-like", GPU_LIKE_SECONDS), ("cpu", None)):
+        for cost in args.cost:
+            seconds = COSTS[cost]
             await stage.client.slow_down(seconds)
             for name in order:
                 say(f"repeat {repeat + 1}/{args.repeats} {cost}: {name}")
@@ -301,7 +303,7 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
-    """Ratios of medians at N'/N = 2; {} when a mode was left out."""
+    """Ratios of medians at N'/N = 2, as far as their modes have run."""
 
     def rate(cost: str, mode: str, of: str = "trained") -> float:
         return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
@@ -315,22 +317,24 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
         read = float(costs[cost]["prefill"]["seconds_per_token"]["median"])
         return share(cost) / bound_of(1 / rate(cost, "saturated"), read, 2, lengths)
 
-    try:
-        return {
-            "gain_at_2": rate("gpu-like", "april-2") / rate("gpu-like", "synchronous"),
-            "gain_at_2_same_slots": rate("gpu-like", "april-2") / rate("gpu-like", "synchronous-2N"),
-            "gain_at_2_raw_cpu": rate("cpu", "april-2") / rate("cpu", "synchronous"),
-            "gain_at_2_raw_cpu_same_slots": rate("cpu", "april-2") / rate("cpu", "synchronous-2N"),
-            "share_of_saturated_at_2": share("gpu-like"),
-            "share_of_saturated_at_2_raw_cpu": share("cpu"),
-            "share_of_saturated_at_2_abort": share("gpu-like", "april-2-abort"),
-            "share_of_bound_at_2": of_bound("gpu-like"),
-            "share_of_bound_at_2_raw_cpu": of_bound("cpu"),
-            "share_of_saturated_at_2_kept": share("gpu-like", "april-2-kept"),
-            "length_ratio_at_2": costs["gpu-like"]["april-2"]["length_ratio"]["median"],
-        }
-    except KeyError:
-        return {}
+    figures: dict[str, Callable[[], float]] = {
+        "gain_at_2": lambda: rate("gpu-like", "april-2") / rate("gpu-like", "synchronous"),
+        "gain_at_2_same_slots": lambda: rate("gpu-like", "april-2") / rate("gpu-like", "synchronous-2N"),
+        "gain_at_2_raw_cpu": lambda: rate("cpu", "april-2") / rate("cpu", "synchronous"),
+        "gain_at_2_raw_cpu_same_slots": lambda: rate("cpu", "april-2") / rate("cpu", "synchronous-2N"),
+        "share_of_saturated_at_2": lambda: share("gpu-like"),
+        "share_of_saturated_at_2_raw_cpu": lambda: share("cpu"),
+        "share_of_saturated_at_2_abort": lambda: share("gpu-like", "april-2-abort"),
+        "share_of_bound_at_2": lambda: of_bound("gpu-like"),
+        "share_of_bound_at_2_raw_cpu": lambda: of_bound("cpu"),
+        "share_of_saturated_at_2_kept": lambda: share("gpu-like", "april-2-kept"),
+        "length_ratio_at_2": lambda: float(costs["gpu-like"]["april-2"]["length_ratio"]["median"]),
+    }
+    found = {}
+    for name, figure in figures.items():
+        with suppress(KeyError):  # a mode that was left out
+            found[name] = figure()
+    return found
 
 
 def trace(quick: bool) -> list[int]:
@@ -379,6 +383,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=["saturated", "prefill", *(m.name for m in MODES)], help="these modes"
     )
+    parser.add_argument("--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="these; both")
     args = parser.parse_args()
     result = asyncio.run(main_async(args))
     print(json.dumps(result if args.json else result["summary"], indent=2))

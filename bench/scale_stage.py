@@ -301,7 +301,7 @@ async def work(args: argparse.Namespace) -> None:
             generator,
             args.folder,
             share,
-            lambda url, tp: EngineClient(url, session),
+            lambda url, tp, _pool: EngineClient(url, session),
         )
         await Worker(parts, end).serve(standard_input())
         watch.cancel()

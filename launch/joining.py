@@ -38,32 +38,46 @@ EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 Say = Callable[[str], None]
 
 
-def join(run: Path, host: str, engine_command: EngineCommand, stop: StopSignals, say: Say) -> None:
+def join(
+    run: Path, host: str, pool: str | None, engine_command: EngineCommand, stop: StopSignals, say: Say
+) -> None:
     """Until the run ends, sends the engine away, or a signal comes. `host`: this machine's address for the run.
+    `pool`: of the config's engine.pools, the one that it is to be in.
 
     Raises UserError for a run that it cannot join, and the engine's own error when that dies.
     """
     config, owner = load_config(run / CONFIG_FILE), current(run)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
+    engine = config.engine.model_copy(update={"tp": size_of(config, pool)})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run}), "engine": engine})
     address = coordinator.published(run)
     if owner is None or address is None or address.epoch != owner.epoch:
         raise UserError(f"{run}: this run is not going on; start it before engines join it")
-    check(config, host, local=address.host == socket.gethostname())
+    check(config, host, pool, local=address.host == socket.gethostname())
     with _started(config, owner, host, engine_command, say) as (process, url):
         if not _until_it_answers(process, owner, url, stop):
             return
-        membership.tell(owner, url, config.engine.tp, wanted=True)
+        membership.tell(owner, url, config.engine.tp, pool, wanted=True)
         say(f"{url} has joined {run}")
         try:
             _while_wanted(process, owner, url, stop)
             say(f"{url} leaves")
-            membership.tell(owner, url, config.engine.tp, wanted=False)
+            membership.tell(owner, url, config.engine.tp, pool, wanted=False)
             _until_let_go(process, owner, url, config.launch.preemption_seconds)
         finally:
             membership.forget(owner, url)
 
 
-def check(config: Config, host: str, *, local: bool) -> None:
+def size_of(config: Config, pool: str | None) -> int:
+    """Tensor parallel size of an engine that joins. Raises UserError for a pool that the config does not have."""
+    if pool is None:
+        return config.engine.tp
+    if (found := config.engine.pool_of(None, pool)) is None:
+        names = ", ".join(one.name for one in config.engine.pools)
+        raise UserError(f"--pool {pool}: expected one of engine.pools: {names or 'the run has none'}")
+    return found.tp or config.engine.tp
+
+
+def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
     """Raises UserError for an engine that the run's weights would not reach. `local`: on the machine of the rollout
     process, where trainer rank 0 is."""
     if (tp := config.engine.tp) not in (tps := config.engine.tps):
@@ -71,8 +85,8 @@ def check(config: Config, host: str, *, local: bool) -> None:
             f"engine.tp = {tp} is the size of an engine that joins, and no engine of the run has it: what it holds "
             f"could not be checked; expected one of {', '.join(map(str, tps))}"
         )
-    method = config.weights.method
-    if method == "tensor" and (on_cuda(config) or not local):
+    method, relayed = config.weights.method, config.engine.chain_of(pool) is not None
+    if not relayed and method == "tensor" and (on_cuda(config) or not local):
         raise UserError(
             "weights.method = tensor passes through memory that a trainer rank and the engine share, and an engine "
             "that joins shares none; the run needs weights.method=broadcast, sharded or disk"
@@ -88,7 +102,7 @@ def _started(
     config: Config, owner: Owner, host: str, engine_command: EngineCommand, say: Say
 ) -> Iterator[tuple[RoleProcess, str]]:
     """The engine as a process, and its URL; ended at the end, with all it started."""
-    alone = {"host": host, "port": 0, "pools": []}  # of its own size, engine.tp
+    alone = {"host": host, "port": 0, "pools": []}  # of its own size, which is engine.tp here
     here = config.model_copy(update={"engine": config.engine.model_copy(update=alone)})
     nothing = os.open(os.devnull, os.O_RDONLY)  # the run's lock is its launch's
     with contextlib.closing(LocalBackend(here, nothing)) as backend:

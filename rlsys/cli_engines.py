@@ -25,6 +25,7 @@ def add_engines(add: Add) -> None:
     shown = which.add_parser("list", help="all of them, with what they cost")
     joins = which.add_parser("join", help="start an engine on this machine for a run that goes on")
     joins.add_argument("--host", default="127.0.0.1", help="this machine's address for the run; loopback")
+    joins.add_argument("--pool", metavar="NAME", help="of engine.pools, the one that it is to be in")
     leaves = which.add_parser("drain", help="its samples go on in other engines, and it leaves")
     leaves.add_argument("--undo", action="store_true", help="take it back")
     for one, run in ((shown, _list), (joins, _join), (leaves, _drain)):
@@ -54,6 +55,7 @@ def _join(args: argparse.Namespace) -> int:
         join(
             args.run.resolve(),
             args.host,
+            args.pool,
             engine_command,
             stop,
             lambda text: print(f"rlsys: {text}", flush=True),
@@ -77,7 +79,8 @@ def _drain(args: argparse.Namespace) -> int:
             raise UserError(
                 f"{url}: without it {left} engines would serve; expected at least {fewest or 1} (launch.min_engines)"
             )
-    tp = known[url].tp if url in known else config.engine.tp
-    membership.tell(owner, url, tp, wanted=args.undo)
+    joined = known.get(url)
+    tp, pool = (config.engine.tp, None) if joined is None else (joined.tp, joined.pool)
+    membership.tell(owner, url, tp, pool, wanted=args.undo)
     print(f"{url} {'comes back' if args.undo else 'leaves; its samples go on in other engines'}")
     return 0

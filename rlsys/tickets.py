@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class EngineAddress:
     """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
 
-    `index`: its number in the run's layout, None for one that joined later. `key`: its admin key; empty: it asks for
+    `index`: its number in the run's layout, None for one that joined later. `chain`: of one that joined, the chain at
+    whose end it is, if it is in one. `key`: its admin key; empty: it asks for
     none. `epoch`: of this push there; the engine takes nothing from a sender with another one.
     """
 
@@ -19,6 +20,7 @@ class EngineAddress:
     index: int | None = None
     key: str = field(default="", repr=False)
     epoch: int | None = None
+    chain: int | None = None
 
 
 @dataclass(slots=True)

@@ -213,9 +213,9 @@ class EngineConfig(Section):
         """Engines that write samples: all others."""
         return self.count - self.explorers
 
-    def explores(self, index: int | None) -> bool:
-        """Whether engine `index` tries prompts out; one that joins, None, writes samples."""
-        pool = None if index is None else self.pool_of(index)
+    def explores(self, index: int) -> bool:
+        """Whether engine `index` tries prompts out."""
+        pool = self.pool_of(index)
         return pool is not None and pool.role == "explore"
 
     @property
@@ -228,13 +228,20 @@ class EngineConfig(Section):
             first += pool.count
         return tuple(found)
 
+    def chain_of(self, name: str | None) -> int | None:
+        """Which of `chains` the pool of that name is; None where it is none."""
+        relays = [pool.name for pool in self.pools if pool.relay]
+        return relays.index(name) if name in relays else None
+
     @property
     def tps(self) -> list[int]:
         """All tensor parallel sizes, each once, ascending."""
         return sorted({self.tp_of(i) for i in range(self.count)})
 
-    def pool_of(self, index: int) -> PoolConfig | None:
-        """Of engine `index`; None where it is in none: there are no pools, or it joined."""
+    def pool_of(self, index: int | None, joined: str | None = None) -> PoolConfig | None:
+        """Of engine `index`, or, where that is None, of one that joined pool `joined`; None where it is in none."""
+        if index is None:
+            return next((pool for pool in self.pools if pool.name == joined), None)
         for pool in self.pools:
             if index < pool.count:
                 return pool

@@ -49,12 +49,14 @@ class EngineClient(Wire):
         identity: Identity = NOBODY,
         limits: Limits = UNPLANNED,
         adapter: str | None = None,
+        pool: str | None = None,
     ) -> None:
-        """`index`: its number in the run's layout, if it is there. `identity`: whose it must be. `adapter`: which of
-        its adapters answers; None: its model alone."""
+        """`index`: its number in the run's layout, if it is there; else `pool`, of engine.pools the one that it has
+        joined. `identity`: whose it must be. `adapter`: which of its adapters answers; None: its model alone."""
         super().__init__(url, session, identity, limits)
         self.tp = tp
         self.index = index
+        self.pool = pool
         self._adapter = {} if adapter is None else {"lora_path": adapter}
 
     async def generate(

@@ -56,7 +56,14 @@ def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
 
 class ClientMaker(Protocol):
     def __call__(
-        self, url: str, whose: Identity, *, tp: int = 1, index: int | None = None, adapter: str | None = ...
+        self,
+        url: str,
+        whose: Identity,
+        *,
+        tp: int = 1,
+        index: int | None = None,
+        adapter: str | None = ...,
+        pool: str | None = None,
     ) -> EngineClient: ...
 
 
@@ -72,8 +79,11 @@ def client_maker(config: Config, session: ClientSession) -> ClientMaker:
         tp: int = 1,
         index: int | None = None,
         adapter: str | None = own_adapter,
+        pool: str | None = None,
     ) -> EngineClient:
-        return EngineClient(url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter)
+        return EngineClient(
+            url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter, pool=pool
+        )
 
     return client
 

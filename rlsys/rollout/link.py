@@ -182,6 +182,8 @@ class Figures(msgspec.Struct, tag=True, array_like=True):
 
 
 ToWorker = Run | Forget | Call
+Joined = tuple[str, int, str | None]
+"""An engine that joined the run: URL, ranks, and its pool, if it is in one."""
 OfSamples = Row | Judged | Failed
 ToCoordinator = OfSamples | Answer | Figures
 

@@ -22,7 +22,8 @@ log = logging.getLogger("rlsys.rollout")
 class Members:
     """Belongs to one event loop. Owns who has joined; what they do is the router's.
 
-    `make_client`: of an engine at a URL with so many ranks. `own`: the engines that the launch itself starts.
+    `make_client`: of an engine at a URL with so many ranks, in a pool of that name. `own`: the engines that the
+    launch itself starts.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Members:
         config: Config,
         owner: Owner,
         router: Engines,
-        make_client: Callable[[str, int], EngineClient],
+        make_client: Callable[[str, int, str | None], EngineClient],
         own: Sequence[EngineClient],
     ) -> None:
         self._most, self._fewest = config.launch.max_engines, config.launch.min_engines or 1
@@ -66,7 +67,8 @@ class Members:
             self._tell_once(member, f"waits: the run has launch.max_engines = {self._most}")
             return
         own = self._own.get(member.url)
-        self._router.add_engine(self._make_client(member.url, member.tp) if own is None else own)
+        joins = self._make_client(member.url, member.tp, member.pool) if own is None else own
+        self._router.add_engine(joins)
         self._told.discard(member.url)
         log.info("%s joins; it serves when it has the current weights", member.url)
 

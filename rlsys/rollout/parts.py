@@ -44,10 +44,13 @@ class Parts:
         that is asked about responses."""
         client = client_maker(config, session)
 
-        def own(url: str, tp: int, index: int | None = None) -> EngineClient:
-            return client(url, engine_identity(owner, url), tp=tp, index=index)
+        def own(url: str, index: int) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=config.engine.tp_of(index), index=index)
 
-        self.joiner = own
+        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=tp, pool=pool)
+
+        self.joiner = joiner
         """Of an engine that joins later."""
         self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
         self.source = build_source(config, self.tokenizer)
@@ -55,7 +58,7 @@ class Parts:
         self.rewards = Rewards(config)
         self.rewards.begin()  # beside the engines' start
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)
-        self.engines = [own(url, config.engine.tp_of(i), i) for i, url in enumerate(urls)]
+        self.engines = [own(url, i) for i, url in enumerate(urls)]
         self.router: Router | Workers
         """What samples run in."""
         self.asked: Engines

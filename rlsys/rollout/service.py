@@ -295,7 +295,7 @@ async def _manage(
         )
         fewest, awaited = config.launch.min_engines, parts.engines
         if fewest is not None:  # of those that write samples: the run can do without the others
-            awaited = [e for e in parts.engines if not config.engine.explores(e.index)]
+            awaited = [e for i, e in enumerate(parts.engines) if not config.engine.explores(i)]
         members = Members(config, owner, parts.asked, parts.joiner, parts.engines)
         watch = EngineWatch(awaited, parts.references, fewest or len(awaited), parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)

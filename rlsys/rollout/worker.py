@@ -41,6 +41,7 @@ from rlsys.rollout.link import (
     Failed,
     Figures,
     Forget,
+    Joined,
     Judged,
     Link,
     Row,
@@ -73,7 +74,7 @@ log = logging.getLogger("rlsys.rollout")
 @dataclass
 class WorkerParts:
     """What a worker works with. `folder`: the run's. `flush_tokens`: the most that its samples may have unsaved.
-    `client`: of an engine that joins, by URL and ranks. `stops`: of a record that its samples follow."""
+    `client`: of an engine that joins, by URL, ranks and pool. `stops`: of a record that its samples follow."""
 
     config: Config
     router: Router
@@ -81,7 +82,7 @@ class WorkerParts:
     generator: Generator
     folder: Path
     flush_tokens: int
-    client: Callable[[str, int], EngineClient]
+    client: Callable[[str, int, str | None], EngineClient]
     stops: Stops | None = None
 
 
@@ -163,7 +164,7 @@ class Worker:
         self._link.send(Answer(call.number, result, error))
 
     async def do_begin(
-        self, writer: str, version: int, opened: bool, joined: list[tuple[str, int]], trained_steps: int
+        self, writer: str, version: int, opened: bool, joined: list[Joined], trained_steps: int
     ) -> tuple[list[str], bool]:
         """Write segments as `writer`. Engines should have weights of `version`, which contain so many train steps;
         `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, and
@@ -172,8 +173,8 @@ class Worker:
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
             self._router.expect(version)
-        for url, tp in joined:
-            await self.do_add_engine(url, tp)
+        for engine in joined:
+            await self.do_add_engine(*engine)
         self._streams.go(trained_steps)
         if opened:
             self._router.resume()
@@ -199,8 +200,8 @@ class Worker:
     async def do_go(self, trained_steps: int) -> None:
         self._streams.go(trained_steps)
 
-    async def do_add_engine(self, url: str, tp: int) -> None:
-        self._router.add_engine(self._parts.client(url, tp))
+    async def do_add_engine(self, url: str, tp: int, pool: str | None) -> None:
+        self._router.add_engine(self._parts.client(url, tp, pool))
 
     async def do_send_away(self, url: str) -> None:
         await self._router.send_away(url)
@@ -348,8 +349,8 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
         speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
         generator = build_generator(config, tokenizer, speak)
 
-        def joiner(url: str, tp: int) -> EngineClient:
-            return client(url, engine_identity(owner, url), tp=tp)
+        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=tp, pool=pool)
 
         parts = WorkerParts(
             config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers), joiner, stops

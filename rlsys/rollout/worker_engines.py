@@ -11,6 +11,7 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
+from rlsys.rollout.link import Joined
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
 from rlsys.router.arrivals import with_shares
 from rlsys.router.push import PROBE_SECONDS, worst
@@ -44,7 +45,7 @@ class WorkerEngines:
         self._gone_told = 0
         self._homes: dict[str, WorkerProcess] = {}
         """URL -> the worker that has an engine which joined or was sent away; it comes back to the same one."""
-        self._joined: dict[str, int] = {}
+        self._joined: dict[str, Joined] = {}
         """URL -> ranks of an engine that joined. Those of the launch are in the workers' command lines."""
         self._rolls = False
         """Whether a rolling push goes round; workers that have got round do not know it."""
@@ -67,9 +68,9 @@ class WorkerEngines:
         if self._pin is worker:
             self._pin = None
 
-    def joined(self, worker: WorkerProcess) -> list[tuple[str, int]]:
-        """URLs and ranks of the engines that a new process of this worker must take in."""
-        return [(url, tp) for url, tp in self._joined.items() if self._homes[url] is worker]
+    def joined(self, worker: WorkerProcess) -> list[Joined]:
+        """The engines that a new process of this worker must take in."""
+        return [engine for url, engine in self._joined.items() if self._homes[url] is worker]
 
     async def all(self, call: str, **arguments: Any) -> list[Any]:
         """What each worker answers. One that dies meanwhile gives none: nothing of it is in flight any more."""
@@ -165,9 +166,9 @@ class WorkerEngines:
         url = client.url
         home = self._homes.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
         if url not in home.of_launch:
-            self._joined[url] = client.tp
+            self._joined[url] = url, client.tp, client.pool
         self._homes[url] = home
-        self._post("add_engine", [home], url=url, tp=client.tp)
+        self._post("add_engine", [home], url=url, tp=client.tp, pool=client.pool)
 
     async def send_away(self, url: str) -> None:
         """See Router.send_away."""
@@ -179,7 +180,7 @@ class WorkerEngines:
 
     def _engines_of(self, worker: WorkerProcess) -> list[str]:
         """URLs; those that it has just been given included."""
-        coming = [url for url, _ in self.joined(worker) if url not in worker.figures.states]
+        coming = [url for url, *_ in self.joined(worker) if url not in worker.figures.states]
         return [*worker.figures.states, *coming]
 
     @property

@@ -73,6 +73,7 @@ class EngineState:
     trusted: bool = False
     pool: str = ""  # the name of its pool, where the config has pools
     cost: float = 1.0  # of one of its ranks for a second
+    chain: int | None = None  # of one that joined, see EngineAddress
     explores: bool = False  # tries prompts out, and gets nothing else to do
     alive: bool = False
     draining: bool = False

@@ -53,9 +53,10 @@ class Pool:
             raise ValueError(f"{client.url} is in the pool already")
         engine = EngineState(client, trusted=self._trusted, slots=self._slots)
         if self._kinds is not None:
-            pool = None if client.index is None else self._kinds.pool_of(client.index)
+            pool = self._kinds.pool_of(client.index, client.pool)
             engine.pool, engine.cost = (JOINED, 1.0) if pool is None else (pool.name, pool.cost)
-            engine.explores = self._kinds.explores(client.index)
+            engine.explores = pool is not None and pool.role == "explore"
+            engine.chain = self._kinds.chain_of(client.pool)
         self.engines.append(engine)
         return engine
 

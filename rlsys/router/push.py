@@ -106,7 +106,13 @@ class WeightPush:
             ) from None
         return [
             EngineAddress(
-                e.url, e.client.tp, held[e.url], e.client.index, e.client.identity.admin_key, e.client.epoch
+                e.url,
+                e.client.tp,
+                held[e.url],
+                e.client.index,
+                e.client.identity.admin_key,
+                e.client.epoch,
+                e.chain,
             )
             for e in self._pushing
         ]

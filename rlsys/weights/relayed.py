@@ -90,8 +90,8 @@ class RelayPush:
             self._whole = False
         self._version, self._files = version, self._files if again else 0
         self.left_out, self.sent = {}, self.sent if again else 0
-        order = sorted(engines, key=lambda engine: self._place[engine.index or 0])
-        members = [_Member(e, secrets.token_urlsafe(24), self._place[e.index or 0][0]) for e in order]
+        order = sorted(engines, key=self._placed)
+        members = [_Member(e, secrets.token_urlsafe(24), self._placed(e)[0]) for e in order]
         self._members = {member.engine.url: member for member in members}
         with Receivers(order, self._seconds) as receivers:
             receivers.settle(
@@ -107,6 +107,12 @@ class RelayPush:
         for chain in sorted({member.chain for member in self._members.values()}):
             line = [Hop(m.engine.url, m.token) for m in self._members.values() if m.chain == chain]
             self._feeders.append(Feeder(line, self._store, self._seconds))
+
+    def _placed(self, engine: EngineAddress) -> tuple[int, int, str]:
+        """Its chain, and how it is sorted there: who joined comes last."""
+        if engine.chain is not None:
+            return engine.chain, len(self._place), engine.url
+        return *self._place[engine.index or 0], engine.url
 
     def send(self, flat: Flat) -> None:
         """A bucket, as a file of safetensors. Returns when it is on its way, or waits for its turn there."""
@@ -236,7 +242,9 @@ class RelayPush:
 
     def _line(self, members: Sequence[_Member]) -> list[tuple[str, str]]:
         """As other engines reach them."""
-        return [(self._near.get(m.engine.index or 0, m.engine.url), m.token) for m in members]
+        by_url = {m.engine.url: m.engine.index for m in members}
+        near = {url: url if i is None else self._near.get(i, url) for url, i in by_url.items()}
+        return [(near[m.engine.url], m.token) for m in members]
 
     def _leave_out(self, member: _Member, why: str) -> None:
         self.left_out[member.engine.url] = why

@@ -64,9 +64,9 @@ class WeightSync:
         """Whether this rank sends tensors in this push; the others only help to gather them."""
         if self._on_disk is not None:
             return self._rank == 0 and bool(ticket.engines)
-        if self._rank == 0 and any(self._plan.relayed(engine.index) for engine in ticket.engines):
+        if self._rank == 0 and any(self._relayed(engine) for engine in ticket.engines):
             return True
-        others = [engine for engine in ticket.engines if not self._plan.relayed(engine.index)]
+        others = [engine for engine in ticket.engines if not self._relayed(engine)]
         by_memory = (self._owners(engine) for engine in others)
         return any(self._rank in (owners or (self._plan.sender,)) for owners in by_memory)
 
@@ -94,12 +94,15 @@ class WeightSync:
         if self._relays is not None:
             self._relays.close()
 
+    def _relayed(self, engine: EngineAddress) -> bool:
+        return self._plan.relayed(engine.index, engine.chain)
+
     def _owners(self, engine: EngineAddress) -> tuple[int, ...] | None:
         return self._plan.owners(engine.index, engine.tp)
 
     def _push_buckets(self, tensors: Iterable[tuple[str, Tensor]], ticket: PushTicket) -> int:
-        relayed = [e for e in ticket.engines if self._plan.relayed(e.index)]
-        others = [e for e in ticket.engines if not self._plan.relayed(e.index)]
+        relayed = [e for e in ticket.engines if self._relayed(e)]
+        others = [e for e in ticket.engines if not self._relayed(e)]
         by_memory = self._memory.begin([e for e in others if self._owners(e) is not None])
         by_group = [e for e in others if self._owners(e) is None and self._plan.sender == self._rank]
         relays = self._relays if relayed else None

@@ -41,8 +41,8 @@ async def main() -> None:
         generator = build_generator(config, None, speak)
         share = max(1, config.flush_tokens // config.rollout.workers)
 
-        def joiner(url: str, tp: int) -> EngineClient:
-            return EngineClient(url, session, tp=tp)
+        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+            return EngineClient(url, session, tp=tp, pool=pool)
 
         parts = WorkerParts(config, router, scorer, generator, config.run.dir, share, joiner, stops)
         await Worker(parts, leave).serve(standard_input())

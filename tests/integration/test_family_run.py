@@ -1,4 +1,4 @@
-"""Families whose folders or layers need more than a name table, in a whole run of the real stack."""
+"""Every family in a whole run of the real stack: rollouts, three train steps, pushes, an export."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlsys.obs.metrics import read_metrics
 from tests.helpers import tiny
@@ -17,7 +17,8 @@ from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, train_locally
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 QUICKSTART = ROOT / "configs" / "models" / "quickstart-moe"
-REPLAYED = ("engine.return_routes=true", "trainer.replay=engine", "parallel.ep=1", "trainer.export_every=3")
+DENSE = ("qwen2", "qwen3", "llama")
+REPLAYED = ("engine.return_routes=true", "trainer.replay=engine")
 BOUNDS = {"gpt-oss": ("weights.canary_mean=1e-5",)}
 """This random one was seen 2e-6 off, with equal checksums; all others have the bounds of every run."""
 
@@ -26,31 +27,39 @@ def with_tokenizer(folder: Path, family: str) -> Path:
     """A tiny random model that speaks the quickstart's characters."""
     made_of = tiny.TINY[family]
     tiny.write(folder, made_of, **made_of.served, vocab_size=128, max_position_embeddings=512)
+    if (
+        family == "ernie-4.5"
+    ):  # a random bias is as large as its softmax scores: all tokens would choose the same two
+        weights = load_file(folder / "model.safetensors")
+        smaller = {name: t * 0.05 for name, t in weights.items() if name.endswith("e_score_correction_bias")}
+        save_file(weights | smaller, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(QUICKSTART / name, folder / name)
     return folder
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3-vl-moe", "qwen3-next", "deepseek-v3", "gpt-oss", "glm-4.5", "olmoe", "minimax-m2"]
-)
+@pytest.mark.parametrize("family", tiny.TINY)
 def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> None:
-    """Every tensor of the engine is attested after each push; what is not trained comes out of it unchanged."""
+    """Where there are experts. Every tensor of the engine is attested after each push; what is not trained comes out
+    of it unchanged."""
     folder, run = with_tokenizer(tmp_path / "model", family), tmp_path / "run"
     train_locally(
         run,
         *SYNCHRONOUS,
-        *REPLAYED,
+        *(() if family in DENSE else REPLAYED),
+        "parallel.ep=1",
+        "trainer.export_every=3",
         *BOUNDS.get(family, ()),
         f"model.path={folder}",
         "data.reward=tests.helpers.length_reward:shorter",
     )
     steps = read_metrics(run).steps
-    print([{name: step[name] for name in ("grad_norm", "mismatch_mean", "replay_share")} for step in steps])
+    told = ("grad_norm", "mismatch_mean", "replay_share")
+    print(family, [{name: step.get(name) for name in told} for step in steps])
     assert len(steps) == 3
     for step in steps:
         assert step["push_tensors_unknown"] == 0
-        assert step["replay_share"] == 1
+        assert family in DENSE or step["replay_share"] == 1
         assert step["mismatch_mean"] < 2e-5
     assert any(step["grad_norm"] > 0 for step in steps)
     checked_ledger(run)

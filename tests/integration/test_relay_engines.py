@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
+from rlsys.config.rollout import PoolConfig
 from rlsys.convert.config import HFConfig
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -30,7 +31,12 @@ from tests.helpers.servers import running_engine
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 
-async def test_two_engines_take_pushes_through_a_chain(engine_config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("joined", [False, True], ids=["of the launch", "one joined"])
+async def test_two_engines_take_pushes_through_a_chain(
+    engine_config: Config, tmp_path: Path, joined: bool
+) -> None:
+    pool = PoolConfig(name="far", count=1 if joined else 2, relay=True)
+    kinds = engine_config.engine.model_copy(update={"pools": [pool], "count": pool.count})
     (tmp_path / "run").mkdir()
     owner = claim(tmp_path / "run")
     for name in "ab":
@@ -41,13 +47,17 @@ async def test_two_engines_take_pushes_through_a_chain(engine_config: Config, tm
     ):
         async with make_session() as session:
             clients = [
-                EngineClient(url, session, index=i, identity=engine_identity(owner, url))
+                EngineClient(
+                    url, session, identity=engine_identity(owner, url),
+                    index=i if i < pool.count else None, pool="far" if i >= pool.count else None,
+                )
                 for i, url in enumerate((a, b))
-            ]
+            ]  # fmt: skip
             router = Router(
-                clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(engine_config)
-            )
-            sync = WeightSync(engine_config, plan=PushPlan({}, group=False, chains=((0, 1),)))
+                clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(engine_config),
+                kinds=kinds,
+            )  # fmt: skip
+            sync = WeightSync(engine_config, plan=PushPlan({}, group=False, chains=kinds.chains))
             hf = HFConfig.read(engine_config.model.path)
             watch = asyncio.create_task(router.watch())
             async with asyncio.timeout(120):
@@ -88,6 +98,9 @@ def test_a_run_whose_engines_are_a_chain(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2], logs_of(run)
     for step in steps:
         assert step["push_tensors_equal"] > 0 == step["push_tensors_unknown"]
-        assert 0 < step["push_relayed_bytes"] < 0.9 * step["push_bytes"], "what has changed, to one of two"
+        assert step["push_relayed_bytes"] < 0.9 * step["push_bytes"], "what has changed, to one of two"
+        assert bool(step["push_relayed_bytes"]) == (step["grad_norm"] is not None), (
+            "equal rewards change nothing"
+        )
         assert step["pool_far_serving"] == 2
     checked_ledger(run)

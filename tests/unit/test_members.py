@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from launch.joining import check as check_joiner
-from launch.joining import unit_name
+from launch.joining import size_of, unit_name
 from rlsys.cli import main
 from rlsys.config import Config
+from rlsys.config.rollout import JOINED, EngineConfig
 from rlsys.engine.client import EngineClient
 from rlsys.errors import UserError
 from rlsys.membership import FOLDER, Member, forget, members, tell
@@ -33,7 +34,9 @@ LONG = 190
 
 
 @asynccontextmanager
-async def growing(folder: Path, *, own: int = 1, **launch: Any) -> AsyncIterator[tuple[Rig, Owner]]:
+async def growing(
+    folder: Path, *, own: int = 1, kinds: EngineConfig | None = None, **launch: Any
+) -> AsyncIterator[tuple[Rig, Owner]]:
     """A router with so many engines of its own, and members that look; C and D may join."""
     known = [ScriptedEngine(url, ends_at=lambda seed: LONG) for url in (A, B, C, D)]
     network: Any = Network(*known)
@@ -41,11 +44,15 @@ async def growing(folder: Path, *, own: int = 1, **launch: Any) -> AsyncIterator
         {"model": {"path": "x"}, "run": {"dir": folder}, "launch": launch, "engine": {"count": own, "tp": 1}}
     )
     owner = claim(folder)
-    async with routing(*known[:own]) as rig:
+    async with routing(*known[:own], kinds=kinds) as rig:
         rig.engines = known
         clients = [engine.client for engine in rig.router._pool.engines]
         wanted = Members(
-            config, owner, rig.router, lambda url, tp: EngineClient(url, network, tp=tp), clients
+            config,
+            owner,
+            rig.router,
+            lambda url, tp, pool: EngineClient(url, network, tp=tp, pool=pool),
+            clients,
         )
         watch = asyncio.create_task(wanted.watch())
         await rig.push()
@@ -144,7 +151,7 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
         tell(Owner(tmp_path, owner.epoch - 1, "old"), C, 1, wanted=True)
         folder = tmp_path / FOLDER
-        told = {"epoch": owner.epoch, "url": D, "tp": 1, "wanted": True}
+        told = {"epoch": owner.epoch, "url": D, "tp": 1, "pool": None, "wanted": True}
         wrongs: list[dict[str, object]] = [
             {"url": "file:///etc"}, {"tp": 0}, {"epoch": "x"}, {"url": "http://d"},
         ]  # fmt: skip
@@ -154,6 +161,32 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
         await asyncio.sleep(3)
         assert list(rig.router.engine_states()) == [A] and members(owner) == []
         forget(owner, D)  # was never there
+
+
+async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) -> None:
+    far = {"name": "far", "count": 1, "cost": 0.25, "relay": True}
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "engine": {"pools": [far]}, "launch": {"placement": "disaggregated"}}
+    )
+    async with growing(tmp_path, kinds=config.engine) as (rig, owner):
+        tell(owner, C, 1, "far", wanted=True)
+        tell(owner, D, 1, wanted=True)
+        await asyncio.sleep(3)
+        told = {e.url: (e.pool, e.cost, e.chain) for e in rig.router._pool.engines}
+        assert told == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED, 1.0, None)}
+        await rig.push()
+        assert rig.router.stats()["pool_far_serving"] == 2
+        tell(owner, C, 1, "far", wanted=False)
+        await asyncio.sleep(5)
+        assert list(rig.router.engine_states()) == [A, D]
+
+
+def test_the_pool_says_how_large_an_engine_is_that_joins_it() -> None:
+    wide = {"name": "wide", "count": 1, "tp": 4}
+    config = Config.model_validate({"model": {"path": "x"}, "engine": {"pools": [wide], "tp": 2}})
+    assert (size_of(config, None), size_of(config, "wide")) == (2, 4)
+    with pytest.raises(UserError, match=r"--pool wider: expected one of engine\.pools: wide"):
+        size_of(config, "wider")
 
 
 def test_routes_of_an_engine_that_joined_can_be_read() -> None:
@@ -174,25 +207,36 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("sections", "host", "local", "error"),
+    ("sections", "host", "pool", "local", "error"),
     [
-        ({}, "10.0.0.7", False, r"weights.method = tensor passes through memory"),
+        ({}, "10.0.0.7", None, False, r"weights.method = tensor passes through memory"),
         (
             {"weights": {"method": "broadcast"}},
             "127.0.0.1",
+            None,
             False,
             r"--host 127.0.0.1: the run is on another machine",
         ),
-        ({"weights": {"method": "broadcast"}}, "10.0.0.7", False, None),
-        ({}, "127.0.0.1", True, None),
+        ({"weights": {"method": "broadcast"}}, "10.0.0.7", None, False, None),
+        ({}, "127.0.0.1", None, True, None),
+        (
+            {
+                "engine": {"pools": [{"name": "far", "count": 1, "relay": True}]},
+                "launch": {"placement": "disaggregated"},
+            },
+            "10.0.0.7",
+            "far",
+            False,
+            None,
+        ),
     ],
 )
 def test_an_engine_that_no_weights_would_reach_does_not_join(
-    sections: dict[str, Any], host: str, local: bool, error: str | None
+    sections: dict[str, Any], host: str, pool: str | None, local: bool, error: str | None
 ) -> None:
     config = Config.model_validate({"model": {"path": "x"}, **sections})
     if error is None:
-        check_joiner(config, host, local=local)
+        check_joiner(config, host, pool, local=local)
     else:
         with pytest.raises(UserError, match=error):
-            check_joiner(config, host, local=local)
+            check_joiner(config, host, pool, local=local)

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,24 @@ def test_all_hosts_get_all_tensors_and_the_link_carries_them_once(three: list[Ho
     assert sender.relays.sent < 0.3 * whole, "one tensor of five, as what has changed in it"
     assert sender.push(second, 3) == {} and sender.relays.sent == 0
     assert [host.said()["loads"] for host in three] == [3] * 3
+    sender.close()
+
+
+@pytest.mark.gate
+def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
+    """The trainer's link carries as much as before."""
+    sender, first, second = Sender(three), model(0), model(0, steps=1)
+    sender.relays = RelayPush([range(2)], SECONDS, SECONDS)
+    for version, tensors in ((1, first), (2, second)):
+        places = sender.addresses()
+        places[2] = replace(places[2], index=None, chain=0)
+        sender.relays.begin(places[::-1], version)
+        assert [m.engine.url for m in sender.relays._members.values()] == sender.urls
+        stream(tensors.items(), BUCKET, Areas(shared=False), sender.relays.send)
+        sender.relays.end()
+        assert sender.relays.left_out == {}
+        assert [host.said()["tensors"] for host in three] == [expected(tensors)] * 3
+        assert sender.relays.sent < 1.01 * sum(t.nbytes for t in tensors.values())
     sender.close()
 
 

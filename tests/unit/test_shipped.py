@@ -48,7 +48,7 @@ def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 
 
 def test_every_example_has_a_config() -> None:
-    # The last two: tests/cluster/test_churn.py, tests/integration/test_relay.py.
+    # The last two: tests/cluster/test_churn.py, tests/integration/test_two_policies.py.
     others = {"README", "__pycache__", "tools", "ray_engines", "relay"}
     parts = {p.stem for p in (ROOT / "examples").iterdir()} - others
     assert {p.stem for p in EXAMPLES} == parts

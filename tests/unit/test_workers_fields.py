@@ -97,8 +97,8 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         owner = claim(tmp_path)
         urls = [e.url for e in r.engines]
 
-        def client(url: str, tp: int) -> EngineClient:
-            return EngineClient(url, session, tp=tp)
+        def client(url: str, tp: int, pool: str | None = None) -> EngineClient:
+            return EngineClient(url, session, tp=tp, pool=pool)
 
         own = [client(url, 1) for url in urls[:2]]
         members = Members(r.config, owner, r.workers.engines, client, own)
