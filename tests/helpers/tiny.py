@@ -189,6 +189,10 @@ def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Pat
     for name, weight in model.state_dict().items():
         if "norm" in name or name.endswith("bias"):
             weight.add_(torch.randn_like(weight) * 0.1)
+        if (
+            name.endswith("gate.weight") and not weight.any()
+        ):  # Ernie's: every token would choose the same experts
+            weight.normal_(0.0, BASE["initializer_range"])
         if name.endswith("sinks"):  # engines keep them so
             weight.copy_(weight.bfloat16())
     save(model, folder)
