@@ -1,6 +1,6 @@
 """Is `rlsys plan --calibrate` right? Forecasts of eight settings, written down first, then runs of the real stack.
 
-    python bench/plan_check.py --predict [--out FILE] [--quick]      two calibrating runs, then the forecasts
+    python bench/plan_check.py --predict [--out FILE] [--quick]      three calibrating runs, then the forecasts
     python bench/plan_check.py --measure [--out FILE] [--quick]      three interleaved runs of each setting, compared
 
 `--predict` writes FILE (bench/predictions/plan.json), which is committed before anything is measured. `--measure`

@@ -83,7 +83,7 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
     if (tp := config.engine.tp) not in (tps := config.engine.tps):
         raise UserError(
             f"engine.tp = {tp} is the size of an engine that joins, and no engine of the run has it: what it holds "
-            f"could not be checked; expected one of {', '.join(map(str, tps))}"
+            f"could not be checked; expected one of {', '.join(map(str, tps))}, or --pool NAME for the size of a pool"
         )
     method, relayed = config.weights.method, config.engine.chain_of(pool) is not None
     if not relayed and method == "tensor" and (on_cuda(config) or not local):

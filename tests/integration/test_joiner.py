@@ -59,3 +59,36 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
     said = (run_dir / "logs" / "rollout.log").read_text()
     assert f"from {first}" in said and "samples go on in other engines" in said
     print([line for line in said.splitlines() if "joins" in line or "has weight" in line or "leaves" in line])
+
+
+def test_an_engine_joins_a_chain_and_gets_its_pushes(tmp_path: Path) -> None:
+    """`--pool` of a pool behind a slow link: the trainer sends to the first engine alone."""
+    run_dir = tmp_path / "run"
+    session = Session(
+        run_dir, "launch.placement=disaggregated", "engine.start_timeout=600",
+        "rollout.max_staleness=1000", "engine.pools=[{name: far, count: 1, relay: true, cost: 0.5}]",
+        "engine.count=null", "trainer.steps=100000",
+    )  # fmt: skip
+    try:
+        session.wait_for(lambda: step_lines(run_dir) >= 1)
+        with subprocess.Popen([*RLSYS, "engines", "join", str(run_dir), "--pool", "far"], cwd=ROOT) as joiner:
+
+            def serves() -> bool:
+                assert joiner.poll() is None
+                return sum(bool(f["serving"]) for f in engines(run_dir).values()) == 2
+
+            session.wait_for(serves)
+            lines = step_lines(run_dir)
+            session.wait_for(lambda: step_lines(run_dir) >= lines + 4)
+            joiner.send_signal(signal.SIGTERM)
+            assert joiner.wait(timeout=120) == 0
+        session.send(signal.SIGINT)
+        session.end()
+    finally:
+        session.kill()
+    check_ledger(run_dir)
+    # The step in which it came may have counted its engines before.
+    together = read_metrics(run_dir).steps[lines + 1 : lines + 4]
+    assert [s["pool_far_serving"] for s in together] == [2, 2, 2]
+    for step in together:
+        assert step["push_tensors_unknown"] == 0 and step["push_relayed_bytes"] < 0.9 * step["push_bytes"]
