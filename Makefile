@@ -23,7 +23,7 @@ LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-a
 .PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants durations locks
 
 help:
-	@echo "make quickstart   set up and train the small MoE model with every part real (about 5 minutes)"
+	@echo "make quickstart   set up and train the small MoE model with every part real (3 to 6 minutes)"
 	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
 	@echo "make test         the same, the longer unit tests, and a slice of the real stack: up to 15 minutes on two cores"
 	@echo "make test-all     every test there is: hours"

@@ -111,7 +111,7 @@ def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size)
     config = config_of(setting, size, Path("simulated"), FIRST_SEED)
     costs, running = longer(found.costs(1), setting.sleep - slept), config.slots
     demand = demand_of(config, costs, found.lengths, running, found.prompt_tokens)
-    rate = rate_of(costs, found.lengths, running, found.prompt_tokens, size.group)
+    rate = rate_of(costs, found.lengths, running, found.prompt_tokens)
     step = demand.step_seconds(rate, setting.max_staleness)
     return {"step_seconds_by_rule": step, "idle_seconds_by_rule": step - demand.busy}
 

@@ -52,7 +52,7 @@ class Sender:
         self._hosts, self.link = there, SlowLink(rate)
         self._urls = [self.link.through(host.url) for host in there]
         chains = [[i] for i in range(len(there))] if star else [list(range(len(there)))]
-        near = {i: host.url for i, host in enumerate(there)}
+        near = {url: host.url for url, host in zip(self._urls, there, strict=True)}
         self._relays, self._version = RelayPush(chains, SECONDS, SECONDS, near), 0
 
     def push(self, tensors: Tensors) -> tuple[float, int]:

@@ -10,8 +10,8 @@ class EngineAddress:
     """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
 
     `index`: its number in the run's layout, None for one that joined later. `chain`: of one that joined, the chain at
-    whose end it is, if it is in one. `key`: its admin key; empty: it asks for
-    none. `epoch`: of this push there; the engine takes nothing from a sender with another one.
+    whose end it is, if it is in one. `key`: its admin key; empty: it asks for none. `epoch`: of this push there; the
+    engine takes nothing from a sender with another one.
     """
 
     url: str

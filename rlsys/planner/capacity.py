@@ -76,13 +76,12 @@ class Demand:
         return found
 
 
-def rate_of(costs: Costs, lengths: Lengths, running: int, prompt: int, group: int) -> float:
-    """Samples a second that an engine with so many requests ends, where one that ends leaves its place to the next.
-    `group`: samples whose prompts come together."""
+def rate_of(costs: Costs, lengths: Lengths, running: int, prompt: int) -> float:
+    """Samples a second that an engine ends with so many requests; one that ends leaves its place to the next."""
     each = costs.decode(running, running * (prompt + _partial(lengths)))
-    # Prompts that come while a pass decodes are read by one more pass.
-    coming = running / (group * lengths.mean)
-    each += (1.0 - math.exp(-coming)) * costs.prefill(0)
+    # So many end in a pass, on average; one more pass reads the prompts that come for them.
+    ends = running / lengths.mean
+    each += (1.0 - math.exp(-ends)) * costs.prefill(0)
     return 1.0 / (lengths.mean * each / running + prompt * costs.prompt_token)
 
 
@@ -93,7 +92,7 @@ def demand_of(config: Config, costs: Costs, lengths: Lengths, running: int, prom
     if not config.weights.rolling:
         pause = costs.push + costs.prefill(running * (prompt + _partial(lengths)))
     busy = costs.train([prompt + lengths.mean] * n) + costs.push
-    return Demand(n, busy, pause, _last(costs, lengths, min(n, running), prompt))
+    return Demand(n, busy, pause, _last(costs, lengths, n, min(n, running), prompt))
 
 
 def _partial(lengths: Lengths) -> float:
@@ -101,12 +100,13 @@ def _partial(lengths: Lengths) -> float:
     return fmean(n * n for n in lengths.values) / lengths.mean / 2
 
 
-def _last(costs: Costs, lengths: Lengths, running: int, prompt: int) -> float:
-    """Seconds until the last of so many responses ends that begin together on an engine of their own."""
+def _last(costs: Costs, lengths: Lengths, samples: int, running: int, prompt: int) -> float:
+    """Seconds until the longest of so many responses ends, which begin together, `running` of them on its engine."""
     rng, seconds = random.Random(0), 0.0
     for _ in range(_DRAWS):
-        start = 0
-        for i, length in enumerate(sorted(rng.choices(lengths.values, k=running))):
+        start, drawn = 0, rng.choices(lengths.values, k=samples)
+        beside = [*drawn[: running - 1], max(drawn)]
+        for i, length in enumerate(sorted(beside)):
             left = running - i
             seconds += (length - start) * costs.decode(left, left * (prompt + (start + length) / 2))
             start = length
@@ -117,15 +117,13 @@ def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fa
     """What `explain` tells of a disaggregated run: engines that keep the trainer busy, the cheapest first."""
     if config.launch.placement != "disaggregated" or not config.launch.gpus_per_node:
         return []
-    lengths, group = long_tail(config.rollout.max_response_tokens), config.rollout.group_size
+    lengths = long_tail(config.rollout.max_response_tokens)
     running = min(config.max_running_requests, max(1, config.slots // config.engine.count))
     demand = demand_of(config, costs_of(config, hf, machine), lengths, running, _PROMPT_TOKENS)
     suppliers = []
     for name, count, tp, cost in _kinds(config):
         costs = costs_of(config, hf, machine, tp)
-        suppliers.append(
-            Supplier(name, count, rate_of(costs, lengths, running, _PROMPT_TOKENS, group), cost * tp)
-        )
+        suppliers.append(Supplier(name, count, rate_of(costs, lengths, running, _PROMPT_TOKENS), cost * tp))
     rate, age = sum(s.count * s.rate for s in suppliers), config.rollout.max_staleness
     told = f"a step keeps the trainer busy for {demand.busy:.0f} s: {demand.wanted:.3g} samples/s feed it, "
     told += f"engines end {rate:.3g}"
@@ -133,7 +131,7 @@ def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fa
         hired = demand.hired(suppliers)
         told += ": " + ", ".join(f"{hired[s.name]} of {s.count} {s.name}" for s in suppliers if hired[s.name])
         told += " are enough"
-    told += f"; a step takes at least {demand.step_seconds(rate, age):.0f} s at max_staleness {age}"
+    told += f"; a step takes {demand.step_seconds(rate, age):.0f} s at max_staleness {age}"
     if age < demand.staleness:
         told += f", {demand.step_seconds(rate, demand.staleness):.0f} s at {demand.staleness}"
     return [("capacity", f"{told} (N'/N above 1 needs less: rlsys plan)")]

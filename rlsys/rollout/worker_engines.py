@@ -46,7 +46,7 @@ class WorkerEngines:
         self._homes: dict[str, WorkerProcess] = {}
         """URL -> the worker that has an engine which joined or was sent away; it comes back to the same one."""
         self._joined: dict[str, Joined] = {}
-        """URL -> ranks of an engine that joined. Those of the launch are in the workers' command lines."""
+        """By URL, engines that joined. Those of the launch are in the workers' command lines."""
         self._rolls = False
         """Whether a rolling push goes round; workers that have got round do not know it."""
         self._pin: WorkerProcess | None = None

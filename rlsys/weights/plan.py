@@ -51,9 +51,9 @@ class PushPlan:
         by_memory = {rank for ranks in self.memory.values() for rank in ranks}
         return {self.sender if self.group else 0, *first, *by_memory}
 
-    def relayed(self, engine: int | None, joined: int | None = None) -> bool:
-        """Whether engine `engine` is in a chain, or one that joined is at the end of chain `joined`."""
-        return joined is not None or any(engine in chain for chain in self.chains)
+    def relayed(self, engine: int | None) -> bool:
+        """Whether it is in a chain."""
+        return any(engine in chain for chain in self.chains)
 
     def owners(self, engine: int | None, tp: int) -> tuple[int, ...] | None:
         """The trainer ranks that serve it by memory; None for one of the group. `engine` None: in no layout."""

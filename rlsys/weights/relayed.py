@@ -59,11 +59,11 @@ class RelayPush:
         chains: Sequence[Sequence[int]],
         seconds: float,
         work: float,
-        near: Mapping[int, str] | None = None,
+        near: Mapping[str, str] | None = None,
     ) -> None:
         """`chains`: indices of engines, each in the order of a chain. `seconds`: how long a host may be silent.
-        `work`: what loading may take. `near`: URL by which other engines of a chain reach an engine, where it is not
-        the trainer's."""
+        `work`: what loading may take. `near`: the trainer's URL of an engine -> the one by which others of its chain
+        reach it, where that is another one."""
         self._place = {index: (chain, i) for chain, of in enumerate(chains) for i, index in enumerate(of)}
         self._seconds, self._work, self._near = seconds, work, near or {}
         self._stall = seconds / 10
@@ -112,7 +112,8 @@ class RelayPush:
         """Its chain, and how it is sorted there: who joined comes last."""
         if engine.chain is not None:
             return engine.chain, len(self._place), engine.url
-        return *self._place[engine.index or 0], engine.url
+        assert engine.index is not None, "one that joined has a chain"
+        return *self._place[engine.index], engine.url
 
     def send(self, flat: Flat) -> None:
         """A bucket, as a file of safetensors. Returns when it is on its way, or waits for its turn there."""
@@ -242,9 +243,7 @@ class RelayPush:
 
     def _line(self, members: Sequence[_Member]) -> list[tuple[str, str]]:
         """As other engines reach them."""
-        by_url = {m.engine.url: m.engine.index for m in members}
-        near = {url: url if i is None else self._near.get(i, url) for url, i in by_url.items()}
-        return [(near[m.engine.url], m.token) for m in members]
+        return [(self._near.get(m.engine.url, m.engine.url), m.token) for m in members]
 
     def _leave_out(self, member: _Member, why: str) -> None:
         self.left_out[member.engine.url] = why

@@ -95,7 +95,7 @@ class WeightSync:
             self._relays.close()
 
     def _relayed(self, engine: EngineAddress) -> bool:
-        return self._plan.relayed(engine.index, engine.chain)
+        return engine.chain is not None or self._plan.relayed(engine.index)
 
     def _owners(self, engine: EngineAddress) -> tuple[int, ...] | None:
         return self._plan.owners(engine.index, engine.tp)

@@ -54,7 +54,7 @@ class Sender:
     ) -> None:
         self.hosts = there
         self.urls = list(urls or [host.url for host in there])
-        self.near = {i: host.url for i, host in enumerate(there)}
+        self.near = {url: host.url for url, host in zip(self.urls, there, strict=True)}
         self.relays = RelayPush([range(len(there))], seconds, SECONDS, self.near)
         self.epoch = 0
 
@@ -183,7 +183,7 @@ def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> N
         three[1].process.kill()
         three[1].process.wait()
         sender.hosts = [three[0], fresh, three[2]]
-        sender.urls[1] = sender.near[1] = fresh.url
+        sender.urls[1] = fresh.url
         assert sender.push(first, 1, only=[1]) == {}
         assert sender.relays.sent == whole, "the same version: others of its chain have it"
         assert fresh.said()["tensors"] == expected(first)
