@@ -20,7 +20,7 @@ CHECK  := -m "not full and not slow and not gate"
 LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --quiet --upgrade \
           --custom-compile-command "make locks"
 
-.PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants durations locks
+.PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants baseline locks
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (3 to 6 minutes)"
@@ -29,7 +29,7 @@ help:
 	@echo "make test-all     every test there is: hours"
 	@echo "make mutants      300 small changes to the code, which unit tests should notice: up to 90 minutes, nightly"
 	@echo "make locks        requirements/*.lock from pyproject.toml and what the registry has today (needs uv)"
-	@echo "make durations    write down what the tests took that ran here (tests/durations.json)"
+	@echo "make baseline     record the results and seconds of the tests that ran here (tests/baseline.json)"
 	@echo "Each sets up .venv first; that takes minutes once, and nothing when nothing changed."
 
 setup:
@@ -63,8 +63,8 @@ test-all: setup-test statics
 mutants: setup-test
 	$(VENV)/python -m tests.gate.mutants $(ARGS)
 
-durations:
-	$(PYTEST) --collect-only -q --store-durations
+baseline:
+	$(PYTEST) --collect-only -q --store-baseline
 
 locks:
 	$(LOCK) --extra cpu --extra dev -o requirements/cpu.lock

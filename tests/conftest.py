@@ -20,7 +20,7 @@ for variable in (
 ):
     os.environ.setdefault(variable, CPU_HOST[variable])  # before anything imports torch
 
-pytest_plugins = ["tests.gate.durations", "tests.gate.budget", "tests.gate.counts", "tests.gate.unseen"]
+pytest_plugins = ["tests.gate.baseline", "tests.gate.budget", "tests.gate.counts"]
 
 settings.register_profile("rlsys", deadline=None, derandomize=True)  # no time limit on any example
 settings.load_profile("rlsys")

@@ -1,6 +1,6 @@
 """`--until TIME`: a session that starts no test which would end after that moment, and names those it left out.
 
-pytest plug-in. How long a test takes is what tests/durations.json says of it, times how much slower than the
+pytest plug-in. How long a test takes is what tests/baseline.json says of it, times how much slower than the
 reference this machine is. Nothing is cut off: a test that runs longer than expected still ends.
 """
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.gate.durations import REFERENCE_SECONDS, calibration, recorded
+from tests.gate.baseline import REFERENCE_SECONDS, calibration, durations
 
 UNKNOWN_SECONDS = 60.0
 """Expected of a test that is not in the file."""
@@ -22,7 +22,7 @@ class Budget:
     def __init__(self, until: float) -> None:
         self._until = until
         self._slower = calibration() / REFERENCE_SECONDS
-        self._expected = recorded()
+        self._expected = durations()
         self.left: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)

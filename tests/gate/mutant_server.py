@@ -46,7 +46,7 @@ OPTIONS = [
     "-p",
     "no:cov",
     "-p",
-    "no:tests.gate.durations",
+    "no:tests.gate.baseline",
     "-p",
     "no:tests.gate.budget",
     "--no-header",

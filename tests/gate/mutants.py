@@ -28,7 +28,7 @@ from queue import SimpleQueue
 
 from coverage import CoverageData
 
-from tests.gate.durations import KEY
+from tests.gate.baseline import KEY
 from tests.gate.mutant_drawing import Equivalents, Mutant, around, draw
 from tests.gate.selection import ROOT, Reach
 
@@ -98,7 +98,10 @@ class CleanRun:
 
     @classmethod
     def read(cls, folder: Path) -> CleanRun:
-        return cls(folder, json.loads((folder / "cache/v" / KEY).read_text(encoding="utf-8")))
+        rows = json.loads((folder / "cache/v" / KEY).read_text(encoding="utf-8"))
+        return cls(
+            folder, {nodeid: seconds for nodeid, (outcome, seconds, _) in rows.items() if outcome == "passed"}
+        )
 
     @cached_property
     def _lines(self) -> dict[str, dict[int, list[str]]]:

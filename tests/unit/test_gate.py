@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate import budget, durations, unseen
+from tests.gate import baseline, budget
+from tests.gate.baseline import Result, slow_and_new, tier
 from tests.gate.counts import total
-from tests.gate.durations import slow_and_new, tier
 from tests.gate.selection import ROOT, Reach, modules
 
 pytest_plugins = ["pytester"]
@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_time_left_is_skipped_by_name(
         test_two="def test_short(): print('second file begins')",
     )
     monkeypatch.setattr(budget, "calibration", lambda: budget.REFERENCE_SECONDS)
-    monkeypatch.setattr(budget, "recorded", lambda: {"test_one.py::test_long": 100.0})
+    monkeypatch.setattr(budget, "durations", lambda: {"test_one.py::test_long": 100.0})
     monkeypatch.setattr(budget, "UNKNOWN_SECONDS", 1.0)
     monkeypatch.setattr(budget.time, "time", lambda: 1000.0)
     ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1050", "-s", "-p", "no:asyncio")
@@ -166,10 +166,10 @@ def test_what_does_not_fit_the_time_left_is_skipped_by_name(
     ended.assertoutcome(skipped=3)
 
 
-def test_what_nobody_has_seen_pass_is_told_and_fails_nothing(
+def test_a_recorded_failure_is_named_and_fails_no_session(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Listed are a file, a test with all its parameters, and one parameter; what looks alike is not."""
+    """Recorded failures are single tests with their parameters; a test that the file does not have must pass."""
     pytester.makepyfile(test_file="def test_a(): assert False\ndef test_b(): ...")
     pytester.makepyfile(
         test_some="""
@@ -183,31 +183,38 @@ def test_what_nobody_has_seen_pass_is_told_and_fails_nothing(
         def test_each_else(): assert False
         """
     )
-    listed = pytester.path / "unseen.txt"
-    listed.write_text("# a comment\ntest_file.py\ntest_some.py::test_setup\ntest_some.py::test_each[1]\n")
-    monkeypatch.setattr(unseen, "FILE", listed)
-    plug_in = ("-p", "tests.gate.unseen", "-p", "no:asyncio")
+    monkeypatch.setattr(baseline, "FILE", pytester.path / "baseline.json")
+    listed = (
+        "test_file.py::test_a",
+        "test_file.py::test_b",
+        "test_some.py::test_setup",
+        "test_some.py::test_each[1]",
+    )
+    baseline.write(
+        {nodeid: Result("failed", 1.0, "") for nodeid in listed}
+        | {"test_some.py::test_each[2]": Result("passed", 1.0, "")}
+    )
+    plug_in = ("-p", "tests.gate.baseline", "-p", "no:asyncio")
     pytester.inline_run(*plug_in).assertoutcome(passed=2, failed=4)
-    ended = pytester.runpytest_inprocess(*plug_in, "--unseen-may-fail")
+    ended = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail")
     ended.assert_outcomes(passed=1, failed=1, xfailed=3, xpassed=1)
     ended.stdout.fnmatch_lines(["FAILED test_file.py::test_a", "passed test_file.py::test_b"])
-    listed.write_text(
-        "test_file.py\ntest_some.py::test_setup\ntest_some.py::test_each\ntest_some.py::test_each_else\n"
-    )
-    assert pytester.runpytest_inprocess(*plug_in, "--unseen-may-fail").ret == 0
+    baseline.write({**baseline.read(), "test_some.py::test_each_else": Result(baseline.NOT_RUN, 0.0, "")})
+    assert pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail").ret == 0
 
 
-def test_the_list_of_unseen_tests_names_tests() -> None:
-    lines = unseen.read(unseen.FILE.read_text(encoding="utf-8"))
-    assert lines == sorted(set(lines))
-    for line in lines:
-        file, _, test = line.partition("::")
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert f"def {test.partition('[')[0]}(" in source if test else "def test_" in source, line
+def test_the_baseline_names_tests() -> None:
+    for nodeid in baseline.read():
+        file, _, test = nodeid.partition("::")
+        assert f"def {test.partition('[')[0].rpartition('::')[2]}(" in (ROOT / file).read_text(
+            encoding="utf-8"
+        ), nodeid
 
 
-def test_only_a_test_that_passes_tells_how_long_it_takes(pytester: pytest.Pytester) -> None:
-    """Else a test that `--until` leaves out would count as one that takes no time."""
+def test_results_are_stored_and_a_skipped_test_has_none(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--until` skips tests that do not fit."""
     pytester.makepyfile(
         """
         import pytest
@@ -221,10 +228,16 @@ def test_only_a_test_that_passes_tells_how_long_it_takes(pytester: pytest.Pytest
         def test_ends_badly(broken): ...
         """
     )
-    pytester.inline_run("-p", "tests.gate.durations", "-p", "no:asyncio")
-    kept = json.loads((pytester.path / ".pytest_cache" / "v" / durations.KEY).read_text())
-    assert [name.partition("::")[2] for name in kept] == ["test_passes"]
+    monkeypatch.setattr(baseline, "FILE", pytester.path / "baseline.json")
+    plug_in = ("-p", "tests.gate.baseline", "-p", "no:asyncio")
+    pytester.inline_run(*plug_in)
+    pytester.inline_run(*plug_in, "--collect-only", "--store-baseline")
+    outcomes = {name.partition("::")[2]: row.outcome for name, row in baseline.read().items()}
+    assert outcomes == {
+        "test_passes": "passed", "test_skips": "not run", "test_fails": "failed", "test_ends_badly": "failed"
+    }  # fmt: skip
+    assert list(baseline.durations()) == [next(iter(n for n in baseline.read() if n.endswith("test_passes")))]
 
 
 def test_durations_are_relative_to_a_fixed_computation() -> None:
-    assert 0.01 < durations.calibration() / durations.REFERENCE_SECONDS < 100
+    assert 0.01 < baseline.calibration() / baseline.REFERENCE_SECONDS < 100
