@@ -1,404 +1,193 @@
-"""The first half hour on one GPU: `python bench/gpu.py [--part NAME ...] [--json] [--out FILE]`. Offline.
+"""The drill for one GPU node: what to measure there, in the order of its value, each part bounded. Offline.
 
-Each part is a process of its own under a time limit, so that none takes the others with it. A part that needs what
-this machine lacks says so; the others run on a CPU as well, which shows that the script works.
+    python bench/gpu.py [--seconds 840] [--part NAME ...] [--out FOLDER] [--attention-backend triton]
+                        [--engine-args "..."] [--transformer-engine FOLDER] [--json]
+
+Each part runs in a process group of its own, under a limit of its own and the rest of `--seconds`; a part that hangs
+or crashes costs that part. Its figures (FOLDER/PART.json) are written at every stage, its output goes to
+FOLDER/PART.log, and FOLDER/results.json is rewritten after each part, so that an interrupted drill keeps what it has.
+A part that needs a GPU reports `no CUDA device` on a host without one; all others run there with small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
-import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from measure import ROOT, machine
+import psutil
+from gpu_figures import HERE, MODELS, ROOT, Figures, NoDevice
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from rlsys.devices import have_cuda
+from tests.helpers.engine_process import ENGINE_ARGS
+from tests.helpers.python_path import python_path
 
-
-class Lacking(Exception):
-    """This machine has not got what the part measures."""
-
-
-def need_cuda() -> None:
-    if DEVICE != "cuda":
-        raise Lacking("no CUDA device")
-
-
-def now() -> float:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.monotonic()
+CPU_FACTOR = 4.0
+"""Limits are those of a GPU node; on a CPU host parts show that they run, however busy it is."""
+LEAST_SECONDS = 5.0
+"""A part does not start with less time left."""
+KILL_SECONDS = 10.0
+TAIL = 2000
+"""Characters of a failed part's log in its result."""
 
 
-def versions() -> dict[str, Any]:
-    """What is here, and what is patched for it."""
-    import importlib.metadata as metadata
+@dataclass(frozen=True)
+class Part:
+    """`function`: MODULE:FUNCTION of bench/, called with the `Figures` of the part. `limit`: seconds."""
 
-    import megatron_patches
-
-    names = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"] in names}
-    return {**machine(), "packages": found, "patches": [p.name for p in megatron_patches.active()]}
-
-
-def families() -> dict[str, Any]:
-    """Two steps of each family on this device and on a CPU: the largest relative difference of loss and norm."""
-    from tests.helpers.te_cases import FAMILIES
-
-    seen: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, hidden in (("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("here", {})):
-            command = [sys.executable, str(ROOT / "tests/helpers/te_cases.py"), "plain", folder]
-            environment = {**os.environ, **hidden, "PYTHONPATH": str(ROOT)}
-            start = time.monotonic()
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-            seen[name] = json.loads((Path(folder) / "plain.json").read_text())["trained"]
-            seen[f"seconds_{name}"] = time.monotonic() - start
-            subprocess.run(["rm", "-r", f"{folder}/plain"], check=True)
-    out: dict[str, Any] = {k: v for k, v in seen.items() if k.startswith("seconds")}
-    for family in FAMILIES:
-        pairs = zip(seen["cpu"][family]["steps"], seen["here"][family]["steps"], strict=True)
-        out[family] = max(abs(a - b) / abs(a) for x, y in pairs for a, b in zip(x[:2], y[:2], strict=True))
-    return out
+    name: str
+    function: str
+    limit: float
+    transformer_engine: bool = False
 
 
-def checksums() -> dict[str, Any]:
-    """SGLang's hash of a GPU tensor in plain torch: equal to the golden ones, GB/s, memory beside the tensor."""
-    from rlsys.weights.hashes import TileHash
-    from tests.unit.test_hashes import GOLDEN, sample
-
-    def of(tensor: torch.Tensor) -> str:
-        state = TileHash()
-        state.update(tensor)
-        return state.digest()
-
-    equal = all(of(sample(n, dtype).to(DEVICE)) == digest for (n, dtype), digest in GOLDEN.items())
-    big = torch.zeros(2**29 if DEVICE == "cuda" else 2**24, dtype=torch.bfloat16, device=DEVICE)
-    of(big[: 2**20])
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-    start = now()
-    of(big)
-    seconds = now() - start
-    extra = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else None
-    result = {"equal": equal, "gb_per_s": big.nbytes / 1e9 / seconds, "extra_bytes": extra}
-    if DEVICE == "cuda":
-        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
-
-        start = now()
-        result["kernel_equal"] = f"{gpu_tensor_hash(big):016x}" == of(big)
-    return result
-
-
-def _receive(queue: Any, answers: Any) -> None:
-    """Holds each bucket until the next one comes."""
-    handle = queue.get()
-    while True:
-        answers.put(float(handle[0]))
-        handle = queue.get()
+PARTS = (
+    Part("ceilings", "gpu_trainer:ceilings", 40),
+    Part("trainer", "gpu_trainer:speed", 120),
+    Part("trainer_te", "gpu_trainer:speed_with_transformer_engine", 120, transformer_engine=True),
+    Part("weight_layout", "gpu_trainer:weight_layout", 60),
+    Part("engine", "gpu_engine:engine", 260),
+    Part("engine_nondeterministic", "gpu_engine:engine_nondeterministic", 130),
+    Part("quickstart", "gpu_engine:quickstart", 150),
+    Part("april", "gpu_engine:april", 240),
+    Part("memory", "gpu_trainer:memory", 90),
+    Part("parity", "gpu_trainer:parity", 60),
+    Part("fp8_rollout", "gpu_engine:fp8_rollout", 130),
+    Part("versions", "gpu_checks:versions", 60),
+    Part("checksums", "gpu_checks:checksums", 60),
+    Part("fp8", "gpu_checks:fp8", 60),
+    Part("objective", "gpu_checks:objective", 120),
+    Part("cache", "gpu_checks:cache", 90),
+    Part("checkpoint", "gpu_checks:checkpoint", 90),
+    Part("offload", "gpu_checks:offload", 120),
+    Part("families", "gpu_checks:families", 300),
+    Part("handles", "gpu_checks:handles", 90),
+    Part("nccl", "gpu_checks:nccl", 60),
+    Part("spinning", "gpu_checks:spinning", 90),
+    Part("waiting", "gpu_checks:waiting", 90),
+    Part("two_ranks_on_one_gpu", "gpu_checks:two_ranks_on_one_gpu", 120),
+)
+"""What may hang comes last."""
 
 
-def handles() -> dict[str, Any]:
-    """Buckets to another process by handle (CUDA IPC, else shared memory), which is then killed with the last one.
-    What the sender's allocator keeps at the end is lost: torch waits for a receiver that is gone to give it back.
+def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
+    """Kill a part and all that it started, in sessions of their own too, and wait for their end."""
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also children of a part that has ended
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=KILL_SECONDS)
+
+
+def run_part(part: Part, seconds: float, out: Path, transformer_engine: Path | None) -> dict[str, Any]:
+    """Run one part. Its result has `status` (`ok`, `no CUDA device`, `failed`, `time limit`), `seconds`, `figures`,
+    and the end of its log unless it is ok.
     """
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    spawn = torch.multiprocessing.get_context("spawn")
-    queue, answers = spawn.Queue(), spawn.Queue()
-    receiver = spawn.Process(target=_receive, args=(queue, answers))
-    receiver.start()
-    size, count = (2**27, 200) if DEVICE == "cuda" else (2**20, 20)
-    times = []
-    for i in range(count):
-        start, bucket = now(), torch.full((size,), float(i), dtype=torch.bfloat16, device=DEVICE)
-        queue.put(bucket)
-        assert answers.get() == float(torch.tensor(float(i), dtype=torch.bfloat16))
-        times.append(now() - start)
-    result = {
-        "bucket_bytes": bucket.nbytes, "first_s": times[0], "median_s": sorted(times)[len(times) // 2],
-    }  # fmt: skip
-    del bucket
-    os.kill(receiver.pid, signal.SIGKILL)
-    receiver.join()
-    if DEVICE == "cuda":
-        torch.cuda.ipc_collect()
-        result["lost_bytes"] = torch.cuda.memory_allocated()
-    return result
-
-
-def _rank(rank: int, world: int, port: int, backend: str, limit: float, wait: float, told: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
-        if wait:
-            from rlsys.trainer.control import Control
-
-            control = Control()
-            time.sleep(wait if rank == 0 else 0)
-            told.put(f"rank {rank}: {control.on_main(lambda: 'a step')}")
-        else:
-            torch.cuda.set_device(0)
-            dist.all_reduce(torch.ones(1, device="cuda"))
-            torch.cuda.synchronize()
-            told.put(f"rank {rank}: went through")
-    except Exception as e:  # noqa: BLE001 - its words are the result
-        told.put(f"rank {rank}: {type(e).__name__}: {e}"[:600])
-
-
-def _two_ranks(backend: str, limit: float, wait: float) -> list[str]:
-    from launch.ports import free_ports
-
-    spawn = multiprocessing.get_context("spawn")
-    told, (port,) = spawn.Queue(), free_ports("127.0.0.1", 1)
-    ranks = [spawn.Process(target=_rank, args=(r, 2, port, backend, limit, wait, told)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    said = sorted(told.get(timeout=90) for _ in ranks)
-    for process in ranks:
-        process.kill()
-    return said
-
-
-def two_ranks_on_one_gpu() -> dict[str, Any]:
-    """The literal words with which NCCL refuses a group of a trainer and an engine rank of one GPU."""
-    need_cuda()
-    return {"said": _two_ranks("nccl", 60.0, 0.0)}
-
-
-def waiting() -> dict[str, Any]:
-    """A take that lasts longer than the data group's limit: the ranks that wait must get it."""
-    from rlsys.trainer.setup import backends
-
-    return {"said": _two_ranks(backends(DEVICE == "cuda"), 20.0, 30.0)}
-
-
-def _spin(stop: Any) -> None:
-    while not stop.is_set():
-        torch.cuda._sleep(10**8)
-        torch.cuda.synchronize()
-
-
-def spinning() -> dict[str, Any]:
-    """GEMMs a second beside another process whose kernel only waits, as NCCL's does: what engines would lose."""
-    need_cuda()
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-
-    def rate() -> float:
-        start = now()
-        for _ in range(500):
-            a @ a
-        return 500 / (now() - start)
-
-    rate()
-    alone, spawn = rate(), multiprocessing.get_context("spawn")
-    stop = spawn.Event()
-    other = spawn.Process(target=_spin, args=(stop,))
-    other.start()
-    time.sleep(10)
-    beside = rate()
-    stop.set()
-    other.join(30)
-    return {"gemms_per_s_alone": alone, "beside_a_spinning_kernel": beside}
-
-
-def cache() -> dict[str, Any]:
-    """What torch keeps after a step and gives back before engines wake."""
-    need_cuda()
-    from rlsys.trainer.trainer import Trainer
-    from tests.helpers import trainer_cases as cases
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = cases.write_model(Path(folder) / "model")
-        trainer = Trainer(cases.config_of(model, Path(folder) / "run", model={"dtype": "bfloat16"}))
-        cases.steps(trainer, 2)
-        before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        trainer.empty_cache()
-        after = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return {"kept_bytes": before, "kept_after_empty_cache": after}
-
-
-def offload() -> dict[str, Any]:
-    """The optimizer's state in host memory: step, save, load, and the step after it."""
-    need_cuda()
-    from rlsys.errors import UserError
-    from rlsys.trainer.trainer import Trainer
-    from tests.helpers import trainer_cases as cases
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = cases.write_model(Path(folder) / "model")
-        sections = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": 1.0}}
-        config = cases.config_of(model, Path(folder) / "run", **sections)
-        try:
-            trainer = Trainer(config)
-        except UserError as e:
-            raise Lacking(str(e)) from None
-        cases.steps(trainer, 2)
-        cases.save(trainer, 2)
-        whole = cases.steps(trainer, 1)
-        trainer.close()
-        again = Trainer(config)
-        return {"loaded": again.load_checkpoint(), "whole": whole, "resumed": cases.steps(again, 1)}
-
-
-def checkpoint() -> dict[str, Any]:
-    """Device memory at the worst moment of a save, beside what is held without one."""
-    need_cuda()
-    from rlsys.trainer.trainer import Trainer
-    from tests.helpers import trainer_cases as cases
-
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = {"hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512}
-        model = cases.write_model(Path(folder) / "model", **sizes)
-        trainer = Trainer(cases.config_of(model, Path(folder) / "run", model={"dtype": "bfloat16"}))
-        cases.steps(trainer, 1)
-        trainer.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        cases.save(trainer, 1)
-        return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated()}
-
-
-def rehearsed() -> dict[str, Any]:
-    """Bytes of each phase of an update as a rehearsal foretells them, and as a real one has them on this device."""
-    import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
-    from rlsys.config import load_config
-    from rlsys.rehearse.command import run_rank
-    from rlsys.rehearse.kinds import Request, node_of
-    from rlsys.rehearse.stand_ins import install
-    from rlsys.rehearse.step import Rehearsal
-
-    config, overrides = ROOT / "configs/quickstart.yaml", ["trainer.token_budget=8192"]
-    if DEVICE == "cuda":
-        overrides += ["model.dtype=bfloat16", "launch.gpus_per_node=1"]
-    foretold = run_rank(config, overrides, Request(0, micro_batches=2))
-    read = load_config(config, overrides)
-    real = Rehearsal(read, node_of(read), None, lambda text: None)
-    install({"always"}, real.setting(1.0))
-    real.build()
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    real.step(2)
-    return {
-        "rehearsed": {phase.name: phase.total for phase in foretold.phases},
-        "real": {phase.name: phase.total for phase in real.meter.phases},
-        "allocator": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None,
-    }
-
-
-def objective() -> dict[str, Any]:
-    """Every shipped recipe on this device against the CPU, in float64: the largest difference of loss or gradient."""
-    from rlsys.config import read_layers
-    from rlsys.config.algo import AlgoSection
-    from tests.helpers.algo_world import World, run
-
-    gaps = {}
-    for path in sorted((ROOT / "configs/algorithms").glob("*.yaml")):
-        algo, graded = (
-            AlgoSection.model_validate(read_layers(path).get("algo", {})),
-            path.stem == "grpo_passk",
-        )
-        here, there = (
-            run(World(graded=graded, device=d), algo, lambda rows: [rows]) for d in (DEVICE, "cpu")
-        )
-        far = [abs(here.loss - there.loss)]
-        far += [float((here.gradients[row] - g).abs().max()) for row, g in there.gradients.items()]
-        gaps[path.stem] = max(far)
-    return {"recipes": len(gaps), "largest": max(gaps.values()), "of": max(gaps, key=lambda name: gaps[name])}
-
-
-def fp8() -> dict[str, Any]:
-    """Blocks of 128 x 128: the error of our quantiser, and on a GPU that has it, of a GEMM with such weights."""
-    from rlsys.weights.fp8 import quantise, restore
-
-    weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
-    values, scale = quantise(weight)
-    gap = (restore(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
-    result: dict[str, Any] = {"restored_error": float(gap)}
-    if DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0):  # Blackwell takes other blocks
-        x = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16)
-        exact = x.float() @ weight.float().t()
-        result["gemm_error"] = float((block_gemm(x, values, scale).float() - exact).norm() / exact.norm())
-    return result
-
-
-def block_gemm(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`[tokens, columns]` by a quantised weight `[rows, columns]`: `[tokens, rows]` bfloat16. A token has a scale for
-    each 128 columns; cuBLAS wants those of all tokens side by side in memory."""
-    blocks = x.float().unflatten(1, (-1, 128))
-    by_token = blocks.abs().amax(2) / torch.finfo(torch.float8_e4m3fn).max
-    eight = (blocks / by_token[..., None]).flatten(1).to(torch.float8_e4m3fn)
-    side_by_side = by_token.t().contiguous().t()
-    return torch._scaled_mm(eight, values.t(), side_by_side, scale.t(), out_dtype=torch.bfloat16)
-
-
-def trainer_speed() -> dict[str, Any]:
-    """bench/trainer.py."""
-    command = [sys.executable, str(ROOT / "bench/trainer.py"), "--json", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {"result": json.loads(done.stdout)}
-
-
-PARTS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    part.__name__: (part, seconds)
-    for part, seconds in (
-        (versions, 120), (checksums, 120), (fp8, 120), (handles, 180), (waiting, 180), (two_ranks_on_one_gpu, 120),
-        (spinning, 120), (cache, 180), (offload, 240), (checkpoint, 180), (objective, 240), (rehearsed, 240),
-        (families, 600), (trainer_speed, 400),
-    )
-}  # fmt: skip
-"""With the seconds that each may take."""
-
-
-def bounded(name: str, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--run", name]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    file, log = out / f"{part.name}.json", out / f"{part.name}.log"
+    file.unlink(missing_ok=True)
+    folders = [ROOT, HERE]
+    if part.transformer_engine and transformer_engine is not None:
+        folders.insert(0, transformer_engine)
+    environment = {**os.environ, "PYTHONPATH": python_path(*folders)}
+    command = [sys.executable, __file__, "--run", part.name, "--out", str(out)]
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {seconds:g} s"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        return {"failed": (done.stderr or done.stdout)[-1500:]}
-    return {**json.loads(answers[-1]), "seconds": time.monotonic() - start}
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        end_with_descendants(process)
+    figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    status = "time limit" if code is None else "ok" if code == 0 else "failed"
+    if figures.pop("no_device", False):
+        status = NoDevice.STATUS
+    result = {"status": status, "seconds": round(time.monotonic() - start, 1), "figures": figures}
+    if status in ("failed", "time limit"):
+        result |= {"exit_code": code, "log": log.read_text(errors="replace")[-TAIL:]}
+    return result
+
+
+def drill(parts: list[Part], seconds: float, out: Path, transformer_engine: Path | None) -> dict[str, Any]:
+    """Results by part, in `out`/results.json after each."""
+    end = time.monotonic() + seconds
+    factor = 1.0 if have_cuda() else CPU_FACTOR
+    results: dict[str, Any] = {}
+    for part in parts:
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            results[part.name] = {"status": "no time left"}
+        else:
+            results[part.name] = run_part(part, min(part.limit * factor, left), out, transformer_engine)
+        whole = out / "results.json.part"
+        whole.write_text(json.dumps(results, indent=1) + "\n")
+        whole.replace(out / "results.json")
+        print(f"{part.name}: {json.dumps(results[part.name])[:400]}", file=sys.stderr, flush=True)
+    return results
+
+
+def run_here(name: str, out: Path) -> None:
+    """The part itself, in this process."""
+    module, _, function = next(part.function for part in PARTS if part.name == name).partition(":")
+    figures = Figures(out / f"{name}.json")
+    try:
+        getattr(importlib.import_module(module), function)(figures)
+    except NoDevice:
+        figures(no_device=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, help="keeps each result as soon as it is there")
-    parser.add_argument("--json", action="store_true", help="print nothing but the result")
-    parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=names, default=names)
+    parser.add_argument("--seconds", type=float, default=840.0, help="of the whole drill (default: 840)")
+    parser.add_argument("--out", type=Path, default=Path("runs/drill"), help="folder of results and logs")
+    parser.add_argument("--attention-backend", help="SGLang's, for every engine of the drill")
+    parser.add_argument("--engine-args", default="", help="further arguments of every engine, in one string")
+    parser.add_argument(
+        "--transformer-engine", type=Path, help="folder of packages that part trainer_te alone sees"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results on stdout")
+    parser.add_argument("--run", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    out = args.out.resolve()
     if args.run:
-        try:
-            print(json.dumps(PARTS[args.run][0](), default=str), flush=True)
-        except Lacking as e:
-            print(json.dumps({"not_run": str(e)}), flush=True)
+        run_here(args.run, out)
         return
-    results: dict[str, Any] = {}
-    for name in args.part:
-        results[name] = bounded(name, PARTS[name][1])
-        if args.out:
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
-        if not args.json:
-            print(f"{name}: {json.dumps(results[name])[:400]}", file=sys.stderr, flush=True)
-    print(json.dumps(results, indent=1))
+    out.mkdir(parents=True, exist_ok=True)
+    words = shlex.split(os.environ.get(ENGINE_ARGS, "")) + shlex.split(args.engine_args)
+    words += ["--attention-backend", args.attention_backend] if args.attention_backend else []
+    os.environ[ENGINE_ARGS] = shlex.join(words)
+    memory = Path("/dev/shm")  # gigabytes of weights
+    with tempfile.TemporaryDirectory(
+        prefix="rlsys-drill-", dir=memory if memory.is_dir() else None
+    ) as models:
+        os.environ[MODELS] = models
+        parts = [part for part in PARTS if part.name in args.part]
+        results = drill(parts, args.seconds, out, args.transformer_engine)
+    if args.json:
+        print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

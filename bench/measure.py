@@ -20,10 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 HERE = Path(__file__).resolve().parent
-# Before this folder, whose launch.py would hide the package launch.
 sys.path.insert(0, str(HERE.parent))
 
-from launch.environment import CPU_HOST  # noqa: E402
 from launch.ports import free_ports  # noqa: E402
 from rlsys.config import Config  # noqa: E402
 from rlsys.convert.config import HFConfig  # noqa: E402
@@ -31,6 +29,7 @@ from rlsys.convert.table import entries  # noqa: E402
 from rlsys.engine.launch_args import engine_command  # noqa: E402
 from rlsys.identity import config_path, engine_identity, write_config  # noqa: E402
 from rlsys.owner import Owner  # noqa: E402
+from tests.helpers.engine_process import engine_arguments, engine_environment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,10 +48,13 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_random_moe(folder: Path, **sizes: int) -> Path:
-    """A Qwen3-MoE of random float32 weights that never ends a response: it has no end token."""
+def write_random_moe(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any
+) -> Path:
+    """A Qwen3-MoE of random weights in `dtype`, drawn on `device`. It never ends a response: it has no end token."""
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32",
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -62,13 +64,16 @@ def write_random_moe(folder: Path, **sizes: int) -> Path:
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weight(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype)
+        drawn = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+        return drawn.to("cpu", dtype)
+
     tensors = {
-        name: torch.ones(shape)
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        for entry in entries(HFConfig.read(folder))
-        for name, shape in entry.hf.items()
+        name: weight(shape) for entry in entries(HFConfig.read(folder)) for name, shape in entry.hf.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -81,6 +86,7 @@ def running_engine(
     """URL of a real SGLang server that answers; ended, with all that it started, at the end. `owner`: whose it is."""
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
+    argv += engine_arguments()
     url = f"http://{config.engine.host}:{port}"
     if owner is None:
         argv += ["--weight-version", "0"]
@@ -88,7 +94,9 @@ def running_engine(
         path = config_path(owner.run_dir, f"engine-{port}")
         write_config(path, engine_identity(owner, url))
         argv += ["--config", str(path)]
-    with running(argv, folder / "engine.log", lambda: _answers(url), {**CPU_HOST, **env}, start_seconds):
+    with running(
+        argv, folder / "engine.log", lambda: _answers(url), engine_environment(config, env), start_seconds
+    ):
         yield url
 
 
@@ -106,7 +114,7 @@ def running(
         process = subprocess.Popen(
             keeper,
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            env=env,  # None: this process's
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=out,

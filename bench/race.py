@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # not this folder, whose launch.py would hide the package launch
+from measure import ROOT, machine, say, spread
 
-from bench.measure import machine, say, spread  # noqa: E402
-from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP  # noqa: E402
-from launch.environment import CPU_HOST  # noqa: E402
+from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
+from launch.environment import CPU_HOST
 
 LOOK_SECONDS = 0.2
 END_SECONDS = 60.0

@@ -19,31 +19,29 @@ from typing import Any
 
 import torch
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # not this folder, whose launch.py would hide the package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlsys.engine.cpu_platform import declare_torchvision_ops  # noqa: E402
+from rlsys.engine.cpu_platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():
     declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
 
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+from datasets import Dataset
+from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer
 
-from rlsys.config import Config, load_config  # noqa: E402
-from rlsys.data import Tokenizer, build_source  # noqa: E402
-from rlsys.data.source import PromptSource  # noqa: E402
-from rlsys.rewards import make_score  # noqa: E402
-from rlsys.rewards.marks import read_mark  # noqa: E402
-from rlsys.types import Prompt  # noqa: E402
+from rlsys.config import Config, load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.data.source import PromptSource
+from rlsys.rewards import make_score
+from rlsys.rewards.marks import read_mark
+from rlsys.types import Prompt
 
 
 class Lines:
@@ -69,7 +67,7 @@ class Task:
         return read_mark(self._score(prompt, self.tokenizer.decode(response))).reward
 
 
-class Evaluation(TrainerCallback):  # type: ignore[misc]
+class Evaluation(TrainerCallback):
     """After each step: greedy answers to the held-out prompts, as rlsys evaluates."""
 
     def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:

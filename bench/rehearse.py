@@ -37,8 +37,13 @@ SMALLEST = "qwen2.5-7b_8gpu_colocated"
 
 
 def cases() -> dict[str, tuple[Path, list[str]]]:
-    found = {p.stem: (p, []) for p in sorted(EXPERIMENTS.glob("*.yaml")) if p.stem != "base"}
-    return {**found, "deepseek-v3_2048gpu": (EXPERIMENTS / "deepseek-v3_256gpu_colocated.yaml", LARGEST)}
+    experiments: dict[str, tuple[Path, list[str]]] = {
+        p.stem: (p, []) for p in sorted(EXPERIMENTS.glob("*.yaml")) if p.stem != "base"
+    }
+    return {
+        **experiments,
+        "deepseek-v3_2048gpu": (EXPERIMENTS / "deepseek-v3_256gpu_colocated.yaml", LARGEST),
+    }
 
 
 def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:

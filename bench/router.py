@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from router_stage import PROMPT, VOCAB
 from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.wire import make_session
+from tests.helpers.python_path import python_path
 
 CONCURRENT = 64
 LATENCY_TOKENS = 4
@@ -59,7 +61,8 @@ def serving(
     """URL of a server, and its keeper, once it answers /generate."""
     port = free_ports("127.0.0.1", 1)[0]
     url = f"http://127.0.0.1:{port}"
-    with running([sys.executable, *argv, "--port", str(port)], log, lambda: generates(url), env) as keeper:
+    command = [sys.executable, *argv, "--port", str(port)]
+    with running(command, log, lambda: generates(url), {**os.environ, **(env or {})}) as keeper:
         yield url, psutil.Process(keeper)
 
 
@@ -83,7 +86,7 @@ def routers_before(
     out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
     if unpacked or importlib.util.find_spec("sglang_router"):
         theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
-        env = {"PYTHONPATH": str(unpacked)} if unpacked else None
+        env = {"PYTHONPATH": python_path(unpacked)} if unpacked else None
         out["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
     return out
 

@@ -77,12 +77,12 @@ class HeldEngine(EngineClient):
         self, ids: list[int], *, max_new_tokens: int, **_: Any
     ) -> AsyncGenerator[Segment, None]:
         held, first = self._held, min(FIRST, max_new_tokens)
-        yield self._segment(first, None, 0)
+        yield self._part(first, None, 0)
         how = await held
         last = 1 if how == "abort" else max_new_tokens - first
-        yield self._segment(last, how, len(ids))
+        yield self._part(last, how, len(ids))
 
-    def _segment(self, n: int, finish: str | None, prompt: int) -> Segment:
+    def _part(self, n: int, finish: str | None, prompt: int) -> Segment:
         return Segment([5] * n, [-0.5] * n, [VersionSpan(self._version, 0, n)], finish, 0, prompt)
 
     def finish(self, how: str = "length") -> None:

@@ -31,6 +31,8 @@ from typing import Any
 
 from measure import machine, say
 
+from tests.helpers.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = Path(__file__).with_name("scale_stage.py")
 MOST_STREAMS = 12_000
@@ -59,7 +61,7 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
             command += ["--workers", str(args.workers)]
         if args.history:
             command += ["--history", str(args.history)]
-        env = os.environ | {"PYTHONPATH": str(tree)}
+        env = os.environ | {"PYTHONPATH": python_path(tree)}
         done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"the rollout of {tree} failed:\n{done.stderr[-3000:]}")

@@ -65,7 +65,7 @@ def walk(tree: Path) -> list[tuple[str, str]]:
         (work / "sitecustomize.py").write_text(WATCH)
         found = work / "walk.json"
         env = os.environ | {
-            "PYTHONPATH": f"{work}{os.pathsep}{tree}",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(work), str(tree), os.environ.get("PYTHONPATH")))),
             "STEP_PATH_ROOT": str(tree),
             "STEP_PATH_OUT": str(found),
         }

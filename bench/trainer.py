@@ -162,7 +162,7 @@ def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
     if args.quick:
         sizes = {"hidden_size": 64}
     elif DEVICE.type == "cuda":

@@ -5,10 +5,10 @@ to the host.
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Literal
 
 from rlsys.config import Config
+from rlsys.devices import VARIABLE, have_cuda
 
 Kind = Literal["engine", "rollout", "trainer"]
 
@@ -24,6 +24,7 @@ CPU_HOST = {
     "MKL_CBWR": "AUTO",
     "TORCH_COMPILE_DISABLE": "1",  # compiling costs minutes there and wins nothing
     "TORCHDYNAMO_DISABLE": "1",  # nor is the compiler imported: a second of an engine's start
+    VARIABLE: "",  # torch must not find GPUs that the plan does not have
 }
 CUDA_HOST = {
     **EVERYWHERE,
@@ -34,7 +35,7 @@ CUDA_HOST = {
 
 def on_cuda(config: Config) -> bool:
     """Whether the run's processes compute on GPUs: planned ones, or those that are here."""
-    return config.launch.gpus_per_node > 0 or shutil.which("nvidia-smi") is not None
+    return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = None) -> dict[str, str]:

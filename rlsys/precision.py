@@ -16,6 +16,7 @@ import subprocess
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.devices import have_cuda
 from rlsys.errors import UserError
 
 BLOCK = 128
@@ -83,7 +84,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def device_capability() -> tuple[int, int] | None:
     """The lowest of this machine's GPUs; None where there is none. Without importing torch."""
-    if shutil.which("nvidia-smi") is None:
+    if not have_cuda() or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout

@@ -1,5 +1,5 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause; on a
-CPU, seeded sampling, routes and forks.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause; with
+CUDA, heads of any size; on a CPU, seeded sampling, routes and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, pause_hooks, route_hooks
+from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, pause_hooks, rope_hooks, route_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -77,7 +77,7 @@ def _be_a_child() -> None:
 
 
 def register() -> None:
-    """Without CUDA, replace what only a CUDA runtime or a Triton kernel can do."""
+    """Register the hooks of this host. Without CUDA they replace what needs its runtime or a Triton kernel."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     show_stack_on_signal(f"process{os.getpid()}")
@@ -89,6 +89,9 @@ def register() -> None:
         HookRegistry.register(target, around, HookType.AROUND)
     HookRegistry.register(pause_hooks.TARGET, pause_hooks.send_what_is_made, HookType.AFTER)
     if torch.cuda.is_available():
+        HookRegistry.register(
+            rope_hooks.TARGET, rope_hooks.fused_where_the_kernel_has_the_size, HookType.AFTER
+        )
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     empty = "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorBucket.empty"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 
 from rlsys.config import Config
+from rlsys.devices import VARIABLE, have_cuda
 from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.errors import UserError
 from rlsys.model_folder import of_language_alone
@@ -19,11 +19,6 @@ def passes_on(config: Config) -> bool:
     as the trainer sends them. With several rollout workers they would do so in one folder at once."""
     whole = config.model.fp8 == "none" and config.weights.method != "adapter"
     return whole and config.launch.placement == "disaggregated" and config.rollout.workers == 1
-
-
-def have_cuda() -> bool:
-    """Without importing torch: the supervisor and `rlsys explain` stay light."""
-    return shutil.which("nvidia-smi") is not None
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -88,7 +83,7 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
     if have_cuda():
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(config, index))
+        env[VARIABLE] = ",".join(_devices(config, index))
         if config.model.dtype == "float32":
             # The default one of Hopper computes in half precision only.
             argv += ["--attention-backend", "triton"]
@@ -116,7 +111,7 @@ def _devices(config: Config, index: int) -> list[str]:
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))
     own = range(first, first + tp)
-    given = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    given = [d for d in os.environ.get(VARIABLE, "").split(",") if d]
     if not given:
         return [str(i) for i in own]
     if own[-1] >= len(given):

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -60,15 +59,6 @@ def decode(
     return torch.from_numpy(out)
 
 
-@dataclass
-class Counts:
-    """Sums over tokens that predict another one, and over layers: seen, replayed, and chosen alike without replay."""
-
-    seen: int = 0
-    replayed: int = 0
-    alike: int = 0
-
-
 class LayerReplay:
     """Takes the place of megatron's RouterReplay in one router, and calls its tokens' choice.
 
@@ -85,8 +75,7 @@ class LayerReplay:
         self.target: Tensor | None = None
         self.counted: Tensor | None = None  # [P] bool
         self.chosen: Tensor | None = None  # [P, k], of the last forward pass
-        self.counts = Counts()
-        self.load = torch.zeros(router.num_experts, dtype=torch.int64)
+        self._sums: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
 
     def get_replay_topk(
@@ -109,14 +98,27 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def _count(self, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
+        """Add to the sums, on the device: reading a number here would wait for all that is queued there."""
         counted = self.counted if self.counted is not None else chosen.new_ones(len(chosen), dtype=torch.bool)
-        self.load += torch.bincount(chosen[counted].flatten(), minlength=len(self.load)).cpu()
-        self.counts.seen += int(counted.sum())
+        if self._sums is None:
+            self._sums = chosen.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
+        seen, replayed, alike, load = self._sums[0], self._sums[1], self._sums[2], self._sums[3:]
+        load.scatter_add_(0, chosen.flatten(), counted[:, None].expand_as(chosen).flatten().to(torch.int64))
+        seen += counted.sum()
         if target is not None:
-            replayed = counted & (target[:, 0] != ABSENT)
-            self.counts.replayed += int(replayed.sum())
+            routed = counted & (target[:, 0] != ABSENT)
+            replayed += routed.sum()
             same = (own.sort(1).values == chosen.sort(1).values).all(1)
-            self.counts.alike += int((same & replayed).sum())
+            alike += (same & routed).sum()
+
+    def take_sums(self) -> tuple[Tensor, Tensor]:
+        """Sums since the last call, on the host: `[3]` of tokens that predict another one (seen, replayed, chosen
+        alike without replay), and `[E]` tokens of each expert."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            sums = torch.zeros(3 + self.router.num_experts, dtype=torch.int64)
+        sums = sums.cpu()
+        return sums[:3], sums[3:]
 
 
 class Routing:
@@ -205,14 +207,12 @@ class Routing:
         of experts without a token, in the worst layer.
         """
         figures = torch.zeros(3, dtype=torch.int64)
-        experts = max((len(r.load) for r in self._all), default=0)
+        experts = max((r.router.num_experts for r in self._all), default=0)
         load = torch.zeros(self._layers, experts, dtype=torch.int64)
         for replay in self._all:
-            counts = replay.counts
-            figures += torch.tensor([counts.seen, counts.replayed, counts.alike])
-            load[replay.layer] += replay.load
-            replay.counts = Counts()
-            replay.load.zero_()
+            counts, loads = replay.take_sums()
+            figures += counts
+            load[replay.layer] += loads
         if dist.get_world_size() > 1:
             width = torch.tensor(experts, device=device)
             dist.all_reduce(width, dist.ReduceOp.MAX)

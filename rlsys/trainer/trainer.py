@@ -186,6 +186,8 @@ class Trainer:
         if not self.config.launch.release_memory:
             return
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # else the last buckets that an engine opened stay allocated
         torch.cuda.empty_cache()  # does nothing without CUDA
         self.control.wait_for_all()
 

@@ -19,6 +19,7 @@ from launch.backends import END, END_NOW, Backend, Handle, open_backend
 from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
+from tests.helpers.python_path import python_path
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import ROOT
 from tests.helpers.slurm_cluster import SlurmCluster
@@ -268,7 +269,7 @@ def test_without_an_address_ray_is_its_own_and_ends_with_it(tmp_path: Path) -> N
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'rlsys[ray]')")
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        env |= {"HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": str(ROOT)}
+        env |= {"HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": python_path(ROOT)}
         command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ from coverage import CoverageData
 from tests.gate.baseline import KEY
 from tests.gate.mutant_drawing import Equivalents, Mutant, around, draw
 from tests.gate.selection import ROOT, Reach
+from tests.helpers.python_path import python_path
 
 PLACES = (
     "rlsys/algo",
@@ -74,7 +75,7 @@ def copied(folder: Path) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy)}
+    return {**os.environ, "PYTHONPATH": python_path(copy)}
 
 
 @dataclass(frozen=True)

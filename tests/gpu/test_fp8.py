@@ -1,8 +1,9 @@
-"""An engine in FP8 behind a trainer in bfloat16, and behind one in FP8. Written without a GPU: nobody has run it."""
+"""An engine in FP8 behind a trainer in bfloat16, and behind one in FP8. Not run on a GPU yet."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,28 +52,27 @@ def test_a_push_in_fp8_is_attested_and_its_mismatch_bounded(fp8: str, tmp_path: 
         check_device(config, torch.cuda.get_device_capability(), have_transformer_engine())
     except UserError as e:
         pytest.skip(str(e))
-    trainer = Trainer(config)
-    sequences = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
+    with closing(Trainer(config)) as trainer:
+        sequences = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 
-    async def body(url: str) -> tuple[dict[str, float], Sample]:
-        async with make_session() as session:
-            router = Router(
-                [EngineClient(url, session)], vocab_size=128, context_length=512, stop_ids=(),
-                bounds=Bounds.of(config),
-            )  # fmt: skip
-            ticket = PushTicket(1, await router.begin_push(1), sequences)
-            checksums = EngineChecksums(trainer.hf, 1)
-            tensors = checksums.watch(for_engines(config, trainer.named_hf_tensors()))
-            WeightSync(config).push(tensors, ticket)
-            metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
-            router.resume()
-            sample = Sample(1, 1, 0, PROMPT, seed=7)
-            return metrics, await router.generate(sample, max_response_tokens=64, temperature=1.0)
+        async def body(url: str) -> tuple[dict[str, float], Sample]:
+            async with make_session() as session:
+                router = Router(
+                    [EngineClient(url, session)], vocab_size=128, context_length=512, stop_ids=(),
+                    bounds=Bounds.of(config),
+                )  # fmt: skip
+                ticket = PushTicket(1, await router.begin_push(1), sequences)
+                checksums = EngineChecksums(trainer.hf, 1)
+                tensors = checksums.watch(for_engines(config, trainer.named_hf_tensors()))
+                WeightSync(config).push(tensors, ticket)
+                metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
+                router.resume()
+                sample = Sample(1, 1, 0, PROMPT, seed=7)
+                return metrics, await router.generate(sample, max_response_tokens=64, temperature=1.0)
 
-    with running_engine(config, tmp_path) as url:
-        metrics, sample = asyncio.run(body(url))
-    theirs = trainer.canaries([[*PROMPT, *sample.response_ids]])[0].logp[len(PROMPT) - 1 :]
-    gap = sum(abs(a - b) for a, b in zip(theirs, sample.mu, strict=True)) / len(sample.mu)
-    print(f"model.fp8 = {fp8}: canaries {metrics['push_canary_mean']:.1e}, mismatch_mean {gap:.1e}")
-    assert 0 < gap < Bounds.of(config).mean
-    trainer.close()
+        with running_engine(config, tmp_path) as url:
+            metrics, sample = asyncio.run(body(url))
+        theirs = trainer.canaries([[*PROMPT, *sample.response_ids]])[0].logp[len(PROMPT) - 1 :]
+        gap = sum(abs(a - b) for a, b in zip(theirs, sample.mu, strict=True)) / len(sample.mu)
+        print(f"model.fp8 = {fp8}: canaries {metrics['push_canary_mean']:.1e}, mismatch_mean {gap:.1e}")
+        assert 0 < gap < Bounds.of(config).mean

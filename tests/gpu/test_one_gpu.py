@@ -5,6 +5,8 @@ take the place of gloo, plain torch and shared memory.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,8 +49,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def trainer(config: Config) -> Trainer:
-    return Trainer(config)
+def trainer(config: Config) -> Iterator[Trainer]:
+    with closing(Trainer(config)) as made:
+        yield made
 
 
 def test_log_probs_are_close_to_float32_on_the_cpu(trainer: Trainer, config: Config) -> None:

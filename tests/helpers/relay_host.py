@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,7 +51,7 @@ def hosts(count: int, waiting: Sequence[Path | None] = ()) -> Iterator[list[Host
         for i in range(count):
             folder = waiting[i] if i < len(waiting) else None
             command = [sys.executable, __file__, *([] if folder is None else [str(folder)])]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
             )

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from launch.environment import CPU_HOST
 from launch.ports import free_ports
 from rlsys.config import Config
 from rlsys.engine.cpu_platform import declare_torchvision_ops
@@ -25,6 +24,7 @@ from rlsys.identity import engine_identity, write_config
 from rlsys.owner import Owner, claim
 from rlsys.records import FOLDER
 from rlsys.route_records import ROUTES_VARIABLE
+from tests.helpers.engine_process import engine_arguments, engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 800.0  # a guard, no claim: two busy cores took more than 240
@@ -64,6 +64,7 @@ def running_engine(
     """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
+    argv += engine_arguments()
     if run is not None:
         env |= {**claim(run).environment(1), ROUTES_VARIABLE: str(run / FOLDER / "engine-0")}
     url = f"http://{config.engine.host}:{port}"
@@ -78,7 +79,7 @@ def running_engine(
         subprocess.Popen(
             keeper,
             cwd=ROOT,
-            env={**os.environ, **CPU_HOST, **env},
+            env=engine_environment(config, env),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("[0-9]*.md"))
 FIRST_RUN = ROOT / "docs" / "tutorials" / "01-first-run.md"
@@ -33,7 +35,7 @@ def needs_stack(page: Path) -> bool:
 def run_page(page: Path, folder: Path) -> str:
     """What its commands print, in `folder`. AssertionError with the last words of the first that fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    env = os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT), "COLUMNS": "120"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail"],
         input=script_of(page),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.push_cases import config_of
+from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 
 pytestmark = pytest.mark.integration
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.integration
 def run(command: list[str], log: Path) -> tuple[int, str]:
     """Its exit code and what it said. Into a file: torch's shared-memory servers outlive the ranks that began them,
     as long as an engine has their memory open, and would keep a pipe from its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)}
     with log.open("wb") as said:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
     return done.returncode, log.read_text(errors="replace")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import load_config
+from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
@@ -24,7 +25,7 @@ CONFIGS = sorted(
 @pytest.fixture(scope="module")
 def resolved() -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.helpers.faked_h100", *map(str, CONFIGS)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_PLATFORM": ""}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "SGLANG_PLATFORM": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == len(CONFIGS), done.stderr[-3000:]

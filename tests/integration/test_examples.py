@@ -13,6 +13,7 @@ import pytest
 
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.tryout import PROMPTS, SAMPLES
+from tests.helpers.python_path import python_path
 from tests.helpers.runs import ROOT
 
 pytestmark = pytest.mark.integration
@@ -43,7 +44,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
 def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None:
     def rlsys(*words: str) -> str:
         command = [sys.executable, "-m", "rlsys.cli", *words]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        env = os.environ | {"PYTHONPATH": python_path(ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -55,7 +56,7 @@ def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None
     assert rewards == {0, 1}, "the model guesses some and works some out"
     assert all("<answer>" in sample["text"] for entry in found for sample in entry["samples"])
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
-    subprocess.run(tests, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    subprocess.run(tests, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path(ROOT)}, check=True)
     rlsys("train", "mine/config.yaml", *SMALL)
     assert read_metrics(tmp_path / "runs" / "mine").last_step == 2
 

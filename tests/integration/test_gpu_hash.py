@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 from tests.unit.test_hashes import GOLDEN
 
@@ -32,7 +33,7 @@ print(json.dumps([f"{kernel.gpu_tensor_hash(sample(n, dtype)):016x}" for n, dtyp
 
 
 def test_the_golden_hashes_are_the_kernels(tmp_path: object) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path)],
         env=environment,

@@ -15,6 +15,7 @@ from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.trainer import setup
 from tests.helpers import trainer_cases as cases
+from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
@@ -47,7 +48,8 @@ def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path:
     model = cases.write_model(tmp_path / "model")
     command = [sys.executable, "tests/helpers/offload_cases.py", str(model), str(tmp_path / "run"), "0.5"]
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT),
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

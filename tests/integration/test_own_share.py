@@ -17,6 +17,7 @@ from rlsys.rollout.protocol import decode, encode
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import share_cases
 from tests.helpers import trainer_cases as cases
+from tests.helpers.python_path import python_path
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +42,12 @@ def workplace(tmp_path: Path) -> Path:
 def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], workplace: Path) -> None:
     """At most 1.1 times the bytes of the samples in its micro-batches; all of dp together have every row once."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": python_path(ROOT),
+    }
     command = [*torchrun, "-m", "tests.helpers.share_cases", str(workplace), *layouts]
     subprocess.run(command, check=True, cwd=ROOT, env=env)
     lines = (workplace / "seen.jsonl").read_text().splitlines()

@@ -206,7 +206,7 @@ async def what_was_trained_is_shown(page: Page, run: Path, pictures: Path) -> No
     cuts = await page.evaluate("document.querySelectorAll('.tokens .cut').length")
     assert cuts == len({tokens for tokens, _ in most["interrupts"]}) >= 2
     classes = "new Set([...document.querySelectorAll('.tokens span:not(.cut)')].map(s => s.className)).size"
-    assert await page.evaluate(classes) == min(6, len(versions[most["sample"]]))
+    assert await page.evaluate(classes) == min(8, len(versions[most["sample"]]))
     shown = (await page.text(".tokens")).replace("interrupted", "")
     assert "".join(shown.split()) == "".join(most["response"].split())
     await page.picture(pictures / "5_versions.png")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 from tests.helpers.te_cases import FAMILIES
 
@@ -21,7 +22,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By kind of process: a process has one idea of whether Transformer Engine is there."""
     folder = tmp_path_factory.mktemp("te")
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT),
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": python_path(ROOT),
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }  # fmt: skip
     found = {}

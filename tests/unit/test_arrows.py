@@ -28,6 +28,7 @@ BASE = {
     "precision",
     "model_folder",
     "delta_rule",
+    "devices",
     "records",
     "route_records",
     "support",
@@ -73,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "megatron_patches": {"errors"},
     # What a model's folder says, before anything starts; who sends weights to whom.
     "launch": {
+        "devices",
         "machines",
         "errors",
         "config",

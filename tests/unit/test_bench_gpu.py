@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
-
+import gpu_checks
 import pytest
 import torch
 from torch import Tensor
 
 from rlsys.weights.fp8 import quantise, restore
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, found as when it is run: its folder is on the path."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gpu
-
-    return gpu
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -35,12 +22,12 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dty
 
 
 def test_a_gemm_of_quantised_blocks_is_asked_for_as_cuda_takes_it(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 512, generator=generator).bfloat16()
     weight = torch.randn(256, 512, generator=generator).bfloat16()
     exact = x.float() @ weight.float().t()
-    seen = gpu.block_gemm(x, *quantise(weight)).float()
+    seen = gpu_checks.block_gemm(x, *quantise(weight)).float()
     assert (seen - exact).norm() < 0.05 * exact.norm(), "eight bits"

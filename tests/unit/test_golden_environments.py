@@ -6,6 +6,7 @@ After a change that is meant: `python -m tests.unit.test_golden_environments`, a
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """Names of the roles that have it -> the environment, on nodes of 96 cores; CUDA but for the quickstart."""
     cuda = path.stem != "quickstart"
     patch.setattr(launch_args, "have_cuda", lambda: cuda)
-    patch.setattr(environment.shutil, "which", lambda _: "nvidia-smi" if cuda else None)
+    patch.setattr(shutil, "which", lambda _: "nvidia-smi" if cuda else None)
     patch.setattr(environment.os, "cpu_count", lambda: CORES)
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config(path, ["run.dir=runs/golden"])

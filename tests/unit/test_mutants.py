@@ -24,6 +24,7 @@ from tests.gate.mutant_drawing import (
 )
 from tests.gate.mutants import PASS, PLACES, CleanRun, Verdict, report
 from tests.gate.selection import ROOT, Reach
+from tests.helpers.python_path import python_path
 
 CODE = '''"""Prose with 1 number."""
 
@@ -208,7 +209,7 @@ def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", TRIALS, json.dumps(asked)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.race import read_run
+from race import read_run
 
 
 def lines(*rows: tuple[str, float, int, float]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Seconds from the command to the first token and the first optimizer step, and from a role's death to the end of the
 first train step that begins after it, through each backend:
 
-    python bench/launch.py [--json] [--quick] [--backends local slurm ray]
+    python bench/start_time.py [--json] [--quick] [--backends local slurm ray]
 
 Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
 backend local alone, without deaths. Clusters are up before the clock starts: what is measured is the run. What one
@@ -28,15 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from measure import ROOT, machine, say
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # not this folder, where this file would hide the package launch
-
-from bench.measure import machine, say  # noqa: E402
-from rlsys.obs.role import STACKS_VARIABLE  # noqa: E402
-from tests.helpers.ray_cluster import RayCluster  # noqa: E402
-from tests.helpers.runs import RLSYS, TINY, logs_of  # noqa: E402
-from tests.helpers.slurm_cluster import SlurmCluster, missing  # noqa: E402
+from rlsys.obs.role import STACKS_VARIABLE
+from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.runs import RLSYS, TINY, logs_of
+from tests.helpers.slurm_cluster import SlurmCluster, missing
 
 BACKENDS = ("local", "slurm", "ray")
 PATIENCE = 300.0

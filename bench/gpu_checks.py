@@ -1,0 +1,334 @@
+"""Parts of the drill that check the device against the CPU, and what NCCL, CUDA IPC and the allocator do there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_figures import Figures
+from gpu_node import CUDA, DEVICE, need_cuda, seconds_of, synchronize
+from measure import ROOT, machine
+
+ANSWER_SECONDS = 60.0
+"""Of each rank in a group of two, after the group's own limit."""
+PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
+
+
+def versions(figures: Figures) -> None:
+    """The machine, its packages, and the patches that apply to them."""
+    import megatron_patches
+
+    named = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    figures(
+        **machine(),
+        packages={name: named[name] for name in PACKAGES if name in named},
+        patches=[patch.name for patch in megatron_patches.active()],
+    )
+
+
+def families(figures: Figures) -> None:
+    """Two steps of each family on this device and on the CPU: the largest relative difference of loss and norm."""
+    from tests.helpers.te_cases import FAMILIES
+
+    steps: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, hidden in (("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("here", {})):
+            command = [sys.executable, str(ROOT / "tests/helpers/te_cases.py"), "plain", folder]
+            start = time.monotonic()
+            subprocess.run(
+                command, cwd=ROOT, env={**os.environ, **hidden}, check=True, stdout=subprocess.DEVNULL
+            )
+            steps[name] = json.loads((Path(folder) / "plain.json").read_text())["trained"]
+            figures(**{f"seconds_{name}": time.monotonic() - start})
+            subprocess.run(["rm", "-r", f"{folder}/plain"], check=True)
+    for family in FAMILIES:
+        pairs = zip(steps["cpu"][family]["steps"], steps["here"][family]["steps"], strict=True)
+        gaps = [abs(a - b) / abs(a) for x, y in pairs for a, b in zip(x[:2], y[:2], strict=True)]
+        figures(**{family: max(gaps)})
+
+
+def checksums(figures: Figures) -> None:
+    """SGLang's hash of a GPU tensor in plain torch: equal to the golden ones, GB/s, memory beside the tensor."""
+    from rlsys.weights.hashes import TileHash
+    from tests.unit.test_hashes import GOLDEN, sample
+
+    def digest(tensor: torch.Tensor) -> str:
+        state = TileHash()
+        state.update(tensor)
+        return state.digest()
+
+    figures(equal=all(digest(sample(n, dtype).to(DEVICE)) == golden for (n, dtype), golden in GOLDEN.items()))
+    big = torch.zeros(2**29 if CUDA else 2**24, dtype=torch.bfloat16, device=DEVICE)
+    digest(big[: 2**20])
+    held = 0
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    seconds = seconds_of(lambda: digest(big))
+    figures(gb_per_s=big.nbytes / 1e9 / seconds)
+    if CUDA:
+        figures(extra_bytes=torch.cuda.max_memory_allocated() - held)
+        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+        figures(kernel_equal=f"{gpu_tensor_hash(big):016x}" == digest(big))
+
+
+def _receive(buckets: Any, answers: Any) -> None:
+    """Hold each bucket until the next one comes."""
+    bucket = buckets.get()
+    while True:
+        answers.put(float(bucket[0]))
+        bucket = buckets.get()
+
+
+def handles(figures: Figures) -> None:
+    """Buckets to another process by handle (CUDA IPC, else shared memory), which is then killed with the last one.
+
+    `lost_bytes`: held by the sender's allocator at the end; torch waits for the receiver to give the last one back.
+    """
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    spawn = torch.multiprocessing.get_context("spawn")
+    buckets, answers = spawn.Queue(), spawn.Queue()
+    receiver = spawn.Process(target=_receive, args=(buckets, answers))
+    receiver.start()
+    assert receiver.pid is not None
+    size, count = (2**27, 200) if CUDA else (2**20, 20)
+    times, bucket = [], torch.empty(0)
+    for i in range(count):
+        synchronize()
+        start = time.monotonic()
+        bucket = torch.full((size,), float(i), dtype=torch.bfloat16, device=DEVICE)
+        buckets.put(bucket)
+        assert answers.get(timeout=ANSWER_SECONDS) == float(torch.tensor(float(i), dtype=torch.bfloat16))
+        times.append(time.monotonic() - start)
+    figures(bucket_bytes=bucket.nbytes, first_s=times[0], median_s=sorted(times)[len(times) // 2])
+    del bucket
+    os.kill(receiver.pid, signal.SIGKILL)
+    receiver.join()
+    if CUDA:
+        torch.cuda.ipc_collect()
+        figures(lost_bytes=torch.cuda.memory_allocated())
+
+
+def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answers: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=2, timeout=timedelta(seconds=limit))
+        if pause:
+            from rlsys.trainer.control import Control
+
+            control = Control()
+            time.sleep(pause if rank == 0 else 0)
+            answers.put(f"rank {rank}: {control.on_main(lambda: 'a step')}")
+        else:
+            torch.cuda.set_device(0)
+            dist.all_reduce(torch.ones(1, device="cuda"))
+            torch.cuda.synchronize()
+            answers.put(f"rank {rank}: went through")
+    except Exception as e:  # noqa: BLE001 - its message is the result
+        answers.put(f"rank {rank}: {type(e).__name__}: {e}"[:600])
+
+
+def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> None:
+    """Messages of two ranks, also of one alone."""
+    from launch.ports import free_ports
+
+    spawn = multiprocessing.get_context("spawn")
+    answers, (port,) = spawn.Queue(), free_ports("127.0.0.1", 1)
+    ranks = [spawn.Process(target=_rank, args=(r, port, backend, limit, pause, answers)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    messages: list[str] = []
+    deadline = time.monotonic() + limit + pause + ANSWER_SECONDS
+    try:
+        while len(messages) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            try:
+                messages.append(answers.get(timeout=left))
+            except queue.Empty:
+                break
+            figures(messages=sorted(messages))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    if len(messages) < len(ranks):
+        raise SystemExit(f"{len(ranks) - len(messages)} of 2 ranks did not answer")
+
+
+def two_ranks_on_one_gpu(figures: Figures) -> None:
+    """The message with which NCCL refuses a group of a trainer and an engine rank of one GPU."""
+    need_cuda()
+    _two_ranks(figures, "nccl", 30.0, 0.0)
+
+
+def waiting(figures: Figures) -> None:
+    """A take that lasts longer than the data group's limit: the ranks that wait must get it."""
+    from rlsys.trainer.setup import backends
+
+    _two_ranks(figures, backends(CUDA), 10.0, 15.0)
+
+
+def nccl(figures: Figures) -> None:
+    """NCCL in a world of one process: start, and an all-reduce of 256 MB."""
+    need_cuda()
+    from launch.ports import free_ports
+
+    (port,) = free_ports("127.0.0.1", 1)
+    start = time.monotonic()
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    tensor = torch.ones(2**27, dtype=torch.bfloat16, device="cuda")
+    dist.all_reduce(tensor)
+    synchronize()
+    figures(start_s=time.monotonic() - start, version=torch.cuda.nccl.version())
+    figures(all_reduce_s=seconds_of(lambda: dist.all_reduce(tensor)))
+
+
+def _spin(stop: Any) -> None:
+    while not stop.is_set():
+        torch.cuda._sleep(10**8)
+        torch.cuda.synchronize()
+
+
+def spinning(figures: Figures) -> None:
+    """GEMMs per second beside another process whose kernel only waits, as NCCL's does: what engines would lose."""
+    need_cuda()
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(500):
+            a @ a
+
+    products()
+    figures(gemms_per_s_alone=500 / seconds_of(products))
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    other = spawn.Process(target=_spin, args=(stop,))
+    other.start()
+    time.sleep(10)  # its CUDA context starts
+    figures(beside_a_spinning_kernel=500 / seconds_of(products))
+    stop.set()
+    other.join(30)
+
+
+def cache(figures: Figures) -> None:
+    """Bytes that torch keeps after a step, and after it has made room for engines that wake."""
+    need_cuda()
+    _cache(figures)
+
+
+def _cache(figures: Figures) -> None:
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    def kept() -> int:
+        return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = cases.write_model(Path(folder) / "model")
+        sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "launch": {"release_memory": True}}
+        trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
+        cases.steps(trainer, 2)
+        figures(kept_bytes=kept())
+        trainer.make_room()
+        figures(kept_after_make_room=kept())
+        trainer.close()
+
+
+def offload(figures: Figures) -> None:
+    """The optimizer's state in host memory: step, save, load, and the step after it."""
+    need_cuda()
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = cases.write_model(Path(folder) / "model")
+        sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": 1.0}}
+        config = cases.config_of(model, Path(folder) / "run", **sections)
+        trainer = Trainer(config)  # without Transformer Engine it raises UserError, which is the result
+        cases.steps(trainer, 2)
+        cases.save(trainer, 2)
+        whole = cases.steps(trainer, 1)
+        trainer.close()
+        again = Trainer(config)
+        figures(loaded=again.load_checkpoint(), whole=whole, resumed=cases.steps(again, 1))
+
+
+def checkpoint(figures: Figures) -> None:
+    """Device memory at the worst moment of a save, beside what is held without one."""
+    need_cuda()
+    _checkpoint(figures)
+
+
+def _checkpoint(figures: Figures) -> None:
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512}
+        model = cases.write_model(Path(folder) / "model", **(sizes if CUDA else {}))
+        sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "launch": {"release_memory": True}}
+        trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
+        cases.steps(trainer, 1)
+        trainer.make_room()
+        torch.cuda.reset_peak_memory_stats()
+        figures(held_bytes=torch.cuda.memory_allocated())
+        cases.save(trainer, 1)
+        figures(peak_bytes=torch.cuda.max_memory_allocated())
+        trainer.close()
+
+
+def objective(figures: Figures) -> None:
+    """Every shipped recipe on this device against the CPU, in float64: the largest difference of loss or gradient."""
+    from rlsys.config import read_layers
+    from rlsys.config.algo import AlgoSection
+    from tests.helpers.algo_world import World, run
+
+    gaps = {}
+    for path in sorted((ROOT / "configs/algorithms").glob("*.yaml")):
+        algo = AlgoSection.model_validate(read_layers(path).get("algo", {}))
+        graded = path.stem == "grpo_passk"
+        here, there = (
+            run(World(graded=graded, device=device), algo, lambda rows: [rows]) for device in (DEVICE, "cpu")
+        )
+        gradients = [float((here.gradients[row] - g).abs().max()) for row, g in there.gradients.items()]
+        gaps[path.stem] = max([abs(here.loss - there.loss), *gradients])
+    figures(recipes=len(gaps), largest=max(gaps.values()), of=max(gaps, key=lambda name: gaps[name]))
+
+
+def fp8(figures: Figures) -> None:
+    """Blocks of 128 x 128: the error of our quantiser, and on a GPU that has it, of a GEMM with such weights."""
+    from rlsys.weights.fp8 import quantise, restore
+
+    weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    values, scale = quantise(weight)
+    error = (restore(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
+    figures(restored_error=float(error))
+    if CUDA and torch.cuda.get_device_capability() == (9, 0):  # Blackwell takes other blocks
+        x = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16)
+        exact = x.float() @ weight.float().t()
+        figures(gemm_error=float((block_gemm(x, values, scale).float() - exact).norm() / exact.norm()))
+
+
+def block_gemm(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Product of `x` `[tokens, columns]` and a quantised weight `[rows, columns]`: `[tokens, rows]` bfloat16.
+
+    A token has a scale for each 128 columns; cuBLAS takes the scales of all tokens next to one another in memory.
+    """
+    blocks = x.float().unflatten(1, (-1, 128))
+    by_token = blocks.abs().amax(2) / torch.finfo(torch.float8_e4m3fn).max
+    eight = (blocks / by_token[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    columns = by_token.t().contiguous().t()
+    return torch._scaled_mm(eight, values.t(), columns, scale.t(), out_dtype=torch.bfloat16)

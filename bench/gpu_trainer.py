@@ -1,0 +1,219 @@
+"""Parts of the drill that measure the trainer: the card's ceilings, a step beside bare Megatron-Core, what a weight
+update costs before anything is sent, memory beside its rehearsal, log-probs beside transformers'.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_figures import Figures
+from gpu_node import CUDA, DEVICE, gap, layer_config, need_cuda, seconds_of, synchronize
+
+LAYERS = 4 if CUDA else 2
+REPEATS = 5 if CUDA else 1
+SEQUENCE = [9 + (7 * i) % 400 for i in range(256)]
+"""Token ids whose log-probs are compared."""
+
+
+def ceilings(figures: Figures) -> None:
+    """Copy bandwidth and bfloat16 GEMM rate of this card; all other rates are shares of them."""
+    size, side = (2**31, 8192) if CUDA else (2**24, 256)
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+    def median(work: Callable[[], object]) -> float:
+        for _ in range(3):
+            work()
+        return statistics.median(seconds_of(work) for _ in range(10))
+
+    copy, product = median(lambda: target.copy_(source)), median(lambda: a @ b)
+    figures(
+        device=torch.cuda.get_device_name() if CUDA else "cpu",
+        torch=torch.__version__,
+        copy_gb_per_s=2 * size / 1e9 / copy,
+        gemm_tflop_per_s=2 * side**3 / 1e12 / product,
+    )
+
+
+def speed(figures: Figures) -> None:
+    """A step, bare Megatron and a scoring pass, without Transformer Engine."""
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
+    _speed(figures)
+
+
+def speed_with_transformer_engine(figures: Figures) -> None:
+    need_cuda()
+    from megatron_patches import have_transformer_engine
+
+    if not have_transformer_engine():
+        raise SystemExit("transformer_engine is not installed: --transformer-engine FOLDER")
+    import transformer_engine
+
+    figures(transformer_engine=getattr(transformer_engine, "__version__", "unknown"))
+    _speed(figures)
+
+
+def _speed(figures: Figures) -> None:
+    """Tokens per second, model FLOP utilisation, kernel launches and synchronisations per step (bench/trainer.py)."""
+    import trainer as bench
+
+    if not CUDA:
+        bench.GROUPS, bench.GROUP_SIZE = 2, 2
+    bench.VOCAB = 512
+    with tempfile.TemporaryDirectory() as run:
+        config = layer_config(Path(run), LAYERS)
+        measured = bench.Bench(config)
+        figures(tokens=measured.tokens, micro_batches=len(measured.batch))
+        passes = {"bare": measured.bare, "step": measured.step, "logprobs": measured.logprobs}
+        for work in passes.values():
+            work()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        seconds: dict[str, list[float]] = {name: [] for name in passes}
+        for repeat in range(REPEATS):
+            for name in passes if repeat % 2 else reversed(passes):
+                seconds[name].append(seconds_of(passes[name]))
+            figures(seconds=seconds)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        rates = {name: measured.tokens / s for name, s in medians.items()}
+        figures(
+            tokens_per_s=rates,
+            step_of_bare=medians["bare"] / medians["step"],
+            gpu={name: bench.gpu_figures(config.model.path, rate) for name, rate in rates.items()}
+            if CUDA
+            else None,
+            held_bytes=torch.cuda.memory_allocated() if CUDA else None,
+        )
+        for name in ("step", "bare"):
+            figures(**{f"profile_{name}": profile(passes[name])})
+
+
+def profile(work: Callable[[], object]) -> dict[str, Any]:
+    """Launches, synchronisations, and the operations with the most time on the device and on the host."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
+    with torch.profiler.profile(activities=activities) as recorded:
+        work()
+        synchronize()
+    events = recorded.key_averages()
+
+    def largest(field: str) -> list[tuple[str, int, float]]:
+        chosen = sorted(events, key=lambda event: -getattr(event, field, 0.0))[:12]
+        return [(event.key[:80], event.count, round(getattr(event, field, 0.0) / 1e3, 2)) for event in chosen]
+
+    return {
+        "launches": sum(event.count for event in events if "LaunchKernel" in event.key),
+        "synchronisations": sum(event.count for event in events if "Synchronize" in event.key),
+        "host_operations": sum(event.count for event in events if event.key.startswith("aten::")),
+        "device_ms": largest("self_device_time_total"),
+        "host_ms": largest("self_cpu_time_total"),
+    }
+
+
+def weight_layout(figures: Figures) -> None:
+    """Gathering the weights under their published names and laying them out, without and with hashing."""
+    from rlsys.trainer.trainer import Trainer
+    from rlsys.weights.buckets import Areas, stream
+    from rlsys.weights.checksums import EngineChecksums
+    from rlsys.weights.hashes import TileHash
+
+    with tempfile.TemporaryDirectory() as run:
+        config = layer_config(Path(run), LAYERS)
+        trainer = Trainer(config)
+        bucket = int(config.weights.bucket_mb * 2**20)
+        sent = 0
+
+        def lay_out(hashed: bool) -> None:
+            nonlocal sent
+            sums = EngineChecksums(trainer.hf, 1)
+            tensors = sums.watch(trainer.served_tensors()) if hashed else trainer.served_tensors()
+            sent = stream(tensors, bucket, Areas(shared=True), lambda _: None)
+            if hashed:
+                sums.digests()
+
+        for name, hashed in (("gather", False), ("gather_and_hash", True)):
+            lay_out(hashed)  # the first one compiles
+            seconds = seconds_of(partial(lay_out, hashed))
+            figures(**{name: {"bytes": sent, "seconds": seconds, "gb_per_s": sent / 1e9 / seconds}})
+    for size, count in ((2**30, 3), (3 * 2**20, 300)) if CUDA else ((2**20, 2),):
+        tensors = [
+            torch.empty(size // 2, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(count)
+        ]
+
+        def digest(tensors: list[torch.Tensor] = tensors) -> None:
+            for tensor in tensors:
+                state = TileHash()
+                state.update(tensor)
+                state.digest()
+
+        digest()
+        seconds = seconds_of(digest)
+        figures(
+            **{
+                f"digest_of_{size}_bytes": {
+                    "gb_per_s": size * count / 1e9 / seconds,
+                    "ms": 1e3 * seconds / count,
+                }
+            }
+        )
+
+
+def memory(figures: Figures) -> None:
+    """Bytes of each phase of an update: rehearsed on fake tensors, and real on this device."""
+    from rlsys.config import load_config
+    from rlsys.rehearse.command import run_rank
+    from rlsys.rehearse.kinds import Request, node_of
+    from rlsys.rehearse.stand_ins import install
+    from rlsys.rehearse.step import Rehearsal
+
+    with tempfile.TemporaryDirectory() as run:
+        config = layer_config(Path(run), LAYERS)
+        path = Path(run) / "config.yaml"
+        import yaml
+
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+        foretold = run_rank(path, [], Request(0, micro_batches=2))
+        figures(rehearsed={phase.name: phase.total for phase in foretold.phases})
+        read = load_config(path, [])
+        real = Rehearsal(read, node_of(read), None, lambda text: None)
+        install({"always"}, real.setting(1.0))
+        real.build()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        real.step(2)
+        figures(real={phase.name: phase.total for phase in real.meter.phases})
+        if CUDA:
+            figures(allocator=torch.cuda.max_memory_allocated())
+
+
+def parity(figures: Figures) -> None:
+    """bfloat16 log-probs of trainer and transformers on this device, against transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    from rlsys.trainer.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as run:
+        config = layer_config(Path(run), 2)
+        ours = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
+
+        def theirs(dtype: torch.dtype) -> torch.Tensor:
+            model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype).to(DEVICE).eval()
+            with torch.no_grad():
+                logits = model(torch.tensor([SEQUENCE], device=DEVICE)).logits[0, :-1].float()
+            index = torch.tensor(SEQUENCE[1:], device=DEVICE)[:, None]
+            return logits.log_softmax(-1).gather(1, index)[:, 0].cpu()
+
+        exact, half = theirs(torch.float32), theirs(torch.bfloat16)
+        figures(
+            trainer_of_float32=gap(ours, exact),
+            transformers_of_float32=gap(half, exact),
+            trainer_of_transformers=gap(ours, half),
+        )
