@@ -17,8 +17,8 @@ from aiohttp import web
 
 from rlsys.config import Config, load_config
 from rlsys.convert.adapters import matrices
-from rlsys.engine.client import RESERVED_TOKENS
 from rlsys.engine.wire import Limits, make_session
+from rlsys.engine_requests import RESERVED_TOKENS
 from rlsys.errors import UserError
 from rlsys.identity import engine_identity
 from rlsys.obs.metrics import MetricsWriter

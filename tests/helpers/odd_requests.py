@@ -42,7 +42,19 @@ NO_WHOLE: Sequence[Any] = (0.5, 1e308)
 NO_FLAGS: Sequence[Any] = (1, "true", [True], {})
 NO_TEXTS: Sequence[Any] = (5, True, {"a": 1}, [1], ["a", None])
 NO_OBJECTS: Sequence[Any] = (5, "x", [1], True)
-NO_IDS: Sequence[Any] = (5, "5", [-1], [VOCABULARY + 40], [2**40], [2**70], ["5"], [1.5], [True], {"5": 1}, [5] * 5000)
+NO_IDS: Sequence[Any] = (
+    5,
+    "5",
+    [-1],
+    [VOCABULARY + 40],
+    [2**40],
+    [2**70],
+    ["5"],
+    [1.5],
+    [True],
+    {"5": 1},
+    [5] * 5000,
+)
 DEEP = Raw('{"a":' * 500 + "1" + "}" * 500)
 
 SAMPLING: Mapping[str, Sequence[Any]] = {

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rlsys.agents import anthropic, chat
 from rlsys.agents.messages import BadRequest
@@ -36,10 +37,18 @@ async def test_a_refusal_names_the_field_and_what_is_accepted() -> None:
     async with serving() as rig:
         for path, body, told in (
             ("/generate", generate(no_such=1), ("no_such: unknown", "input_ids, ", "sampling_params")),
-            ("/generate", {"text": "a", "sampling_params": {"no_such": 1}}, ("params.no_such: unknown", "top_k")),
+            (
+                "/generate",
+                {"text": "a", "sampling_params": {"no_such": 1}},
+                ("params.no_such: unknown", "top_k"),
+            ),
             ("/v1/chat/completions", {"messages": [], "min_p": 0.1}, ("min_p = 0.1", "deterministic")),
             ("/v1/chat/completions", {"messages": [], "no_such": 1}, ("no_such: unknown", "messages, ")),
-            ("/v1/completions", {"prompt": "a", "stop_regex": "(a+)+b"}, ("stop_regex = '(a+)+b'", "not served")),
+            (
+                "/v1/completions",
+                {"prompt": "a", "stop_regex": "(a+)+b"},
+                ("stop_regex = '(a+)+b'", "not served"),
+            ),
         ):
             status, answer = await rig.post(path, body)
             assert status == 400
@@ -67,7 +76,10 @@ async def test_usual_requests_pass() -> None:
 async def test_the_engines_do_not_get_a_clients_request_id() -> None:
     """An engine aborts all requests whose id begins with a given one."""
     async with serving() as rig:
-        for path, body in (("/generate", generate(rid="a")), ("/v1/completions", {"prompt": "a", "rid": "b"})):
+        for path, body in (
+            ("/generate", generate(rid="a")),
+            ("/v1/completions", {"prompt": "a", "rid": "b"}),
+        ):
             assert (await rig.post(path, body))[0] == 200
         assert not any("rid" in body for _, body in rig.engines[0].requests)
 
@@ -79,7 +91,9 @@ def seeds(rig: Rig) -> list[int]:
     found = []
     for _, body in rig.engines[0].requests:
         params = body.get("sampling_params", body)
-        found += [p.get("sampling_seed", p.get("seed")) for p in (params if isinstance(params, list) else [params])]
+        found += [
+            p.get("sampling_seed", p.get("seed")) for p in (params if isinstance(params, list) else [params])
+        ]
     return found
 
 
@@ -112,7 +126,9 @@ async def test_n_responses_come_as_one_answer() -> None:
         body = {"prompt": ["a", "bb"], "n": 3, "max_tokens": 2}
         status, answer = await rig.post("/v1/completions", body)
         assert status == 200 and [c["index"] for c in answer["choices"]] == list(range(6))
-        status, text = await rig.post("/v1/chat/completions", {"messages": [], "n": 3, "stream": True, "max_tokens": 2})
+        status, text = await rig.post(
+            "/v1/chat/completions", {"messages": [], "n": 3, "stream": True, "max_tokens": 2}
+        )
         events = text.split("\n\n")[:-1]
         assert status == 200 and events.count("data: [DONE]") == 1 and events[-1] == "data: [DONE]"
         choices = [c for e in events[:-1] for c in json.loads(e[6:])["choices"]]
@@ -131,6 +147,7 @@ class Mortal(HttpEngine):
         if 66 in body.get("input_ids", ()):
             self.requests.append((request.path, body))
             request.transport.abort()
+            return web.Response()
         return await super()._generate(request)
 
 
@@ -162,10 +179,12 @@ async def test_an_unsatisfiable_grammar_is_the_requests_fault() -> None:
 
     class Strict(HttpEngine):
         async def _generate(self, request: Any) -> Any:
-            from aiohttp import web
-
             self.requests.append((request.path, await request.json()))
-            told = {"object": "error", "message": "Grammar accept_token failed: Tokens not accepted: 0", "code": 500}
+            told = {
+                "object": "error",
+                "message": "Grammar accept_token failed: Tokens not accepted: 0",
+                "code": 500,
+            }
             return web.json_response(told, status=500)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -185,8 +204,6 @@ async def test_the_strictest_engine_decides() -> None:
         deterministic = False
 
         async def _server_info(self, _: Any) -> Any:
-            from aiohttp import web
-
             return web.json_response(
                 {"model_path": "nowhere", "max_req_input_len": 194, "incremental_streaming_output": True,
                  "enable_deterministic_inference": self.deterministic, "enable_lora": False}
@@ -237,7 +254,9 @@ def test_an_agents_sampling_parameters_keep_to_the_same_ranges(name: str, value:
 TINKERS = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "max_new_tokens", "stop", "no_such_parameter"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "top_k", "max_new_tokens", "stop", "no_such_parameter"]
+)
 def test_a_tenants_sampling_parameters_keep_to_the_same_ranges(name: str) -> None:
     """Before: one `asample` with top_k = 2147483648 ended the server for all (A2)."""
     taken = []
