@@ -19,8 +19,8 @@ import itertools
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,13 @@ from aiohttp import web
 
 from rlsys.engine.sse import END, events
 from rlsys.engine.wire import DeadEngine, EngineError
-from rlsys.engine_requests import RefusedPrompt, short
+from rlsys.engine_requests import DEATHS_POISONOUS, RefusedPrompt, short
 from rlsys.gateway import stitch
 from rlsys.gateway.choices import DONE, Choices, Sink
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.ladder import DEATHS_POISONOUS, HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
+from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536
@@ -48,6 +48,9 @@ MOST_SUSPECTS = 4096
 """Requests under which engines died, that are remembered."""
 SUSPECT_SECONDS = 600.0
 """For so long after the last death: a client may send the same request again."""
+ALONE_SECONDS = 0.5
+"""For so long a request under which an engine died is the only such one in any engine: most that kill do so at once.
+Longer would hold up what ran beside it, and is tried again as well."""
 _GRAMMAR_FAULT = b"Grammar accept_token failed"
 """In SGLang's 500 for a grammar that no text satisfies."""
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools")
@@ -186,7 +189,7 @@ class Proxy:
         self.stop_ids: Collection[int] = ()
         self.counts = {"continued": 0, "repeated": 0, "broken": 0}
         self.poisonous = 0
-        self._deaths = Deaths()
+        self._deaths, self._suspect = Deaths(), asyncio.Lock()
 
     async def run(self, jobs: Sequence[Job], request: web.Request, responses: int = 1) -> web.StreamResponse:
         """The engines' answer: of one request, or of several as one, `responses` in a row to the same prompt. Raises
@@ -216,7 +219,10 @@ class Proxy:
         try:
             while True:
                 self._check_deaths(job)
-                done = await self._attempt(job, reply, await self._admit(job))
+                async with self._alone(job) as admitted:
+                    engine = await self._admit(job)
+                    admitted()
+                    done = await self._attempt(job, reply, engine)
                 if done is not None:
                     return done
                 await self._prepare(job)
@@ -234,6 +240,36 @@ class Proxy:
                 raise
             self.counts["broken"] += 1
             return await _end_with(reply, e)
+
+    @asynccontextmanager
+    async def _alone(self, job: Job) -> AsyncIterator[Callable[[], None]]:
+        """While this one, under which an engine died, is tried: to its end, or ALONE_SECONDS after the call of what
+        is yielded. Others do not wait. Raises Unavailable."""
+        if not self._deaths.of(job.identity):
+            yield lambda: None
+            return
+        try:
+            await asyncio.wait_for(self._suspect.acquire(), self._queue_seconds)
+        except TimeoutError:
+            raise Unavailable(f"no engine could take the request within {self._queue_seconds:g} s") from None
+        held, timer = True, None
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._suspect.release()
+
+        def admitted() -> None:
+            nonlocal timer
+            timer = asyncio.get_running_loop().call_later(ALONE_SECONDS, release)
+
+        try:
+            yield admitted
+        finally:
+            if timer is not None:
+                timer.cancel()
+            release()
 
     def _check_deaths(self, job: Job) -> None:
         """Raises Poisonous."""

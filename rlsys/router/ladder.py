@@ -35,9 +35,6 @@ DEATHS_CENSORED = 4
 FAULTS_CENSORED = 8
 """Server errors (5xx) without a token in between, after which a sample is given up. More than deaths: they cost no
 other sample its place, and an only engine that is ill for a minute shall not censor, which its back-offs see to."""
-DEATHS_POISONOUS = 2
-"""Engine deaths under a request of a client, after which it is refused: one try more. Fewer than for a sample, which
-only holds what this run has made: a client may send whatever a check overlooks."""
 HTTP_FAILURES = 1
 """Engines that may answer one HTTP request with a server error; the next one's answer is passed on."""
 
