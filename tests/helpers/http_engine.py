@@ -13,6 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 
+CONTEXT = 200
+"""Tokens of prompt and response, with which an engine ends it."""
+
+
 def token_at(position: int) -> int:
     return (position + 1) % 100
 
@@ -113,7 +117,7 @@ class HttpEngine:
         prompt = body.get("input_ids") or list(range(len(body.get("text", "four"))))
         params = body.get("sampling_params") or {}
         budget = (params[0] if isinstance(params, list) else params).get("max_new_tokens")
-        budget = budget or body.get("max_tokens") or 8
+        budget = min(budget or body.get("max_tokens") or 8, CONTEXT - len(prompt))
         aborts, made = self.aborts, list[int]()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if body.get("stream"):

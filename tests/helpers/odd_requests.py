@@ -13,6 +13,7 @@ from typing import Any
 
 VOCABULARY = 100
 PROMPT = [4, 12, 13, 14, 5]
+QUESTION = [{"role": "user", "content": "3+4="}]
 FEW = 3
 """Tokens that a request asks for."""
 
@@ -147,7 +148,7 @@ CHAT: Mapping[str, Sequence[Any]] = {
         if name not in ("json_schema", "structural_tag", "stream_interval", "spaces_between_special_tokens")
     },
     "max_completion_tokens": (*NO_NUMBERS, *NO_WHOLE, *TOO_LARGE, -1, 0),
-    "messages": (5, "x", {"a": 1}, True),
+    "messages": (5, "x", {"a": 1}, True, [{"role": "user", "content": "\ud83d"}]),
     "logprobs": (5, "x", [True]),
     "top_logprobs": (*NO_NUMBERS, -1, VOCABULARY + 40, 2**63),
     "response_format": (
@@ -187,6 +188,100 @@ COMPLETIONS: Mapping[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
+EDGES: Mapping[str, Sequence[Any]] = {
+    "temperature": (0, 1e-300, 1e-7, 1.1e-6, 100),
+    "top_p": (1e-300, 1),
+    "top_k": (-1, 1, 2**31 - 1, 2**30),
+    "min_p": (0, 0.0, None),
+    "frequency_penalty": (2, -2),
+    "presence_penalty": (2, -2),
+    "repetition_penalty": (0.01, 2),
+    "max_new_tokens": (0, 2**31 - 1, None),
+    "min_new_tokens": (FEW, 0),
+    "n": (1, 5, None),
+    "sampling_seed": (0, -1, 2**63 - 1, -(2**63), 2**32, None),
+    "stop": ([], ["x" * 1024] * 32, "\u0000", "\U0001f600", " ", None),
+    "stop_token_ids": ([], [5] * 1024, [0, VOCABULARY - 1]),
+    "json_schema": ("", "{}", '{"type": "object"}', '{"$ref": "#"}', '{"$ref": "#/x"}', '{"type": "x"}',
+        '{"enum": []}', '{"maxLength": 100000, "type": "string"}', '{"minimum": 5, "maximum": 1, "type": "integer"}',
+        '{"minItems": 100000, "type": "array"}', '{"minimum": -1e300, "type": "integer"}', '{"properties": 5}',
+    ),
+    "logit_bias": ({}, {str(i): -100 for i in range(VOCABULARY)}, {str(i): 100 for i in range(VOCABULARY)}),
+    "ignore_eos": (True, False),
+    "skip_special_tokens": (False,),
+    "no_stop_trim": (True,),
+    "stream_interval": (1, 2**31 - 1),
+    "custom_params": ({}, None),
+}  # fmt: skip
+"""Sampling parameters at the edges of their ranges: an engine gets them."""
+
+GENERATE_EDGES: Sequence[Mapping[str, Any]] = (
+    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY, "token_ids_logprob": [5, 5]},
+    {"return_logprob": True, "logprob_start_len": len(PROMPT)},
+    {"return_logprob": True, "logprob_start_len": len(PROMPT) + 1},
+    {"return_logprob": False, "logprob_start_len": 3, "top_logprobs_num": 5},
+    {"token_ids_logprob": [], "return_logprob": True},
+    {"return_sampling_mask": True},
+    {"return_sampling_mask": True, "sampling_params": {"top_k": 5, "max_new_tokens": FEW}},
+    {"sampling_logprobs_mode": "support"},
+    {"return_routed_experts": True, "routed_experts_start_len": 2**31 - 1},
+    {"lora_path": ""}, {"extra_key": "x" * 1024}, {"cache_salt": "\u0000"}, {"rid": ["a"]}, {"rid": 5},
+    {"priority": 2**70}, {"session_id": "a", "routing_key": "b"}, {"return_hidden_states": False},
+    {"return_text_in_logprobs": True, "return_prompt_token_ids": True, "return_entropy": True},
+    {"image_data": [], "session_params": {}, "custom_logit_processor": ""},
+    {"input_ids": [PROMPT, [1]], "return_logprob": [True, False], "logprob_start_len": [0, -1]},
+    {"input_ids": [PROMPT, [1]], "token_ids_logprob": [[1], [2, 3]], "return_logprob": True},
+    {"input_ids": [PROMPT, [1]], "extra_key": ["a", "b"], "cache_salt": [None, "x"]},
+    {"input_ids": [PROMPT, [1]], "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2}]},
+    {"input_ids": [PROMPT, [1]], "sampling_params": {"n": 3, "max_new_tokens": 2}},
+    {"input_ids": [[1]] * 64, "stream": True},
+    {"stream": True, "sampling_params": {"n": 4, "max_new_tokens": 2}},
+    {"input_ids": [5] * 490},
+)  # fmt: skip
+
+CHAT_EDGES: Sequence[Mapping[str, Any]] = (
+    {"n": 4}, {"n": 3, "stream": True, "stream_options": {"include_usage": True}},
+    {"logprobs": True, "top_logprobs": 5},
+    {"max_tokens": 2**31 - 1}, {"min_tokens": FEW}, {"model": "a:b"}, {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+    {"tools": [5]}, {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}]},
+    {"tool_choice": "required"}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": True}},
+    {"messages": []}, {"messages": [5]}, {"messages": [{"role": "user", "content": None}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1"}}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{"}}]}]},
+    {"messages": [{"role": "user", "content": "1"}] * 1000},
+    {"continue_final_message": True}, {"reasoning_effort": "high"}, {"reasoning_effort": "x"}, {"user": 5},
+    {"temperature": None, "top_p": None}, {"return_meta_info": True, "return_token_ids": True},
+)  # fmt: skip
+
+COMPLETION_EDGES: Sequence[Mapping[str, Any]] = (
+    {"echo": True, "logprobs": 2}, {"logprobs": VOCABULARY}, {"n": 3, "best_of": 5}, {"prompt": ["a", "b"], "n": 2},
+    {"prompt": [[1], [2]], "stream": True}, {"max_tokens": 2**31 - 1}, {"temperature": None}, {"prompt": "\u0000"},
+    {"prompt": "\U0001f600"}, {"prompt": "1" * 490}, {"prompt": "1" * 5000}, {"echo": True, "max_tokens": 1},
+    {"json_schema": '{"$ref": "#"}'},
+)  # fmt: skip
+
+
+def edge_requests() -> list[OddRequest]:
+    """What the rules let through: right, or for the engine to refuse."""
+    sampling = {"max_new_tokens": FEW}
+    found = [
+        _odd("/generate", name, value, {"input_ids": PROMPT}, sampling)
+        for name, values in EDGES.items()
+        for value in values
+    ]
+    for path, plain, changes in (
+        ("/generate", {"input_ids": PROMPT, "sampling_params": sampling}, GENERATE_EDGES),
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": FEW}, CHAT_EDGES),
+        ("/v1/completions", {"prompt": "3+4=", "max_tokens": FEW}, COMPLETION_EDGES),
+    ):
+        for change in changes:
+            raw = json.dumps({**plain, **change}).encode()
+            found.append(OddRequest(path, ", ".join(change), str(change)[:60], raw))
+    return found
+
+
 def odd_requests() -> list[OddRequest]:
     """The whole table."""
     sampling = {"max_new_tokens": FEW}
@@ -200,9 +295,8 @@ def odd_requests() -> list[OddRequest]:
         for name, values in GENERATE.items()
         for value in values
     ]
-    question = [{"role": "user", "content": "3+4="}]
     for path, table, plain in (
-        ("/v1/chat/completions", CHAT, {"messages": question, "max_tokens": FEW}),
+        ("/v1/chat/completions", CHAT, {"messages": QUESTION, "max_tokens": FEW}),
         ("/v1/completions", COMPLETIONS, {"prompt": "3+4=", "max_tokens": FEW}),
     ):
         found += [_odd(path, name, value, plain) for name, values in table.items() for value in values]

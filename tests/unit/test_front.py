@@ -110,7 +110,7 @@ async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
 async def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 5
-        asked = {"prompt": "four"} if path == "/v1/completions" else {"messages": []}
+        asked: dict[str, Any] = {"prompt": "four"} if path == "/v1/completions" else {"messages": []}
         task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, **asked}))
         await rig.until(lambda: bool(rig.engines[0].requests))
         await asyncio.sleep(0.05)
