@@ -12,7 +12,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-
 CONTEXT = 200
 """Tokens of prompt and response, with which an engine ends it."""
 
