@@ -318,3 +318,10 @@ async def test_values_at_the_edges_of_their_ranges_pass() -> None:
                 if answer.status != 200 and not refused & set(edge.field.split(", ")):
                     wrong.append((edge.name, answer.status, told[:150]))
         assert not wrong
+
+
+async def test_a_models_own_min_p_does_not_reach_a_deterministic_engine() -> None:
+    """SGLang takes it from generation_config.json for chats that have none, and its scheduler ends."""
+    async with serving() as rig:
+        assert (await rig.post("/v1/chat/completions", {"messages": [], "min_p": None}))[0] == 200
+        assert rig.engines[0].requests[0][1]["min_p"] == 0
