@@ -163,7 +163,8 @@ class Front:
                     self._metrics.refused.inc()
                     raise
                 async with self._places.take(samples):
-                    jobs = [Job.of(request.path, one) for one in engine_bodies(request.path, body)]
+                    bodies = engine_bodies(request.path, body, deterministic=limits.deterministic)
+                    jobs = [Job.of(request.path, one) for one in bodies]
                     for i, job in enumerate(jobs):
                         job.identity = hashlib.sha256(b"%d %s " % (i, request.path.encode()) + raw).digest()
                     return await self._fleet.proxy.run(jobs, request, _responses(body))

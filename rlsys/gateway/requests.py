@@ -25,17 +25,22 @@ def samples_of(body: Mapping[str, Any]) -> int:
     return prompts * max((c for c in choices if type(c) is int and 0 < c <= MOST_CHOICES), default=1)
 
 
-def engine_bodies(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def engine_bodies(path: str, body: Mapping[str, Any], *, deterministic: bool = False) -> list[dict[str, Any]]:
     """The requests to engines, of one that was checked. Each response has a seed of its own: that of the request and
     those that follow it, or a random one. A deterministic engine draws equal responses from equal seeds, and takes 42
     where a request has none.
 
     /generate stays one request: it has a seed for each of its prompts. OpenAI's APIs have one seed for a request, so
     each response is a request of its own, in the order of the choices: prompt by prompt.
+
+    deterministic: an engine is, and must not draw by the `min_p` of the model's generation_config.json, which SGLang
+    takes for a chat that has none.
     """
     asked = {name: value for name, value in body.items() if name not in INERT}
     if path == GENERATE:
         return [_generate(asked)]
+    if deterministic and asked.get("min_p") is None:
+        asked["min_p"] = 0
     responses = int(body.get("n") or 1)
     seeds = _seeds(body.get("seed"))
     prompts: list[Any] = [None]
