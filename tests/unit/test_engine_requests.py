@@ -325,3 +325,17 @@ async def test_a_models_own_min_p_does_not_reach_a_deterministic_engine() -> Non
     async with serving() as rig:
         assert (await rig.post("/v1/chat/completions", {"messages": [], "min_p": None}))[0] == 200
         assert rig.engines[0].requests[0][1]["min_p"] == 0
+
+
+async def test_many_equal_requests_in_an_engine_that_dies_count_its_death_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2) as rig:
+        for engine in rig.engines:
+            engine.hold_at = 5
+        tasks = [asyncio.create_task(rig.post("/generate", generate(session_id="one"))) for _ in range(6)]
+        await rig.until(lambda: max(len(e.requests) for e in rig.engines) == 6)
+        for engine in rig.engines:
+            engine.hold_at = None
+        next(e for e in rig.fleet.pool.engines if e.load).died()
+        assert [(await task)[0] for task in tasks] == [200] * 6
