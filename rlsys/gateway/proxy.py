@@ -154,18 +154,21 @@ class Reply:
 
 
 class Deaths:
-    """Owns how many engines died under which request, for SUSPECT_SECONDS after the last death."""
+    """Owns which engines died under which request, for SUSPECT_SECONDS after the last death. Each death counts once,
+    however many equal requests the engine had."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._of: OrderedDict[bytes, tuple[set[tuple[str, int]], float]] = OrderedDict()
 
     def of(self, identity: bytes) -> int:
-        deaths, last = self._of.get(identity, (0, 0.0))
-        return deaths if deaths and self._clock() - last < SUSPECT_SECONDS else 0
+        deaths, last = self._of.get(identity, (set(), 0.0))
+        return len(deaths) if self._clock() - last < SUSPECT_SECONDS else 0
 
-    def add(self, identity: bytes) -> None:
-        self._of[identity] = self.of(identity) + 1, self._clock()
+    def add(self, identity: bytes, engine: EngineState) -> None:
+        """`engine`: that has just died, or was found dead."""
+        before = self._of[identity][0] if self.of(identity) else set()
+        self._of[identity] = before | {(engine.url, engine.deaths)}, self._clock()
         self._of.move_to_end(identity)
         if len(self._of) > MOST_SUSPECTS:
             self._of.popitem(last=False)
@@ -308,7 +311,7 @@ class Proxy:
             job.failures += 1
             job.suspects.append(engine)
         elif made.end is End.DEATH:
-            self._deaths.add(job.identity)
+            self._deaths.add(job.identity, engine)
         return None
 
     @staticmethod
