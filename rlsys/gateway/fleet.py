@@ -174,35 +174,38 @@ class Fleet:
     async def _learn(self, engine: EngineState) -> None:
         """What requests must keep to, whichever engine gets them: the strictest limits of all.
 
-        Raises UserError when the vocabulary's size is nowhere to be read.
+        Raises UserError when the vocabulary's size is nowhere to be read, of the first engine.
         """
         try:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        folder = Path(str(info.get("model_path")))
+        known, folder = self.limits, Path(str(info.get("model_path")))
         size = self._vocab_size
         if size is None:
             try:
                 size = int(read_fields(folder)["vocab_size"])
             except (OSError, ValueError, KeyError, TypeError) as e:
-                raise UserError(
-                    f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
-                ) from None
+                if known is None:
+                    raise UserError(
+                        f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
+                    ) from None
+                size = known.vocab_size  # its folder is on another machine
+        length = info.get("max_req_input_len")
         own = Limits(
             size,
-            int(info["max_req_input_len"]) + RESERVED_TOKENS,
+            int(length) + RESERVED_TOKENS if known is None or type(length) is int else known.context_length,
             deterministic=bool(info.get("enable_deterministic_inference", True)),
             adapters=bool(info.get("enable_lora", False)),
             patterns=self._patterns,
         )
         self._limits_of[engine.url] = engine.deaths, own
         urls = {e.url for e in self.pool.engines}
-        self.limits = functools.reduce(
-            Limits.strictest, (limits for url, (_, limits) in self._limits_of.items() if url in urls), own
-        )
-        self.proxy.incremental = bool(info.get("incremental_streaming_output"))
-        self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
+        self._limits_of = {url: found for url, found in self._limits_of.items() if url in urls}
+        self.limits = functools.reduce(Limits.strictest, (limits for _, limits in self._limits_of.values()))
+        if known is None:
+            self.proxy.incremental = bool(info.get("incremental_streaming_output"))
+            self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """One HTTP request through to an engine and back, over interruptions and engine deaths.
 
-Bytes pass as they are: a request is parsed once for its checks, an answer only when it was interrupted. Then
+A request comes here checked, with a seed for each response (requests.py). An answer's bytes pass as they are, but
+where it is one of several choices (choices.py) or was interrupted. Then
 
     /generate, one plain prompt   goes on from its tokens (stitch.py)
     anything else                 is made again with the same seed; what the client of a stream has is skipped

@@ -255,7 +255,14 @@ async def test_the_strictest_engine_decides() -> None:
                     break
                 await asyncio.sleep(0.01)
             assert await refused(rig)
+            strange = HttpEngine()
+            strange.secrets = {"max_req_input_len": "many", "model_path": 5}
+            rig.fleet.join(await strange.start())
+            await rig.until(lambda: len(rig.fleet.pool.serving()) == 3)
+            await asyncio.sleep(0.1)
+            assert (await rig.post("/generate", generate()))[0] == 200, "it ends no router"
             await other.stop()
+            await strange.stop()
 
 
 # -- agents and the Tinker server -----------------------------------------------------------------------------
