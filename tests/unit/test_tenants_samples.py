@@ -156,3 +156,26 @@ def test_each_of_a_tenants_samples_has_a_seed_of_its_own() -> None:
     assert len(set(found)) == 4
     assert found == [seed(number) for number in range(4)], "made again it is the same"
     assert seed(1, seed=5) == 6
+
+
+def test_a_ledger_of_an_earlier_version_counts_deaths_from_now_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger._db.execute("ALTER TABLE requests DROP COLUMN deaths")
+    ledger.accept("s:sample:0", 0, "sample", b"{}")
+    ledger.close()
+    again = Ledger(tmp_path)
+    (request,) = again.unfinished()
+    assert (request.deaths, again.add_death(request), again.add_death(request)) == (0, 1, 2)
+    assert [r.deaths for r in Ledger(tmp_path).unfinished()] == [2]
+
+
+async def test_an_engine_that_samples_again_is_said_to_work(tmp_path: Path) -> None:
+    """Its restarts are then forgiven: before, a server that only samples had launch.max_restarts for its whole life."""
+    fake, worked = DyingEngine(), list[bool]()
+    async with serving(tmp_path, fake) as (service, bob):
+        service._works = lambda: worked.append(True)
+        await service.new_sampler(bob, "s:sample:0", None)
+        for number, ids in enumerate(([1], [DEADLY], [2], [3])):
+            await service.submit(bob, "s:sample:0", number, "sample", sample_body(ids))
+            await result(service, bob, number)
+        assert len(worked) == 1
