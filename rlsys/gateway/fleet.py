@@ -192,9 +192,13 @@ class Fleet:
                     ) from None
                 size = known.vocab_size  # its folder is on another machine
         length = info.get("max_req_input_len")
+        if known is not None and type(length) is not int:
+            context = known.context_length
+        else:
+            context = int(info["max_req_input_len"]) + RESERVED_TOKENS
         own = Limits(
             size,
-            int(length) + RESERVED_TOKENS if known is None or type(length) is int else known.context_length,
+            context,
             deterministic=bool(info.get("enable_deterministic_inference", True)),
             adapters=bool(info.get("enable_lora", False)),
             patterns=self._patterns,

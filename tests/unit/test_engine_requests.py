@@ -256,7 +256,7 @@ async def test_the_strictest_engine_decides() -> None:
                 await asyncio.sleep(0.01)
             assert await refused(rig)
             strange = HttpEngine()
-            strange.secrets = {"max_req_input_len": "many", "model_path": 5}
+            strange.secrets = {"max_req_input_len": "many", "model_path": "?"}
             rig.fleet.join(await strange.start())
             await rig.until(lambda: len(rig.fleet.pool.serving()) == 3)
             await asyncio.sleep(0.1)
