@@ -170,7 +170,7 @@ def test_a_ledger_of_an_earlier_version_counts_deaths_from_now_on(tmp_path: Path
 
 
 async def test_an_engine_that_samples_again_is_said_to_work(tmp_path: Path) -> None:
-    """Its restarts are then forgiven: before, a server that only samples had launch.max_restarts for its whole life."""
+    """Its restarts are then forgiven: before, a server that only samples had launch.max_restarts in all."""
     fake, worked = DyingEngine(), list[bool]()
     async with serving(tmp_path, fake) as (service, bob):
         service._works = lambda: worked.append(True)
