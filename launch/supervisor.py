@@ -8,9 +8,10 @@
               otherwise everything is ended, and started again on other nodes
 
 A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
-the one before. After launch.max_restarts of them without a train step the run stops; where the role is an engine,
-and launch.min_engines others are left, the run goes on without it, and tries it again after a minute, then after two,
-up to a quarter of an hour. Only the supervisor restarts anything: torchrun, engines and a scheduler's actors do not.
+the one before. After launch.max_restarts of them without a train step (a server: without other work) the run
+stops; where the role is an engine, and launch.min_engines others are left, the run goes on without it, and tries it
+again after a minute, then after two, up to a quarter of an hour. Only the supervisor restarts anything: torchrun,
+engines and a scheduler's actors do not.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Supervisor:
         self._stop = stop
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
-        """Of each unit, since the last train step."""
+        """Of each unit, since the last train step, or the last other work that was done."""
         self._given_up = GivenUp()
         self._probes = ThreadPoolExecutor(_PROBES, "probe")
         self._asked: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
@@ -362,7 +363,7 @@ class Supervisor:
         self._silence.end()
         for process in self._processes.values():
             process.ready |= process.role.kind == "trainer"
-        if entry["kind"] == "step":
+        if entry["kind"] in ("step", "work"):  # "work": of a server, whose clients may only sample
             self._restarts.clear()
 
     def _end_all(self, why: BaseException | None) -> None:

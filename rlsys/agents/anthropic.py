@@ -15,6 +15,7 @@ from rlsys.agents.messages import (
     function_tool,
     read_most,
     read_sampling,
+    read_stop,
     read_text,
 )
 
@@ -47,7 +48,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         messages,
         [function_tool(tool, "input_schema") for tool in tools],
         read_most(body, "max_tokens"),
-        tuple(map(str, body.get("stop_sequences") or ())),
+        read_stop(body, "stop_sequences"),
         bool(body.get("stream")),
         read_sampling(body),
     )

@@ -14,6 +14,7 @@ from rlsys.agents.messages import (
     check_fields,
     read_most,
     read_sampling,
+    read_stop,
     read_text,
 )
 
@@ -44,12 +45,11 @@ def read(body: Mapping[str, Any]) -> Asked:
     ):
         raise BadRequest("tools: expected a list of functions", "tools")
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    stop = body.get("stop") or []
     return Asked(
         [_message(row, f"messages[{i}]") for i, row in enumerate(rows)],
         tools,
         read_most(body, most),
-        (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+        read_stop(body, "stop"),
         bool(body.get("stream")),
         read_sampling(body),
     )

@@ -11,6 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.engine_requests import ALIASES, ANY_ENGINE, RefusedPrompt, check_stop, short
+from rlsys.engine_requests import SAMPLING as ENGINE_SAMPLING
+
 Message = Mapping[str, Any]
 """{"role", "content": text}; of an assistant also "tool_calls", of a tool "tool_call_id"."""
 
@@ -142,19 +145,44 @@ def check_fields(
             if value not in neutral[name]:
                 raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not served", name)
         elif name not in no_matter and name not in SAMPLING:
-            raise BadRequest(f"{name}: not known", name)
+            known = ", ".join(sorted({*neutral, *no_matter, *SAMPLING}))
+            raise BadRequest(f"{short(name)[1:-1]}: not known; accepted: {known}", name)
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    """Raises BadRequest for a value out of its range; so for a `seed`, which is not used: a sample's is the run's."""
+    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    for name, value in {**found, "seed": body.get("seed")}.items():
+        if value is not None:
+            _check_parameter(name, value)
+    return found
 
 
 def read_most(body: Mapping[str, Any], name: str) -> int | None:
     """The most tokens of the turn."""
-    most = body.get(name)
-    if most is not None and (type(most) is not int or most < 1):
-        raise BadRequest(f"{name} = {most!r}: expected 1 or more", name)
+    most: int | None = body.get(name)
+    if most is not None:
+        _check_parameter("max_new_tokens", most, name)
+        if most < 1:
+            raise BadRequest(f"{name} = {most!r}: expected 1 or more", name)
     return most
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Texts that end the turn."""
+    try:
+        return check_stop(body.get(name), name)
+    except RefusedPrompt as e:
+        raise BadRequest(str(e), name) from None
+
+
+def _check_parameter(parameter: str, value: Any, name: str | None = None) -> None:
+    """By the rules of engines' requests. `name`: of the field, where it is another one."""
+    name = name or parameter
+    try:
+        ENGINE_SAMPLING[ALIASES.get(parameter, parameter)](ANY_ENGINE, name, value)
+    except RefusedPrompt as e:
+        raise BadRequest(str(e), name) from None
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

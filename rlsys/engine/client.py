@@ -22,8 +22,6 @@ from rlsys.route_records import ASK
 from rlsys.types import Segment
 
 IDLE_SECONDS = 30.0
-RESERVED_TOKENS = 6
-"""SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
 _VERSION_DIGITS = 18
 _GENERATED = "sglang:generation_tokens_total"
 

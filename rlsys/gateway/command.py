@@ -45,6 +45,7 @@ def router(args: argparse.Namespace) -> int:
             strategy=args.strategy,
             interruption=args.interruption,
             vocab_size=args.vocab_size,
+            patterns=args.allow_patterns,
             queue_seconds=args.queue_seconds,
             limits=FrontLimits(math.ceil(args.max_body_mb * 2**20), args.concurrency, args.queue),
         )
@@ -83,6 +84,11 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
         help="what engines do with requests while weights change",
     )
     sub.add_argument("--vocab-size", type=int, metavar="N", help="where the model's folder cannot be read")
+    sub.add_argument(
+        "--allow-patterns",
+        action="store_true",
+        help="take stop_regex, regex, ebnf and structural tags; one of them can stop an engine for all clients",
+    )
     sub.add_argument("--queue-seconds", type=float, default=120.0, help="longest wait for an engine")
     sub.add_argument("--max-body-mb", type=float, default=limits.body_bytes / 2**20, help="largest request")
     sub.add_argument("--concurrency", type=int, default=limits.concurrency, help="samples served at once")

@@ -8,6 +8,7 @@ folder before it serves. Before the first such update there is no folder: an eng
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 import re
@@ -18,16 +19,16 @@ from typing import Literal
 import aiohttp
 from yarl import URL
 
-from rlsys.engine.client import RESERVED_TOKENS, EngineClient
+from rlsys.engine.client import EngineClient
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.engine.wire import DeadEngine, EngineError
+from rlsys.engine_requests import RESERVED_TOKENS, Limits
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
 from rlsys.identity import NOBODY, Identity
 from rlsys.model_folder import read_fields
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.limits import Limits
 from rlsys.router.pool import Pool
 from rlsys.router.push import PROBE_SECONDS, states
 from rlsys.router.strategy import STRATEGIES
@@ -81,7 +82,7 @@ class Fleet:
     """Owns the pool of a stand-alone router. `limits` are None until an engine has answered.
 
     `allowed`: where engines that join may be, host names, addresses or networks; none given: on the hosts of `urls`.
-    `identity`: the keys that all engines ask for.
+    `identity`: the keys that all engines ask for. `patterns`: clients may send regular expressions and grammars.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Fleet:
         interruption: FleetInterruption,
         queue_seconds: float,
         vocab_size: int | None = None,
+        patterns: bool = False,
     ) -> None:
         self._session = session
         self._identity = identity
@@ -105,7 +107,9 @@ class Fleet:
         self.dispatcher = Dispatcher(self.pool, STRATEGIES[strategy])
         self.proxy = Proxy(self.dispatcher, queue_seconds)
         self._interruption = interruption
-        self._vocab_size = vocab_size
+        self._vocab_size, self._patterns = vocab_size, patterns
+        self._limits_of: dict[str, tuple[int, Limits]] = {}
+        """By URL, of engines that have answered: how often it had died by then, and its limits."""
         self.limits: Limits | None = None
         self._folder: str | None = None
         self._updating = asyncio.Lock()
@@ -142,8 +146,9 @@ class Fleet:
         self.dispatcher.resume()
         while True:
             await self.pool.probe()
-            if self.limits is None and self.pool.serving():
-                await self._learn(self.pool.serving()[0])
+            for engine in self.pool.serving():
+                if self._limits_of.get(engine.url, (-1, None))[0] != engine.deaths:
+                    await self._learn(engine)
             self._bring_up_to_date()
             if self.pool.serving() and self.limits is not None:
                 self.dispatcher.wake()
@@ -167,23 +172,44 @@ class Fleet:
                 )  # fmt: skip
 
     async def _learn(self, engine: EngineState) -> None:
-        """What requests must keep to. Raises UserError when the vocabulary's size is nowhere to be read."""
+        """What requests must keep to, whichever engine gets them: the strictest limits of all.
+
+        Raises UserError when the vocabulary's size is nowhere to be read, of the first engine.
+        """
         try:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        folder = Path(str(info.get("model_path")))
+        known, folder = self.limits, Path(str(info.get("model_path")))
         size = self._vocab_size
         if size is None:
             try:
                 size = int(read_fields(folder)["vocab_size"])
             except (OSError, ValueError, KeyError, TypeError) as e:
-                raise UserError(
-                    f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
-                ) from None
-        self.limits = Limits(size, int(info["max_req_input_len"]) + RESERVED_TOKENS)
-        self.proxy.incremental = bool(info.get("incremental_streaming_output"))
-        self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
+                if known is None:
+                    raise UserError(
+                        f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
+                    ) from None
+                size = known.vocab_size  # its folder is on another machine
+        length = info.get("max_req_input_len")
+        if known is not None and type(length) is not int:
+            context = known.context_length
+        else:
+            context = int(info["max_req_input_len"]) + RESERVED_TOKENS
+        own = Limits(
+            size,
+            context,
+            deterministic=bool(info.get("enable_deterministic_inference", True)),
+            adapters=bool(info.get("enable_lora", False)),
+            patterns=self._patterns,
+        )
+        self._limits_of[engine.url] = engine.deaths, own
+        urls = {e.url for e in self.pool.engines}
+        self._limits_of = {url: found for url, found in self._limits_of.items() if url in urls}
+        self.limits = functools.reduce(Limits.strictest, (limits for _, limits in self._limits_of.values()))
+        if known is None:
+            self.proxy.incremental = bool(info.get("incremental_streaming_output"))
+            self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ Every refusal is JSON: {"error": {"message", "type", "code"}}.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,17 +27,18 @@ import msgspec
 from aiohttp import web
 
 from rlsys.engine.wire import DeadEngine
+from rlsys.engine_requests import API_FIELDS, RefusedPrompt, check_request, short
 from rlsys.errors import RunError, UserError
 from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.metrics import Metrics
 from rlsys.gateway.places import Places
 from rlsys.gateway.proxy import Job, Unavailable, error_body
-from rlsys.gateway.requests import check_request, samples_of, short
-from rlsys.router.limits import RefusedPrompt
+from rlsys.gateway.requests import engine_bodies, samples_of
+from rlsys.router.ladder import Poisonous
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-FORWARDED = ("/generate", "/v1/completions", "/v1/chat/completions")
+FORWARDED = tuple(API_FIELDS)
 ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 OPEN = ("/health", "/ready")
 """What needs no token: it tells nothing and costs nothing."""
@@ -106,6 +108,8 @@ class Front:
             response = _error(400, str(e))
         except UserError as e:
             response = _error(400, str(e))
+        except Poisonous as e:
+            response = _error(422, str(e))  # no 5xx: clients would send it again
         except RunError as e:
             response = _error(500, str(e))
         except Unavailable as e:
@@ -154,12 +158,16 @@ class Front:
                 if limits is None:
                     raise Unavailable("no engine has answered yet")
                 try:
-                    check_request(limits, body)
+                    check_request(limits, request.path, body)
                 except RefusedPrompt:
                     self._metrics.refused.inc()
                     raise
                 async with self._places.take(samples):
-                    return await self._fleet.proxy.run(Job.of(request.path, body, raw), request)
+                    bodies = engine_bodies(request.path, body, deterministic=limits.deterministic)
+                    jobs = [Job.of(request.path, one) for one in bodies]
+                    for i, job in enumerate(jobs):
+                        job.identity = hashlib.sha256(b"%d %s " % (i, request.path.encode()) + raw).digest()
+                    return await self._fleet.proxy.run(jobs, request, _responses(body))
 
     @contextmanager
     def _inside_for(self, samples: int) -> Iterator[None]:
@@ -264,6 +272,11 @@ def _object(raw: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _Refused(400, f"not a JSON object: {e}") from None
     return body
+
+
+def _responses(body: dict[str, Any]) -> int:
+    """To each prompt, of a request that was checked."""
+    return int(body.get("n") or 1)
 
 
 def _text(body: dict[str, Any], name: str) -> str:

@@ -59,6 +59,9 @@ class _State:
         )
         for name, value in self._fleet.proxy.counts.items():
             yield count(f"rlsys_router_{name}", f"Interrupted requests {name}", value)
+        yield count(
+            "rlsys_router_poisonous", "Requests refused: engines died of them", self._fleet.proxy.poisonous
+        )
         per_engine = [
             (gauge, "up", "Whether it may get requests", lambda e: e.url in serving),
             (gauge, "in_flight", "Requests in it", lambda e: e.load),

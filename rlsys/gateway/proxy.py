@@ -1,9 +1,13 @@
 """One HTTP request through to an engine and back, over interruptions and engine deaths.
 
-Bytes pass as they are: a request is parsed once for its checks, an answer only when it was interrupted. Then
+A request comes here checked, with a seed for each response (requests.py). An answer's bytes pass as they are, but
+where it is one of several choices (choices.py) or was interrupted. Then
 
     /generate, one plain prompt   goes on from its tokens (stitch.py)
     anything else                 is made again with the same seed; what the client of a stream has is skipped
+
+A request under which DEATHS_POISONOUS engines have died is sent to no further one, also when its client sends it
+again. What an engine refuses (4xx) is asked of no other.
 
 Only engines that are deterministic make the same again. To others a seed says nothing: a stream then ends with an
 error where the two differ, and a whole answer is another one.
@@ -13,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
+import time
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +30,31 @@ from aiohttp import web
 
 from rlsys.engine.sse import END, events
 from rlsys.engine.wire import DeadEngine, EngineError
+from rlsys.engine_requests import DEATHS_POISONOUS, RefusedPrompt, short
 from rlsys.gateway import stitch
+from rlsys.gateway.choices import DONE, Choices, Sink
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, attempt
+from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536
 KEY_CHARACTERS = 512
 OK = 200
 JSON = "application/json"
-DONE = b"data: [DONE]"
 READER_SECONDS = 60.0
 """A client that takes nothing for so long is gone."""
+MOST_SUSPECTS = 4096
+"""Requests under which engines died, that are remembered."""
+SUSPECT_SECONDS = 600.0
+"""For so long after the last death: a client may send the same request again."""
+ALONE_SECONDS = 0.5
+"""For so long a request under which an engine died is the only such one in any engine: most that kill do so at once.
+Longer would hold up what ran beside it, and is tried again as well."""
+_GRAMMAR_FAULT = b"Grammar accept_token failed"
+"""In SGLang's 500 for a grammar that no text satisfies."""
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools")
 _ABORTED = b'"abort"'
 _CALLS = b'"tool_calls":['
 
@@ -55,7 +70,7 @@ class Unavailable(Exception):
 @dataclass
 class Job:
     """One client's request. `made`: /generate's answer so far, when it was interrupted; `sent`: events that the
-    client has; `failures`: engines that failed under it.
+    client has; `failures`: engines that answered it with a server error.
     """
 
     path: str
@@ -67,17 +82,19 @@ class Job:
     made: dict[str, Any] | None = None
     prompt: list[int] = field(default_factory=list)
     failures: int = 0
+    identity: bytes = b""
+    """Equal for a request that its client sends again."""
     suspects: list[EngineState] = field(default_factory=list)
     """Engines that answered 500 and above: they are at fault, or the request is."""
 
     @classmethod
-    def of(cls, path: str, body: dict[str, Any], raw: bytes) -> Job:
-        """A single response without a seed gets one: made again, it is the same. SGLang's own /generate needs none: a
-        deterministic engine gives requests without a seed always the same one."""
-        if path != "/generate" and body.get("seed") is None and body.get("n", 1) == 1:
-            body = {**body, "seed": random.getrandbits(31)}
-            raw = msgspec.json.encode(body)
-        return cls(path, body, raw, affinity_key(body), body.get("stream") is True)
+    def of(cls, path: str, body: dict[str, Any]) -> Job:
+        return cls(path, body, msgspec.json.encode(body), affinity_key(body), body.get("stream") is True)
+
+    @property
+    def text(self) -> str:
+        """For a message: the API and the beginning of the prompt."""
+        return f"{self.path} {short(self.key)}"
 
 
 def affinity_key(body: dict[str, Any]) -> str:
@@ -137,6 +154,31 @@ class Reply:
         return web.Response(body=body, status=status, headers={"Content-Type": kind})
 
 
+class Deaths:
+    """Owns which engines died under which request, for SUSPECT_SECONDS after the last death. Each death counts once,
+    however many equal requests the engine had."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of: OrderedDict[bytes, tuple[set[tuple[str, int]], float]] = OrderedDict()
+
+    def of(self, identity: bytes) -> int:
+        deaths, last = self._of.get(identity, (set(), 0.0))
+        return len(deaths) if self._clock() - last < SUSPECT_SECONDS else 0
+
+    def add(self, identity: bytes, engine: EngineState) -> None:
+        """`engine`: that has just died, or was found dead."""
+        before = self._of[identity][0] if self.of(identity) else set()
+        self._of[identity] = before | {(engine.url, engine.deaths)}, self._clock()
+        self._of.move_to_end(identity)
+        if len(self._of) > MOST_SUSPECTS:
+            self._of.popitem(last=False)
+
+    def clear(self, identity: bytes) -> None:
+        """An engine has answered it."""
+        self._of.pop(identity, None)
+
+
 class Proxy:
     """Owns which engine a key went to last. `incremental`: engines' streams bring new tokens only. `stop_ids`: tokens
     that end a response.
@@ -150,13 +192,41 @@ class Proxy:
         self.incremental = True
         self.stop_ids: Collection[int] = ()
         self.counts = {"continued": 0, "repeated": 0, "broken": 0}
+        self.poisonous = 0
+        self._deaths, self._suspect = Deaths(), asyncio.Lock()
 
-    async def run(self, job: Job, request: web.Request) -> web.StreamResponse:
-        """The engine's answer. Raises Unavailable before the answer has begun."""
+    async def run(self, jobs: Sequence[Job], request: web.Request, responses: int = 1) -> web.StreamResponse:
+        """The engines' answer: of one request, or of several as one, `responses` in a row to the same prompt. Raises
+        Unavailable, Poisonous and RefusedPrompt before the answer has begun."""
         reply = Reply(request)
+        if len(jobs) == 1:
+            return await self._run(jobs[0], reply)
+        choices = Choices(reply, responses)
+        tasks = [asyncio.create_task(self._run(job, choices.sink(i))) for i, job in enumerate(jobs)]
+        try:
+            answers = await asyncio.gather(*tasks)
+            if reply.begun:
+                return await choices.end()
+            return choices.whole([a for a in answers if isinstance(a, web.Response)])
+        except Unread:
+            return reply.drop()
+        except (Unavailable, Poisonous, RefusedPrompt) as e:
+            if not reply.begun:
+                raise
+            return await _end_with(reply, e)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: Job, reply: Sink) -> web.StreamResponse:
         try:
             while True:
-                done = await self._attempt(job, reply, await self._admit(job))
+                self._check_deaths(job)
+                async with self._alone(job) as admitted:
+                    engine = await self._admit(job)
+                    admitted()
+                    done = await self._attempt(job, reply, engine)
                 if done is not None:
                     return done
                 await self._prepare(job)
@@ -167,14 +237,54 @@ class Proxy:
         except Unread:
             self.counts["broken"] += 1
             return reply.drop()
-        except (Broken, Unavailable) as e:
+        except (Broken, Unavailable, Poisonous, RefusedPrompt) as e:
             if not reply.begun:
-                raise Unavailable(str(e)) from None
+                if isinstance(e, Broken):
+                    raise Unavailable(str(e)) from None
+                raise
             self.counts["broken"] += 1
-            await reply.write(b"data: " + error_body(503, str(e)))
-            return await reply.end()
+            return await _end_with(reply, e)
 
-    async def _attempt(self, job: Job, reply: Reply, engine: EngineState) -> web.StreamResponse | None:
+    @asynccontextmanager
+    async def _alone(self, job: Job) -> AsyncIterator[Callable[[], None]]:
+        """While this one, under which an engine died, is tried: to its end, or ALONE_SECONDS after the call of what
+        is yielded. Others do not wait. Raises Unavailable."""
+        if not self._deaths.of(job.identity):
+            yield lambda: None
+            return
+        try:
+            await asyncio.wait_for(self._suspect.acquire(), self._queue_seconds)
+        except TimeoutError:
+            raise Unavailable(f"no engine could take the request within {self._queue_seconds:g} s") from None
+        held, timer = True, None
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._suspect.release()
+
+        def admitted() -> None:
+            nonlocal timer
+            timer = asyncio.get_running_loop().call_later(ALONE_SECONDS, release)
+
+        try:
+            yield admitted
+        finally:
+            if timer is not None:
+                timer.cancel()
+            release()
+
+    def _check_deaths(self, job: Job) -> None:
+        """Raises Poisonous."""
+        if (deaths := self._deaths.of(job.identity)) >= DEATHS_POISONOUS:
+            self.poisonous += 1
+            raise Poisonous(
+                f"{job.text}: refused: {deaths} engines died while they worked on this request; it is tried again "
+                f"after {SUSPECT_SECONDS:g} s"
+            )
+
+    async def _attempt(self, job: Job, reply: Sink, engine: EngineState) -> web.StreamResponse | None:
         """None when it was interrupted, or its engine failed: what came is in the job."""
         before = self._dispatcher.interrupts
         flight = Flight(f"http-{next(self._order)}", None, asyncio.timeout(None))
@@ -182,22 +292,37 @@ class Proxy:
             attempt(self._dispatcher, engine, flight, len(job.raw) // 4, job.path) as made,
             engine.client.open(job.path, self._body(job)) as answer,
         ):
+            if answer.status >= SERVER_FAULT:
+                await self._check_grammar(job, answer)
             if answer.status >= SERVER_FAULT and job.failures < HTTP_FAILURES:
                 raise EngineError(f"{engine.url}{job.path}: {answer.status}", answer.status)
             if answer.status < SERVER_FAULT:
                 self._blame(job, engine)
             if job.stream and answer.status == OK:
-                return await self._relay(job, reply, answer, before, flight)
+                ended = await self._relay(job, reply, answer, before, flight)
+                if ended is not None:
+                    self._deaths.clear(job.identity)
+                return ended
             whole = await self._whole(job, answer)
             if self._dispatcher.interrupts != before and self._interrupted(job, whole):
                 return None
+            self._deaths.clear(job.identity)
             return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
-        job.failures += made.end in (End.DEATH, End.FAULT)
         if made.end is End.FAULT:
+            job.failures += 1
             job.suspects.append(engine)
-        elif job.failures > HTTP_FAILURES:
-            raise Unavailable(f"{job.failures} engines in a row died of the request or with it")
+        elif made.end is End.DEATH:
+            self._deaths.add(job.identity, engine)
         return None
+
+    @staticmethod
+    async def _check_grammar(job: Job, answer: Any) -> None:
+        """Raises RefusedPrompt for a grammar that no text satisfies: no engine can answer it."""
+        if _GRAMMAR_FAULT in await answer.read():
+            sampling = job.body.get("sampling_params")
+            params = sampling if isinstance(sampling, dict) else {}
+            name = next((g for g in _GRAMMARS if params.get(g) or job.body.get(g)), "the grammar")
+            raise RefusedPrompt(f"{name}: no text satisfies it", name)
 
     def _blame(self, job: Job, engine: EngineState) -> None:
         """This engine can answer the request, so those that could not are at fault; a request that none can answer
@@ -209,7 +334,7 @@ class Proxy:
         engine.breaker.succeeded()
 
     async def _relay(
-        self, job: Job, reply: Reply, answer: Any, before: int, flight: Flight
+        self, job: Job, reply: Sink, answer: Any, before: int, flight: Flight
     ) -> web.StreamResponse | None:
         """A stream to the client. None when it was cut short."""
         async with aclosing(self._stream(job, answer.content.iter_any(), before)) as stream:
@@ -220,7 +345,7 @@ class Proxy:
                 flight.blocked = False
         return await reply.end() if job.sent and job.sent[-1].startswith(DONE) else None
 
-    async def _finish_here(self, job: Job, reply: Reply, reason: dict[str, Any]) -> web.StreamResponse:
+    async def _finish_here(self, job: Job, reply: Sink, reason: dict[str, Any]) -> web.StreamResponse:
         """The token that an aborted request made last was the one that ended it."""
         assert job.made is not None
         answer = {**job.made, "meta_info": {**job.made["meta_info"], "finish_reason": reason}}
@@ -343,6 +468,13 @@ class Proxy:
                 return await engine.client.tokenize(job.body["text"])
             except (*DeadEngine, EngineError):
                 engine.died()
+
+
+async def _end_with(reply: Sink, error: Exception) -> web.StreamResponse:
+    """The end of a stream that cannot go on."""
+    status = 422 if isinstance(error, Poisonous) else 400 if isinstance(error, RefusedPrompt) else 503
+    await reply.write(b"data: " + error_body(status, str(error)))
+    return await reply.end()
 
 
 def error_body(status: int, message: str) -> bytes:

@@ -29,7 +29,8 @@ log = logging.getLogger("rlsys.router")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What the command line says. `interruption`: what engines do with requests while weights change."""
+    """What the command line says. `interruption`: what engines do with requests while weights change. `patterns`:
+    clients may send regular expressions and grammars."""
 
     engines: list[str]
     port: int
@@ -41,6 +42,7 @@ class RouterOptions:
     strategy: str = "prefix_affinity"
     interruption: FleetInterruption = "retract"
     vocab_size: int | None = None
+    patterns: bool = False
     queue_seconds: float = 120.0
     limits: FrontLimits = field(default_factory=FrontLimits)
 
@@ -108,6 +110,7 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOB
             interruption=options.interruption,
             queue_seconds=options.queue_seconds,
             vocab_size=options.vocab_size,
+            patterns=options.patterns,
             allowed=options.allowed,
             identity=identity,
         )

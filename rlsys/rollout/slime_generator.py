@@ -19,6 +19,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
+from rlsys.engine_requests import ANY_ENGINE, SAMPLING, RefusedPrompt, check_stop
 from rlsys.errors import UserError
 from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
@@ -160,6 +161,11 @@ class Conversation:
 
     def _check_sampling(self, params: Mapping[str, Any]) -> None:
         for name, value in params.items():
+            if name in _READ and name in SAMPLING and value is not None:
+                try:
+                    SAMPLING[name](ANY_ENGINE, f"sampling_params[{name!r}]", value)
+                except RefusedPrompt as e:
+                    raise _refused(str(e)) from None
             if name in _OURS and self._sample.sample_id != EVALUATION:
                 r = self._config.rollout
                 mine = {
@@ -218,8 +224,7 @@ class Conversation:
         self._text += self._tokenizer.decode(said)
 
     async def _turn(self, params: Mapping[str, Any], in_text: bool) -> dict[str, Any]:
-        s, stop = self._sample, params.get("stop") or ()
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        s, stops = self._sample, check_stop(params.get("stop"))
         start, end = await self._turns.turn(params.get("max_new_tokens") or None, stops)
         finish, ends = self._turns.finish, self._ends.also(stops)
         ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from rlsys.engine.wire import EngineError
+from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.router.dispatch import EVALUATION, Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.ladder import SERVER_FAULT, Suspects
-from rlsys.router.limits import Limits, RefusedPrompt
 from rlsys.router.turn_ends import TurnEnds, shortened
 from rlsys.types import Sample, Segment
 

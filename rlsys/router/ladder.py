@@ -35,14 +35,14 @@ DEATHS_CENSORED = 4
 FAULTS_CENSORED = 8
 """Server errors (5xx) without a token in between, after which a sample is given up. More than deaths: they cost no
 other sample its place, and an only engine that is ill for a minute shall not censor, which its back-offs see to."""
-HTTP_FAILURES = 2
-"""Engines that one HTTP request may see failing before it counts as the culprit. Its client waits."""
+HTTP_FAILURES = 1
+"""Engines that may answer one HTTP request with a server error; the next one's answer is passed on."""
 
 log = logging.getLogger("rlsys.router")
 
 
 class Poisonous(RunError):
-    """A sample with which so many engines died, or answered with an error, that it is not sent again."""
+    """A sample or a request with which so many engines died, or answered with an error, that it is not sent again."""
 
 
 class End(Enum):

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rlsys.config.rollout import Truncation
+from rlsys.engine_requests.sampling import MOST_STOPS
 from rlsys.router.arrivals import Arrivals
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import EngineState, Flight
@@ -131,7 +132,7 @@ class Requests:
                     temperature=turn.temperature,
                     seed=sample.seed,
                     stop_ids=sorted(turn.ends.ids),
-                    stop_texts=turn.ends.texts,
+                    stop_texts=turn.ends.texts[:MOST_STOPS],  # the others are looked for as tokens come
                     routes_from=self._routes_from(sample),
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.engine.client import Aborted, EngineClient
+from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.errors import UserError
 from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
@@ -20,7 +21,6 @@ from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import UNBOUNDED, Flight
 from rlsys.router.ladder import Poisonous, Suspects, attempt
-from rlsys.router.limits import Limits, RefusedPrompt
 from rlsys.router.pool import NobodyExplores, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.request import Requests, Turn

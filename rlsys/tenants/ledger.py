@@ -7,7 +7,7 @@
     sessions   a client's
     models     `applied`: the last request whose effect `state` has; `updates`: optimizer steps in it
     requests   by series (a model, or a sampling session) and number; `outcome` NULL: not done yet; `tries`: starts of
-               the server in which it stood first
+               the server in which it stood first; `deaths`: of engines that worked on it
     saves      tinker://MODEL/KIND/NAME
     samplers   sampling sessions; `path` NULL: of the base model
 
@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS models (
 CREATE TABLE IF NOT EXISTS requests (
     series TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, digest BLOB NOT NULL,
     accepted REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0, outcome TEXT, result BLOB, finished REAL,
+    deaths INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (series, seq)
 );
 CREATE TABLE IF NOT EXISTS saves (
@@ -48,6 +49,8 @@ CREATE TABLE IF NOT EXISTS saves (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, path TEXT, created REAL NOT NULL) WITHOUT ROWID;
 """
+_DEATHS = "ALTER TABLE requests ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0"
+"""Of a ledger that an earlier version has made."""
 FILE_NAME = "ledger.sqlite"
 
 
@@ -57,12 +60,14 @@ class Conflict(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """`seq`: its place in the series. `tries`: how often the server began with it at the head of its series."""
+    """`seq`: its place in the series. `tries`: how often the server began with it at the head of its series.
+    `deaths`: engines that died while they worked on it, before this start of the server."""
 
     series: str
     seq: int
     kind: str
     tries: int = 0
+    deaths: int = 0
 
     @property
     def id(self) -> str:
@@ -102,6 +107,8 @@ class Ledger:
             self._db.execute(f"PRAGMA journal_mode={'WAL' if is_local(folder) else 'DELETE'}")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
+            if "deaths" not in {row[1] for row in self._db.execute("PRAGMA table_info(requests)")}:
+                self._db.execute(_DEATHS)
 
     def close(self) -> None:
         self._db.close()
@@ -176,6 +183,14 @@ class Ledger:
                     (request.seq, change.updates, change.state, change.model),
                 )
 
+    def add_death(self, request: Request) -> int:
+        """An engine has died while it worked on the request. Returns how many have."""
+        where = "WHERE series = ? AND seq = ?"
+        with self._writing() as db:
+            db.execute(f"UPDATE requests SET deaths = deaths + 1 {where}", (request.series, request.seq))
+            query = f"SELECT deaths FROM requests {where}"
+            return int(db.execute(query, (request.series, request.seq)).fetchone()[0])
+
     def count(self, kind: str) -> int:
         """Requests of this kind that were done."""
         rows = self._rows("SELECT COUNT(*) FROM requests WHERE kind = ? AND outcome = 'done'", kind)
@@ -194,7 +209,7 @@ class Ledger:
                 "requests AS r WHERE r.series = requests.series AND r.outcome IS NULL)"
             )
         rows = self._rows(
-            "SELECT series, seq, kind, tries FROM requests WHERE outcome IS NULL ORDER BY series, seq"
+            "SELECT series, seq, kind, tries, deaths FROM requests WHERE outcome IS NULL ORDER BY series, seq"
         )
         return [Request(*row) for row in rows]
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+)
 
 from rlsys.errors import UserError
 
@@ -121,7 +130,7 @@ class CreateSamplingSession(Strict):
 
 
 class Chunk(Strict):
-    tokens: list[int]
+    tokens: list[StrictInt]
     type: Literal["encoded_text"] = "encoded_text"
 
 
@@ -130,12 +139,14 @@ class Prompt(Strict):
 
 
 class SamplingParams(Strict):
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Ranges are those of every request to an engine (check_sample)."""
+
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | list[StrictInt] | None = None
+    temperature: StrictFloat | StrictInt = 1.0
+    top_k: StrictInt = -1
+    top_p: StrictFloat | StrictInt = 1.0
 
 
 class Sample(Strict):

@@ -9,14 +9,21 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from rlsys.engine.wire import DeadEngine, EngineError, Limits, Wire
+from rlsys.engine_requests import (
+    DEATHS_POISONOUS,
+    RESERVED_TOKENS,
+    RefusedPrompt,
+    check_request,
+)
+from rlsys.engine_requests import Limits as EngineLimits
 from rlsys.errors import UserError
 from rlsys.identity import Identity
 from rlsys.tenants.messages import Sampled
@@ -25,6 +32,7 @@ from rlsys.tenants.requests import Sample
 MOST_ADAPTERS = 32
 """That the engine keeps in host memory; the one that was asked least recently goes first."""
 _TRIES = 3
+"""One for the engine's death, and one for each adapter that an engine which began anew has not loaded."""
 _LOOK_SECONDS = 0.5
 _REFUSED = 400
 
@@ -32,7 +40,7 @@ log = logging.getLogger("rlsys.tenants")
 
 
 class EngineGone(Exception):
-    """It did not come back in time, or died of the request again and again."""
+    """It did not come back in time, or died under the request and under its second try."""
 
 
 class Engine:
@@ -47,6 +55,9 @@ class Engine:
         """By the engine's name for it; the one that was asked last stands last."""
         self._busy: Counter[str] = Counter()
         self._loading = asyncio.Lock()
+        self._suspect = asyncio.Lock()
+        """Of the request that may be what the engine died of: of such ones, one at a time is in it."""
+        self.deaths = 0
 
     async def begin(self) -> None:
         """Wait until it serves. Adapters of a server before this one leave."""
@@ -54,12 +65,15 @@ class Engine:
         for name in await self._names():
             await self._wire.post("/unload_lora_adapter", {"lora_name": name}, self._work)
 
-    async def sample(self, asked: Sample, adapter: Path | None) -> tuple[list[Sampled], list[float] | None]:
-        """The answers, and the prompt's log-probs if they are wanted. Raises UserError for what the engine refuses,
-        EngineGone."""
+    async def sample(
+        self, asked: Sample, adapter: Path | None, died: Callable[[], Awaitable[int]]
+    ) -> tuple[list[Sampled], list[float] | None]:
+        """The answers, and the prompt's log-probs if they are wanted. `died`: counts an engine's death under this
+        request, and returns how many there were. Raises UserError for what the engine refuses, EngineGone."""
+        deaths = 0
         for _ in range(_TRIES):
             try:
-                async with self._adapter(adapter) as name:
+                async with self._suspect if deaths else nullcontext(), self._adapter(adapter) as name:
                     bodies = [body_of(asked, name, i) for i in range(asked.num_samples)]
                     posts = (self._wire.post("/generate", body, self._work) for body in bodies)
                     answers = await asyncio.gather(*posts)
@@ -73,6 +87,10 @@ class Engine:
             except DeadEngine as e:
                 log.warning("the engine does not answer: %r", e)
                 self._loaded.clear()
+                self.deaths += 1
+                deaths = await died()
+                if deaths >= DEATHS_POISONOUS:
+                    raise EngineGone(f"refused: {deaths} engines died while they worked on it") from None
                 await self._healthy()
         raise EngineGone(f"the engine did not answer this request in {_TRIES} attempts")
 
@@ -151,8 +169,8 @@ def body_of(asked: Sample, adapter: str | None, number: int) -> dict[str, Any]:
     }
     sampling["max_new_tokens"] = params.max_tokens
     sampling["skip_special_tokens"] = False
-    if params.seed is not None:
-        sampling["sampling_seed"] = (params.seed + number) % 2**31
+    seed = _seed_of(asked) if params.seed is None else params.seed
+    sampling["sampling_seed"] = (seed + number) % 2**31
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if stop is not None:
         texts, ids = [s for s in stop if isinstance(s, str)], [s for s in stop if isinstance(s, int)]
@@ -163,6 +181,12 @@ def body_of(asked: Sample, adapter: str | None, number: int) -> dict[str, Any]:
     if asked.prompt_logprobs and number == 0:
         body["logprob_start_len"] = 0
     return body if adapter is None else {**body, "lora_path": adapter}
+
+
+def _seed_of(asked: Sample) -> int:
+    """Of a request that brings none: the same one when it is made again."""
+    name = f"{asked.sampling_session_id}:{asked.seq_id}"
+    return int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:4])
 
 
 def _sampled(answer: Any) -> Sampled:
@@ -177,20 +201,18 @@ def _sampled(answer: Any) -> Sampled:
 def check_sample(asked: Sample, vocab_size: int, room: int) -> Sample:
     """With its number of tokens. Raises UserError for what the engine cannot answer, or would die of. `room`: the
     longest sequence."""
-    ids = asked.ids
-    if not ids:
-        raise UserError("prompt: no tokens")
-    for name, found in (("prompt", ids), ("stop", asked.sampling_params.stop or [])):
-        for token in found:
-            if isinstance(token, int) and not 0 <= token < vocab_size:
-                raise UserError(f"{name} has the id {token}, the vocabulary {vocab_size} ids")
+    ids, most = asked.ids, asked.sampling_params.max_tokens
     left = room - len(ids)
-    most = asked.sampling_params.max_tokens
+    if most is None:
+        params = asked.sampling_params.model_copy(update={"max_tokens": max(left, 1)})
+        asked = asked.model_copy(update={"sampling_params": params})
+    try:
+        # As it will be sent, by the rules that all requests to engines keep to.
+        check_request(
+            EngineLimits(vocab_size, room + RESERVED_TOKENS + 1), "/generate", body_of(asked, None, 0)
+        )
+    except RefusedPrompt as e:
+        raise UserError(f"asample: {e}") from None
     if left < 1 or (most is not None and most > left):
         raise UserError(f"prompt: {len(ids)} tokens and {most or 1} new ones, {room} is the longest sequence")
-    if asked.sampling_params.top_k == 0:
-        raise UserError("sampling_params.top_k = 0: expected -1, or 1 and more")
-    if most is not None:
-        return asked
-    params = asked.sampling_params.model_copy(update={"max_tokens": left})
-    return asked.model_copy(update={"sampling_params": params})
+    return asked

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from rlsys.config import Config, load_config
 from rlsys.convert.adapters import matrices
-from rlsys.engine.client import RESERVED_TOKENS
 from rlsys.engine.wire import Limits, make_session
+from rlsys.engine_requests import RESERVED_TOKENS
 from rlsys.errors import UserError
 from rlsys.identity import engine_identity
 from rlsys.obs.metrics import MetricsWriter
@@ -51,7 +51,8 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
             engine = Engine(engine_url, session, identity, limits, 2 * config.start_seconds)
             await engine.begin()
             work = Work(learner, served.vocab_size, served.context)
-            service = Service(ledgers, work, trainer, engine, config.max_running_requests, figures.step)
+            places = config.max_running_requests
+            service = Service(ledgers, work, trainer, engine, places, figures.step, figures.works)
             runner = web.AppRunner(Front(service, keys, served).app(), access_log=None)
             await runner.setup()
             try:
@@ -81,13 +82,17 @@ def described(config: Config, learner: Learner) -> Served:
 
 
 class Figures:
-    """metrics.jsonl: a line for each optimizer step of any tenant."""
+    """metrics.jsonl: a line for each optimizer step of any tenant, and one where the engine works again after a
+    death: the supervisor then forgives its restarts."""
 
     def __init__(self, writer: MetricsWriter, done: int) -> None:
         self._writer, self._step = writer, done
 
     def begin(self) -> None:
         self._writer.write("run", self._step, event="resume" if self._step else "start")
+
+    def works(self) -> None:
+        self._writer.write("work", self._step, event="sampled")
 
     def step(self, figures: dict[str, float]) -> None:
         self._step += 1

@@ -19,7 +19,7 @@ from rlsys.tenants.ledger import Ledger, Request
 from rlsys.tenants.messages import sample_result
 from rlsys.tenants.requests import Sample, read
 from rlsys.tenants.sampler import Engine, EngineGone
-from rlsys.tenants.work import Model, Outcome, Work, failure
+from rlsys.tenants.work import Model, Outcome, Work, failure, refusal
 
 MOST_MODELS = 64
 MOST_WAITING = 256
@@ -63,7 +63,10 @@ class Tenant:
 
 
 class Service:
-    """`figures`: is told of each optimizer step. Call `run` once, and everything else while it runs."""
+    """`figures`: is told of each optimizer step. `works`: that the engine has answered again after a death.
+
+    Call `run` once, and everything else while it runs.
+    """
 
     def __init__(
         self,
@@ -73,11 +76,14 @@ class Service:
         engine: Engine,
         places: int,
         figures: Callable[[dict[str, float]], None],
+        works: Callable[[], None] = lambda: None,
     ) -> None:
         self.tenants = {name: Tenant(name, ledger) for name, ledger in ledgers.items()}
         self._work, self._trainer, self._engine = work, trainer, engine
         self._places = asyncio.Semaphore(places)
-        self._figures = figures
+        self._figures, self._works = figures, works
+        self._deaths = 0
+        """Of the engine, after which it has answered."""
         self._turns: asyncio.Queue[tuple[Tenant, Model]] = asyncio.Queue()
         self._samples: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -207,17 +213,29 @@ class Service:
 
     async def _sample(self, tenant: Tenant, request: Request) -> None:
         async with self._places:
-            asked = read(Sample, await asyncio.to_thread(tenant.ledger.body, request))
-            path = tenant.samplers[request.series]
-            folder: Path | None = None if path is None else tenant.ledger.saved(path)
-            try:
-                outcome = Outcome(sample_result(*await self._engine.sample(asked, folder)))
-            except UserError as e:
-                outcome = Outcome(failure(str(e)), True)
-            except EngineGone as e:
-                outcome = Outcome(failure(str(e), "server"), True)
+            outcome = refusal(request) or await self._ask_engine(tenant, request)
         await self._keep(tenant, request, outcome)
         tenant.waiting.pop(request.id).set()
+
+    async def _ask_engine(self, tenant: Tenant, request: Request) -> Outcome:
+        asked = read(Sample, await asyncio.to_thread(tenant.ledger.body, request))
+        path = tenant.samplers[request.series]
+        folder: Path | None = None if path is None else tenant.ledger.saved(path)
+
+        async def died() -> int:
+            return await asyncio.to_thread(tenant.ledger.add_death, request)
+
+        try:
+            outcome = Outcome(sample_result(*await self._engine.sample(asked, folder, died)))
+        except UserError as e:
+            return Outcome(failure(str(e)), True)
+        except EngineGone as e:
+            log.warning("%s: request %s: %s", tenant.name, request.id, e)
+            return Outcome(failure(f"request {request.id[:200]}: {e}", "server"), True)
+        if self._engine.deaths > self._deaths:
+            self._deaths = self._engine.deaths
+            self._works()
+        return outcome
 
     def _sampled(self, task: asyncio.Task[None]) -> None:
         self._samples.discard(task)

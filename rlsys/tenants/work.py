@@ -52,6 +52,17 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
 
 
+def refusal(request: Request) -> Outcome | None:
+    """Of a request that may have ended engines or the server: it must not do so at every start."""
+    if request.deaths:
+        why = f"{request.deaths} engines died while they worked on it, and the server was started again"
+    elif request.tries > MOST_TRIES:
+        why = f"the server has ended {MOST_TRIES} times while this request was next"
+    else:
+        return None
+    return Outcome(failure(f"request {request.id[:200]}: refused: {why}", "server"), True)
+
+
 def failure(message: str, category: str = "user") -> bytes:
     return as_json({"error": message, "category": category})
 
@@ -74,13 +85,8 @@ class Work:
 
     def do(self, model: Model, request: Request) -> Outcome:
         """Raises RunError for what is not the request's fault; nothing of it is then kept."""
-        if request.tries > MOST_TRIES:
-            return Outcome(
-                failure(
-                    f"refused: the server has ended {MOST_TRIES} times while this request was next", "server"
-                ),
-                True,
-            )
+        if (refused := refusal(request)) is not None:
+            return refused
         try:
             if model.state is not None:
                 self._bring_in(model)

@@ -12,6 +12,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+CONTEXT = 200
+"""Tokens of prompt and response, with which an engine ends it."""
+
 
 def token_at(position: int) -> int:
     return (position + 1) % 100
@@ -111,7 +114,9 @@ class HttpEngine:
         if self.fail_with is not None:
             return web.json_response({"error": {"message": "broken"}}, status=self.fail_with)
         prompt = body.get("input_ids") or list(range(len(body.get("text", "four"))))
-        budget = body.get("sampling_params", {}).get("max_new_tokens") or body.get("max_tokens") or 8
+        params = body.get("sampling_params") or {}
+        budget = (params[0] if isinstance(params, list) else params).get("max_new_tokens")
+        budget = min(budget or body.get("max_tokens") or 8, CONTEXT - len(prompt))
         aborts, made = self.aborts, list[int]()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if body.get("stream"):

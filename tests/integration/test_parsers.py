@@ -102,7 +102,7 @@ def test_the_router_gives_what_the_server_gives(server: str, tmp_path: Path) -> 
     reasoning, content, calls, finish = direct
     assert reasoning and "think" not in reasoning and content == "so"
     assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS and finish == "tool_calls"
-    with running_router(tmp_path, "--engine", server) as url:
+    with running_router(tmp_path, "--engine", server, "--allow-patterns") as url:
         assert whole(url) == direct
         assert streamed(url) == streamed(server)
     assert streamed(server)[2:] == direct[2:]
@@ -132,7 +132,7 @@ def test_an_interruption_does_not_show(
             finally:
                 await engine.slow_down(None)
 
-    with running_router(tmp_path, "--engine", server, "--interruption", how) as url:
+    with running_router(tmp_path, "--engine", server, "--allow-patterns", "--interruption", how) as url:
         assert asyncio.run(interrupted(url)) == whole_stream
 
 

@@ -15,6 +15,7 @@ OURS = ("rlsys", "launch", "megatron_patches")
 # A room is a sub-package or a top-level module. These import each other only.
 BASE = {
     "arrays",
+    "engine_requests",
     "forks",
     "spans",
     "tickets",
@@ -101,6 +102,7 @@ FREE = {
 }  # may import every room
 
 TORCH_FREE = (
+    "engine_requests",
     "spans",
     "tickets",
     "foreign",

@@ -15,12 +15,14 @@ from tests.helpers.front_rig import PROMPT, generate, made, parse, serving
 from tests.helpers.http_engine import letters
 
 
-async def test_no_field_is_dropped() -> None:
+async def test_no_known_field_is_dropped_and_no_other_passes() -> None:
     async with serving() as rig:
-        body = generate(return_routed_experts=True, return_logprob=True, extra_key="k", anything={"new": [1]})
+        body = generate(return_routed_experts=True, return_logprob=True, extra_key="k")
         status, answer = await rig.post("/generate", body)
         assert (status, answer["output_ids"]) == (200, made(8))
         assert json.loads(rig.engines[0].raw[0]) == body
+        assert (await rig.post("/generate", {**body, "anything": {"new": [1]}}))[0] == 400
+        assert len(rig.engines[0].raw) == 1
 
 
 async def test_a_stream_comes_through_event_by_event() -> None:
@@ -39,10 +41,11 @@ async def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> 
         await rig.post("/v1/chat/completions", {"messages": [], "tools": [{"x": 1}], "n": 1})
         await rig.post("/v1/chat/completions", {"messages": [], "n": 2})
         await rig.post("/v1/chat/completions", {"messages": [], "seed": 5})
-        first, second, third = (body for _, body in rig.engines[0].requests)
+        first, *both, last = (body for _, body in rig.engines[0].requests)
         assert isinstance(first["seed"], int) and first["tools"] == [{"x": 1}]
-        assert "seed" not in second, "several responses from one seed would be the same"
-        assert third["seed"] == 5
+        assert [body["n"] for body in both] == [1, 1]
+        assert both[0]["seed"] != both[1]["seed"], "several responses from one seed would be the same"
+        assert last["seed"] == 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -107,7 +110,8 @@ async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
 async def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 5
-        task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, "messages": []}))
+        asked: dict[str, Any] = {"prompt": "four"} if path == "/v1/completions" else {"messages": []}
+        task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, **asked}))
         await rig.until(lambda: bool(rig.engines[0].requests))
         await asyncio.sleep(0.05)
         rig.engines[0].hold_at = None

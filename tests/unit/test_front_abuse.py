@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlsys.gateway import requests
+from rlsys.engine_requests import sampling as requests
 from rlsys.gateway.door import Door, DoorLimits
 from rlsys.gateway.front import FrontLimits
 from rlsys.router import dispatch
@@ -137,7 +137,7 @@ async def test_bodies_that_never_end_give_their_places_back() -> None:
             {"stop_regex": "(a|b)*c" * 60_000},
             "stop_regex: a text of 420000 characters, expected at most 1024",
         ),
-        ({"stop_regex": ["a"] * 65}, "stop_regex: 65 texts, expected at most 64"),
+        ({"stop_regex": ["a"] * 33}, "stop_regex: 33 texts, expected at most 32"),
         ({"stop": ["x" * 1025]}, "stop: a text of 1025 characters"),
     ],
 )

@@ -95,6 +95,19 @@ def test_an_engine_that_dies_too_often_stops_the_run(stage: Stage) -> None:
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
 
 
+def test_a_server_that_samples_again_has_its_engines_restarts_forgiven(stage: Stage) -> None:
+    """Its clients may never train. launch.max_restarts is 1."""
+    dies_twice = "again = count('engine-0 began') == 3\nserve()\nif again: signal.pause()\n"
+    dies_twice += "before = count('work')\nwhile count('work') == before: time.sleep(0.01)\nos._exit(9)"
+    entry = '{"kind": "work", "event": "sampled", "step": 0, "time": 0}'
+    works = "metrics = here / 'run/metrics.jsonl'\nfor i in (1, 2):\n"
+    works += "    while count('engine-0 began') < i: time.sleep(0.01)\n    time.sleep(0.3)\n"
+    works += f"    with metrics.open('a') as f: f.write({entry!r} + chr(10))\n    time.sleep(0.5)\n    note('work')\n"
+    works += "while count('engine-0 began') < 3: time.sleep(0.01)"
+    stage.run(stage.role("engine", dies_twice, serves=True), stage.role("trainer", works))
+    assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 3
+
+
 class Clock(FalseClock):
     """It goes on only while the supervisor sleeps; the roles, which are real, get a moment then."""
 

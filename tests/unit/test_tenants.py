@@ -205,10 +205,10 @@ def asked(ids: list[int], **params: object) -> Sample:
 
 def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
     for ids, params, told in (
-        ([], {}, "no tokens"),
-        ([128], {}, "prompt has the id 128"),
-        ([-1], {}, "prompt has the id -1"),
-        ([1], {"stop": [500]}, "stop has the id 500"),
+        ([], {}, "the prompt is empty"),
+        ([128], {}, "token id 128 is outside"),
+        ([-1], {}, "token id -1 is outside"),
+        ([1], {"stop": [500]}, "token id 500 is outside"),
         ([1] * 30, {"max_tokens": 3}, "30 tokens and 3 new ones, 32 is the longest"),
         ([1], {"top_k": 0}, "top_k = 0"),
     ):

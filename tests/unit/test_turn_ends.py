@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 import pytest
@@ -129,3 +130,25 @@ async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
         s = sample()
         await rig.start(s)
         assert (s.tokens, sum(heard), rig.router.stats()["received_tokens"]) == (12, 12, 12)
+
+
+@pytest.mark.virtual_clock
+async def test_an_engine_is_asked_to_stop_at_no_more_texts_than_it_takes() -> None:
+    """SGLang refuses more than 32, which would end the run: an agent's own come on top of rollout.stop."""
+    made = [token(3, 4 + i, 1) for i in range(36)]
+    engine, sent = ScriptedEngine(A, chunk=4), list[int]()
+    stops = [*(f"never {i}" for i in range(40)), *stopping_at(*made[9:12])]
+    async with routing(engine, stop_texts=stops, decode=spelled) as rig:
+        await rig.push()
+        client = rig.router._pool.engines[0].client
+        plain = client.generate
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            sent.append(len(kwargs["stop_texts"]))
+            return plain(*args, **kwargs)
+
+        client.generate = heard  # type: ignore[method-assign]
+        s = sample()
+        await rig.start(s)
+        assert (list(s.response_ids), s.status) == (made[:12], Status.FINISHED)
+        assert max(sent) <= 32

@@ -1,0 +1,72 @@
+"""What the model and the settings of an engine exclude. SGLang dies of a token id outside its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RESERVED_TOKENS = 6
+"""SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
+DEATHS_POISONOUS = 2
+"""Engine deaths under a client's request after which it is refused: one try more. Fewer than for a sample of a run
+(router/ladder.py), which holds only what the run has made: a client may send what a check overlooks."""
+
+
+class RefusedPrompt(ValueError):
+    """This request must not reach an engine; the message says why. `param`: the field of the request."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the model and the engines.
+
+    Args:
+        vocab_size: Number of token ids.
+        context_length: The most tokens of prompt and response together, RESERVED_TOKENS included.
+        deterministic: The engines draw from seeds; SGLang's scheduler asserts that such a request has no `min_p`.
+        adapters: The engines serve LoRA adapters.
+        patterns: Clients may send regular expressions and grammars. A scheduler runs `stop_regex` with Python's `re`,
+            whose time grows exponentially with the response for some patterns; all other requests wait.
+    """
+
+    vocab_size: int
+    context_length: int
+    deterministic: bool = False
+    adapters: bool = True
+    patterns: bool = False
+
+    @property
+    def room(self) -> int:
+        """The most tokens of prompt and response together."""
+        return self.context_length - RESERVED_TOKENS
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raises RefusedPrompt: empty, no room for a response, or an id outside the vocabulary (it kills SGLang)."""
+        if not ids:
+            raise RefusedPrompt("the prompt is empty")
+        if len(ids) >= self.room:
+            raise RefusedPrompt(f"the prompt has {len(ids)} tokens; there is room for {self.room - 1}")
+        self.check_ids(ids)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        if min(ids, default=0) < 0 or max(ids, default=0) >= self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+
+    def strictest(self, other: Limits) -> Limits:
+        """What engines of both kinds take."""
+        return Limits(
+            min(self.vocab_size, other.vocab_size),
+            min(self.context_length, other.context_length),
+            self.deterministic or other.deterministic,
+            self.adapters and other.adapters,
+            self.patterns and other.patterns,
+        )
+
+
+ANY_ENGINE = Limits(2**31 - 1, 2**31 - 1)
+"""Where model and engine are not known."""

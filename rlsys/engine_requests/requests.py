@@ -1,0 +1,331 @@
+"""Whole requests: the fields of SGLang's /generate and of OpenAI's two APIs, as SGLang 0.5.23 reads them.
+
+What is not in a table is refused. Fields of disaggregated serving, of sessions kept in an engine, of images and of
+embeddings are not: an engine of this system has no use for them, and some end its scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlsys.engine_requests.fields import (
+    Rule,
+    any_of,
+    check_fields,
+    choice,
+    flag,
+    inert,
+    json_value,
+    most_probable,
+    not_served,
+    number,
+    refuse,
+    text,
+    token_ids,
+    unknown,
+)
+from rlsys.engine_requests.limits import Limits, RefusedPrompt
+from rlsys.engine_requests.sampling import (
+    ALIASES,
+    MOST_CHOICES,
+    SAMPLING,
+    check_sampling,
+    check_schema,
+    check_together,
+    pattern,
+)
+
+_INT32 = 2**31 - 1
+_NO_MEDIA = "the model reads text only"
+_NO_SESSION = "the whole prompt is to be sent"
+_NO_PROCESSOR = "a logit processor is code"
+
+
+def _adapter(limits: Limits, name: str, value: Any) -> None:
+    text(limits, name, value)
+    if value and not limits.adapters:
+        raise refuse(name, value, "null: the engine serves no adapters (--enable-lora)")
+
+
+def _model(limits: Limits, name: str, value: Any) -> None:
+    """`model:adapter` chooses an adapter."""
+    text(limits, name, value)
+    if ":" in value and not limits.adapters:
+        raise refuse(name, value, "a name without ':': the engine serves no adapters (--enable-lora)")
+
+
+def _start(limits: Limits, name: str, value: Any) -> None:
+    number(-1, limits.context_length, whole=True)(limits, name, value)
+
+
+def _ids(limits: Limits, name: str, value: Any) -> None:
+    """Prompts as token ids, see check_prompts."""
+
+
+def _response_format(limits: Limits, name: str, value: Any) -> None:
+    json_value(dict, "an object")(limits, name, value)
+    choice("text", "json_object", "json_schema", "structural_tag")(limits, f"{name}.type", value.get("type"))
+    if value["type"] == "structural_tag":
+        pattern()(limits, name, str(value))
+    if value["type"] == "json_schema":
+        inner = value.get("json_schema")
+        if inner is not None and not isinstance(inner, dict):
+            raise refuse(f"{name}.json_schema", inner, "an object")
+        schema = (inner or {}).get("schema", value.get("schema"))
+        check_schema(limits, f"{name}.json_schema.schema", schema)
+
+
+_TEMPLATE_SWITCHES: Mapping[str, Rule] = dict.fromkeys(
+    (
+        "enable_thinking", "thinking", "thinking_mode", "reasoning_effort", "preserve_thinking", "clear_thinking",
+        "keep_all_reasoning", "date_string", "model_identity", "xml_tools",
+    ),
+    any_of(flag, text, number(-_INT32, _INT32)),
+)  # fmt: skip
+"""Variables of published chat templates. Others could replace arguments of the tokenizer's own."""
+
+
+def _template_switches(limits: Limits, name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise refuse(name, value, "an object")
+    check_fields(limits, value, _TEMPLATE_SWITCHES, f"{name}.")
+
+
+def _stream_options(limits: Limits, name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise refuse(name, value, "an object")
+    check_fields(limits, value, {"include_usage": flag, "continuous_usage_stats": flag}, f"{name}.")
+
+
+_FOR_ROUTING: Mapping[str, Rule] = dict.fromkeys(
+    ("session_id", "routing_key", "conversation_id", "extra_key", "cache_salt"), text
+)
+"""Texts by which requests belong together."""
+
+INERT = frozenset(
+    {
+        "rid", "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "no_logs", "log_metrics", "custom_labels", "priority",
+    }
+)  # fmt: skip
+"""Fields that ask for nothing in sampling. Engines do not get them; by a client's `rid`, another client's abort could
+end its request, since an engine aborts all whose id begins with a given one."""
+
+_REFUSED: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("input_embeds", "image_data", "audio_data", "video_data"), not_served(_NO_MEDIA, [], "")
+    ),
+    "modalities": not_served(_NO_MEDIA, [], ["text"]),
+    "session_params": not_served(_NO_SESSION, {}),
+    "custom_logit_processor": not_served(_NO_PROCESSOR, ""),
+    "return_hidden_states": not_served("engines return no hidden states", False),
+    "custom_params": SAMPLING["custom_params"],
+    "watermark": SAMPLING["watermark"],
+}
+"""Known to SGLang, served to nobody."""
+
+_OF_ROUTES: Mapping[str, Rule] = {
+    "return_routed_experts": flag,
+    "routed_experts_start_len": number(0, _INT32, whole=True),
+}
+
+_PER_PROMPT: Mapping[str, Rule] = {
+    "return_logprob": flag,
+    "logprob_start_len": _start,
+    "top_logprobs_num": most_probable,
+    "token_ids_logprob": token_ids,
+    "return_sampling_mask": flag,
+    "sampling_logprobs_mode": choice("selected", "support"),
+    "lora_path": _adapter,
+    "extra_key": text,
+    "cache_salt": text,
+}
+"""Of /generate: one value for all prompts, or a list with one for each of several prompts."""
+
+GENERATE: Mapping[str, Rule] = {
+    **_FOR_ROUTING,
+    **_REFUSED,
+    **_OF_ROUTES,
+    **_PER_PROMPT,
+    **dict.fromkeys(INERT, inert),
+    "input_ids": _ids,
+    "text": _ids,
+    "sampling_params": _ids,
+    "stream": flag,
+    "return_text_in_logprobs": flag,
+    "return_prompt_token_ids": flag,
+    "return_entropy": flag,
+}
+
+_OPENAI: Mapping[str, Rule] = {
+    **_FOR_ROUTING,
+    **_REFUSED,
+    **_OF_ROUTES,
+    **dict.fromkeys(INERT, inert),
+    **{
+        name: SAMPLING[ALIASES.get(name, name)]
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+            "n", "seed", "stop", "stop_token_ids", "stop_regex", "regex", "ebnf", "logit_bias", "ignore_eos",
+            "skip_special_tokens", "no_stop_trim", "min_tokens",
+        )
+    },
+    "max_tokens": number(1, _INT32, whole=True),
+    "model": _model,
+    "lora_path": _adapter,
+    "stream": flag,
+    "stream_options": _stream_options,
+    "response_format": _response_format,
+    "return_cached_tokens_details": flag,
+    "return_token_ids": flag,
+}  # fmt: skip
+
+COMPLETIONS: Mapping[str, Rule] = {
+    **_OPENAI,
+    "prompt": _ids,
+    "best_of": number(1, MOST_CHOICES, whole=True),
+    "echo": flag,
+    "logprobs": most_probable,
+    "suffix": not_served("a response follows its prompt", ""),
+    "json_schema": SAMPLING["json_schema"],
+}
+
+CHAT: Mapping[str, Rule] = {
+    **_OPENAI,
+    "messages": json_value(list, "a list of messages"),
+    "tools": json_value(list, "a list of functions"),
+    "tool_choice": any_of(choice("auto", "none", "required"), json_value(dict, "an object")),
+    "parallel_tool_calls": flag,
+    "max_completion_tokens": number(1, _INT32, whole=True),
+    "logprobs": flag,
+    "top_logprobs": most_probable,
+    "reasoning_effort": any_of(text, number(0, 0.99)),
+    "chat_template_kwargs": _template_switches,
+    "continue_final_message": flag,
+    "separate_reasoning": flag,
+    "stream_reasoning": flag,
+    "return_prompt_token_ids": flag,
+    "return_meta_info": flag,
+    "return_sampling_mask": flag,
+    "sampling_logprobs_mode": choice("selected", "support"),
+    "verbosity": inert,
+    "functions": not_served("use tools", []),
+    "function_call": not_served("use tool_choice"),
+    "audio": not_served(_NO_MEDIA),
+    "prediction": not_served("no predicted output"),
+    "web_search_options": not_served("no search"),
+}
+
+API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
+    "/generate": GENERATE,
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+}
+"""By path."""
+
+_ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
+_LISTS = ("token_ids_logprob",)
+"""Of _PER_PROMPT: what is a list for one prompt already."""
+
+
+def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
+    """A request of one of API_FIELDS. Raises RefusedPrompt.
+
+    Prompts as text are measured by the engine's own tokenizer, whose refusal is a 400 as well.
+    """
+    for ids in _prompts_of_ids(body):
+        limits.check_prompt(ids)
+    for name in ("text", "prompt"):
+        _check_texts(name, body.get(name))
+    known = API_FIELDS[path]
+    _check_values(limits, body, {**_ANY_API, **known}, prompt_count(body))
+    if path == "/generate" and (body.get("text") is None) == (body.get("input_ids") is None):
+        raise RefusedPrompt("text, input_ids: expected one of them", "input_ids")
+    for name, value in body.items():
+        if name not in known:
+            raise unknown(name, known)
+        if isinstance(value, list) and path != "/generate" and name in _PER_PROMPT and name not in _LISTS:
+            raise refuse(name, value, "one value")
+
+
+def _check_values(
+    limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], prompts: int | None
+) -> None:
+    """Whatever is known to one of the APIs: a wrong value is the better message than a name in the wrong place."""
+    for name, value in body.items():
+        if value is None or name not in rules or name == "sampling_params":
+            continue
+        rows = isinstance(value, list) and name in _PER_PROMPT
+        if rows and name in _LISTS:
+            rows = any(isinstance(row, list) for row in value)
+        if not rows:
+            rules[name](limits, name, value)
+            continue
+        for one in value:
+            if one is not None:
+                rules[name](limits, name, one)
+        _check_length(name, value, prompts)
+    sampling = body.get("sampling_params")
+    choices = set()
+    for params in sampling if isinstance(sampling, list) else [{} if sampling is None else sampling]:
+        if not isinstance(params, Mapping):
+            raise RefusedPrompt(
+                f"sampling_params = {str(params)[:80]!r}: expected an object", "sampling_params"
+            )
+        check_sampling(limits, params)
+        choices.add(params.get("n") or 1)
+    if isinstance(sampling, list):
+        _check_length("sampling_params", sampling, prompts)
+    if len(choices) > 1:
+        raise RefusedPrompt("sampling_params: expected the same n for all prompts", "sampling_params")
+    check_together({ALIASES.get(name, name): value for name, value in body.items()})
+
+
+def _check_length(name: str, values: list[Any], prompts: int | None) -> None:
+    if prompts is None:
+        raise RefusedPrompt(
+            f"{name}: a list, expected one value: there is one prompt, and no list of them", name
+        )
+    if len(values) != prompts:
+        raise RefusedPrompt(f"{name}: {len(values)} values, expected {prompts}, one for each prompt", name)
+
+
+def prompt_count(body: Mapping[str, Any]) -> int | None:
+    """How many prompts a list of texts or of lists has; None for one prompt that is in no list."""
+    for name in ("input_ids", "text", "prompt"):
+        value = body.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            return len(value)
+    return None
+
+
+def _check_texts(name: str, value: Any) -> None:
+    if value == "" or (isinstance(value, list) and (not value or "" in value)):
+        raise RefusedPrompt("the prompt is empty", name)  # a text without a token kills SGLang's scheduler
+    if name == "text" and value is not None:
+        found = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in found):
+            raise refuse(name, value, "text, or a list of texts")
+    if name == "prompt" and value is not None and not isinstance(value, str | list):
+        raise refuse(name, value, "text, token ids, or a list of either")
+
+
+def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Every prompt that is given as token ids, in each place where an API takes one."""
+    for name in ("input_ids", "prompt"):
+        value = body.get(name)
+        if name == "input_ids" and value is not None and not isinstance(value, list):
+            raise refuse(name, value, "whole numbers")
+        if not isinstance(value, list) or not value:
+            if value == []:
+                yield []
+            continue
+        rows = value if any(isinstance(row, list) for row in value) else [value]
+        for row in rows:
+            if not isinstance(row, list):
+                raise RefusedPrompt(f"{name}: expected lists of whole numbers, or one list of them", name)
+            if all(type(i) is int for i in row):
+                yield row
+            elif name == "input_ids" or any(not isinstance(i, str) for i in row) or row is not value:
+                raise RefusedPrompt(f"{name}: expected whole numbers", name)

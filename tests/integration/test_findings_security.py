@@ -1,0 +1,38 @@
+"""Findings of the security review of 919cd76 that need a real engine: strict xfails, named after the finding."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlsys.engine.wire import make_session
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [4, 12, 13, 14, 5]
+SEEDS = range(7, 13)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError)
+async def test_security_a20_a_greedy_request_beside_changes_no_seeded_sample(engine: str) -> None:
+    """SGLang then draws all of the batch in the order of their probabilities, not of their ids."""
+    async with make_session() as session:
+
+        async def ids(**sampling: Any) -> list[int]:
+            body = {"input_ids": PROMPT, "sampling_params": {"temperature": 1.0, **sampling}}
+            async with session.post(f"{engine}/generate", json=body) as answer:
+                found: list[int] = (await answer.json())["output_ids"]
+                return found
+
+        async def samples() -> list[list[int]]:
+            return await asyncio.gather(*(ids(max_new_tokens=40, sampling_seed=seed) for seed in SEEDS))
+
+        alone = await samples()
+        assert await samples() == alone
+        beside = asyncio.create_task(ids(max_new_tokens=200, temperature=0.0, ignore_eos=True))
+        try:
+            assert await samples() == alone
+        finally:
+            await beside

@@ -1,0 +1,133 @@
+"""No request ends an engine: odd values of every field go to a real SGLang server behind `rlsys router`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from rlsys.config import Config
+from rlsys.engine.wire import make_session
+from tests.helpers.odd_requests import PROMPT, OddRequest, edge_requests, odd_requests, sampled
+from tests.helpers.servers import running_engine, running_router
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+PLAIN = {
+    "input_ids": PROMPT,
+    "sampling_params": {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 7},
+}
+QUESTION = [{"role": "user", "content": "3+4="}]
+MOST_ODD = 120
+ANSWER_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """An engine of its own, and a router: URLs of both."""
+    folder = tmp_path_factory.mktemp("odd")
+    with (
+        running_engine(engine_config, folder) as engine,
+        running_router(folder, "--engine", engine) as router,
+    ):
+        yield engine, router
+
+
+def processes(url: str) -> set[int]:
+    """Of the engine: it, its scheduler, its detokenizer."""
+    port = int(url.rsplit(":", 1)[1])
+    (listener,) = {
+        c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
+    }
+    assert listener is not None
+    return {listener, *(p.pid for p in psutil.Process(listener).children(recursive=True))}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, odd: OddRequest) -> tuple[int, bytes]:
+    async with asyncio.timeout(ANSWER_SECONDS), session.post(url + odd.path, data=odd.raw) as answer:
+        return answer.status, await answer.read()
+
+
+async def test_every_odd_request_is_answered_and_the_engine_lives(server: tuple[str, str]) -> None:
+    engine, router = server
+    before = processes(engine)
+    table = [*edge_requests(), *sampled(odd_requests(), MOST_ODD)]
+    wrong: list[Any] = []
+    async with make_session() as session:
+
+        async def plain() -> list[int]:
+            async with (
+                asyncio.timeout(ANSWER_SECONDS),
+                session.post(f"{router}/generate", json=PLAIN) as answer,
+            ):
+                assert answer.status == 200, await answer.text()
+                ids: list[int] = (await answer.json())["output_ids"]
+                return ids
+
+        tokens = await plain()
+        for i, odd in enumerate(table):
+            status, told = await ask(session, router, odd)
+            if not 200 <= status < 300 and not 400 <= status < 500:
+                wrong.append((odd.name, status, told[:200]))
+            if i % 10 == 9:
+                assert await plain() == tokens, odd.name
+    assert not wrong
+    assert processes(engine) == before
+    assert len(table) > 200
+
+
+async def test_n_answers_differ_and_a_seed_gives_them_again(server: tuple[str, str]) -> None:
+    """Before: n equal answers at temperature 1 (W29)."""
+    _, router = server
+    wanted = {"max_tokens": 24, "temperature": 1.0, "n": 8}
+    chat = {"messages": QUESTION, **wanted}
+    async with make_session() as session:
+
+        async def texts(path: str, body: dict[str, Any]) -> list[str]:
+            async with session.post(router + path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                told = await answer.json()
+            if path == "/generate":
+                return [a["text"] for a in told]
+            assert [c["index"] for c in told["choices"]] == list(range(8))
+            assert told["usage"]["completion_tokens"] <= 8 * 24
+            return [c["text"] if "text" in c else c["message"]["content"] for c in told["choices"]]
+
+        for path, body, seed in (
+            ("/v1/chat/completions", chat, {"seed": 3}),
+            ("/v1/completions", {"prompt": "3+4=", **wanted}, {"seed": 3}),
+        ):
+            assert len(set(await texts(path, body))) > 4
+            assert await texts(path, {**body, **seed}) == await texts(path, {**body, **seed})
+        sampling = {"max_new_tokens": 24, "temperature": 1.0, "n": 8}
+        assert len(set(await texts("/generate", {"input_ids": PROMPT, "sampling_params": sampling}))) > 4
+        one = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0}}
+        found = []
+        for _ in range(6):
+            async with session.post(f"{router}/generate", json=one) as answer:
+                found.append((await answer.json())["text"])
+        assert len(set(found)) > 3
+
+
+async def test_a_streamed_choice_is_the_whole_one(server: tuple[str, str], tmp_path: Path) -> None:
+    _, router = server
+    body = {"messages": QUESTION, "max_tokens": 16, "temperature": 1.0, "n": 3, "seed": 11}
+    async with make_session() as session:
+        async with session.post(f"{router}/v1/chat/completions", json=body) as answer:
+            whole = await answer.json()
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(f"{router}/v1/chat/completions", json=asked) as answer:
+            events = (await answer.text()).split("\n\n")[:-1]
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(e[6:]) for e in events[:-1]]
+    pieces: dict[int, str] = {}
+    for choice in (c for chunk in chunks for c in chunk["choices"]):
+        pieces[choice["index"]] = pieces.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    assert [pieces[i] for i in range(3)] == [c["message"]["content"] for c in whole["choices"]]
+    assert chunks[-1]["usage"] == whole["usage"]

@@ -1,0 +1,503 @@
+"""Findings of the security review of 919cd76 that are still there: each a strict xfail, named after the finding.
+
+tests/findings_security.md has the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from launch.rundir import open_run_dir
+from rlsys.agents.endpoint import Endpoint
+from rlsys.agents.meeting import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
+from rlsys.config import Config
+from rlsys.convert.torch_dist import DistReader
+from rlsys.dash.server import _pattern as dash_pattern
+from rlsys.engine.wire import UNPLANNED, make_session
+from rlsys.environments.contract import Opening, Refused
+from rlsys.environments.leases import Leases
+from rlsys.errors import RunError, UserError
+from rlsys.identity import NOBODY
+from rlsys.owner import claim
+from rlsys.relay.pieces import Piece, read_piece
+from rlsys.relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
+from rlsys.relay.store import Store
+from rlsys.rewards.code import read_tests
+from rlsys.rewards.judges import JudgeError, UrlJudge
+from rlsys.rewards.sandbox import run_program
+from rlsys.rewards.shapes import json_schema
+from rlsys.tenants.front import _errors as tenants_errors
+from rlsys.tenants.ledger import Ledger
+from rlsys.tenants.messages import _packed
+from rlsys.tenants.requests import OptimStep, read
+from rlsys.tenants.sampler import Engine
+from rlsys.tenants.service import Service
+from rlsys.types import Prompt
+
+MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
+
+finding = pytest.mark.xfail(strict=True, raises=AssertionError)
+
+
+# -- A4: programs of responses --------------------------------------------------------------------------------
+
+
+def worth(tests: dict[str, Any], program: str) -> float:
+    cases = read_tests(tests)
+    return sum(
+        bool(case(program, lambda p, said: run_program(p, said, seconds=5, memory_mb=512))) for case in cases
+    ) / len(cases)
+
+
+ADD = {"functional": "assert add(1, 2) == 3"}
+CALLED = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+EQUAL = "class E:\n  def __eq__(s, o): return True\n"
+
+
+@finding
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        (ADD, "import sys\nprint(eval(open(__file__).read().split()[-1][6:-1]))\nsys.exit(0)"),
+        (ADD, EQUAL + "def add(a, b): return E()"),
+        (
+            CALLED,
+            f"import json\n{EQUAL}json.loads = lambda *a, **k: ([], E())\njson.dumps = lambda *a, **k: ''\n"
+            "def add(*a): return 0",
+        ),
+    ],
+    ids=["reads its own last line", "an object that equals all", "json replaced"],
+)
+def test_security_a04_a_program_that_computes_nothing_is_worth_0(tests: dict[str, Any], program: str) -> None:
+    assert worth(tests, "def add(a, b): return 0") == 0
+    assert worth(tests, program) == 0
+
+
+@finding
+def test_security_a04_a_program_cannot_end_other_processes_of_the_user() -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        program = f"import os, signal\nos.kill({victim.pid}, signal.SIGKILL)"
+        run_program(program, "", seconds=5, memory_mb=512)
+        time.sleep(0.2)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@finding
+def test_security_a04_a_program_cannot_write_into_the_users_folders(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    program = f"open({str(key)!r}, 'w').write('mine')"
+    run_program(program, "", seconds=5, memory_mb=512)
+    assert key.read_text() == "secret"
+
+
+# -- A5: connections that say nothing -------------------------------------------------------------------------
+
+IDLE = """
+import http.client, socket, sys, time
+port, path = int(sys.argv[1]), sys.argv[2]
+idle = []
+for _ in range(120):
+    s = socket.socket(); s.setblocking(False)
+    try: s.connect(("127.0.0.1", port))
+    except BlockingIOError: pass
+    idle.append(s)
+time.sleep(0.3)
+for s in idle:
+    try: s.send(b"GET / HTTP/1.1\\r\\n")
+    except OSError: pass
+until = time.monotonic() + 9
+while time.monotonic() < until:
+    c = http.client.HTTPConnection("127.0.0.1", port, timeout=3)
+    try:
+        c.request("GET", path); print("served", c.getresponse().status); break
+    except OSError: pass
+"""
+
+
+@contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """For what this process opens from now on. Without asyncio's lines, of which there are thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    log = logging.getLogger("asyncio")
+    log.setLevel(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        log.setLevel(logging.NOTSET)
+
+
+async def flooded(port: int, path: str) -> str:
+    """What somebody is told who asks while 120 connections have said half a head, of which 60 fit."""
+    argv = [sys.executable, "-c", IDLE, str(port), path]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as client, few_descriptors(60):
+        return (await asyncio.to_thread(client.communicate))[0]
+
+
+@finding
+@pytest.mark.gate
+async def test_security_a05_agents_are_served_beside_connections_that_say_nothing() -> None:
+    async with Endpoint().listening() as endpoint:
+        port = int(endpoint.open().url.split(":")[2].split("/")[0])
+        assert "served 401" in await flooded(port, "/x/v1/models")
+
+
+@finding
+@pytest.mark.gate
+async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing() -> None:
+    async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
+        assert "served 200" in await flooded(int(base.rsplit(":", 1)[1]), "/")
+
+
+# -- A6, A7: tenants ------------------------------------------------------------------------------------------
+
+
+@finding
+def test_security_a06_the_time_for_a_shape_does_not_grow_with_its_square() -> None:
+    def seconds(size: int) -> float:
+        best = float("inf")
+        for _ in range(2):
+            start = time.perf_counter()
+            with contextlib.suppress(ValueError):
+                _packed(b"\xff" * size)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(2**17) < 8 * max(seconds(2**15), 1e-4)
+
+
+@finding
+async def test_security_a06_a_full_disk_is_answered_in_words() -> None:
+    async def full(_: web.Request) -> web.Response:
+        raise RunError("ledger.sqlite: No space left on device")
+
+    app = web.Application(middlewares=[tenants_errors])
+    app.router.add_get("/", full)
+    async with TestClient(TestServer(app)) as client, client.get("/") as answer:
+        assert "No space left" in await answer.text()
+
+
+@finding
+def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in claim(tmp_path).environment(1).items():
+        monkeypatch.setenv(name, value)
+    ledger = Ledger(tmp_path / "tenants" / "bob")
+    assert ledger.accept("m", 0, "create_model", b"x")
+    claim(tmp_path)
+    try:
+        accepted = ledger.accept("m", 1, "optim_step", b"x")
+    except RunError:
+        accepted = False
+    assert not accepted
+
+
+# -- A8: the relay --------------------------------------------------------------------------------------------
+
+
+@finding
+def test_security_a08_a_piece_of_a_file_larger_than_a_machine_is_refused() -> None:
+    try:
+        piece = read_piece(json.dumps([0, 2**42, 1, 0, "x"]))
+        size = len(Store().content(Piece(piece.file, piece.size, piece.width, piece.place, "x")))
+    except (ValueError, OSError, MemoryError):
+        size = 0
+    assert size == 0
+
+
+@finding
+async def test_security_a08_nested_lists_are_no_server_error() -> None:
+    relay = Relay()
+    relay.open("token", [], 1.0)
+    said: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"[" * 100_000}
+
+    headers = [(TOKEN_HEADER.encode(), b"token"), (PIECE_HEADER.encode(), b"[" * 2000)]
+    scope = {"type": "http", "path": "/relay/pieces", "method": "POST", "headers": headers}
+    found = []
+    for path in (OFFER, PIECE):
+        said.clear()
+        try:
+            await Door(cast(Any, None), relay)({**scope, "path": path}, receive, send)
+        except RecursionError:
+            found.append(500)
+            continue
+        found.append(said[0]["status"])
+    assert all(400 <= status < 500 for status in found)
+
+
+# -- A9: a meeting --------------------------------------------------------------------------------------------
+
+
+@finding
+async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> None:
+    """Its first arrival forgets the episode in which the second one sits."""
+    async with aiohttp.ClientSession() as session:
+        meeting = Meeting(("a", "b"), 30, session)
+        async with meeting.listening(0) as base:
+            place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
+            body = _arrival({"question": "x"}, place)
+
+            async def arrive(policy: str) -> int:
+                async with session.post(f"{base}/{policy}", json=body) as answer:
+                    return answer.status
+
+            first = asyncio.create_task(arrive("a"))
+            await _until(lambda: sum(len(e.arrivals) for e in meeting._episodes.values()) == 1)
+            again = asyncio.create_task(arrive("a"))
+            await first
+            other = asyncio.create_task(arrive("b"))
+            await _until(lambda: len(list(meeting._seats.values())) >= 2, seconds=1.0)
+            await asyncio.sleep(0.3)
+            places = [
+                sum(s.arrival is not None for s in e.seats.values()) for e in meeting._episodes.values()
+            ]
+            for task in (again, other):
+                task.cancel()
+            await asyncio.gather(again, other, return_exceptions=True)
+            assert places == [2]
+
+
+def _arrival(row: dict[str, Any], place: dict[str, str]) -> dict[str, Any]:
+    """As an agent's environment tells it."""
+    env = {
+        "OPENAI_BASE_URL": place["url"],
+        REWARD_KEY: place["key"],
+        REWARD_URL: place["reward_url"],
+        SAMPLE: "1",
+    }
+    return {"task": row, "seed": 1, "env": env}
+
+
+async def _until(true: Any, seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+
+
+# -- A10: who may read a run ----------------------------------------------------------------------------------
+
+
+@finding
+def test_security_a10_a_runs_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        config = Config.model_validate({"model": {"path": MODEL}, "run": {"dir": tmp_path / "run"}})
+        with open_run_dir(config, lambda _: None):
+            assert (tmp_path / "run").stat().st_mode & 0o077 == 0
+    finally:
+        os.umask(before)
+
+
+# -- A11: whoever the data names is asked ---------------------------------------------------------------------
+
+
+@contextmanager
+def listener(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[tuple[str, list[str]]]:
+    """Its address, and the paths that were asked for."""
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            status, headers, body = answers.get(self.path, (200, {}, b'{"type": "string"}'))
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", paths
+        finally:
+            server.shutdown()
+
+
+@finding
+@pytest.mark.filterwarnings("ignore")
+def test_security_a11_a_schema_of_a_row_fetches_nothing() -> None:
+    score = json_schema(Config.model_validate({"model": {"path": MODEL}}))
+    with listener({}) as (url, paths):
+        prompt = Prompt(0, "", [1], {"schema": {"$ref": f"{url}/latest/meta-data"}})
+        with contextlib.suppress(Exception):  # a refusal of any kind is right
+            score(prompt, '"x"')
+        assert not paths
+
+
+@finding
+async def test_security_a11_a_judges_redirect_is_not_followed() -> None:
+    with listener({}) as (inner, inner_paths):
+        models = (200, {"Content-Type": "application/json"}, b'{"data": [{"id": "m"}]}')
+        moved = {
+            "/v1/models": models,
+            "/v1/chat/completions": (307, {"Location": f"{inner}/v1/chat/completions"}, b""),
+        }
+        with listener(moved) as (outer, _):
+            with contextlib.suppress(JudgeError):  # no verdict is right
+                await UrlJudge(outer)("a prompt and its answer")
+            assert not inner_paths
+
+
+@finding
+def test_security_a11_the_metadata_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    class Code:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "made"), "w")
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code()))
+    with pytest.raises((UserError, AttributeError)):
+        DistReader(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+# -- A12: an environment and its agents -----------------------------------------------------------------------
+
+
+@finding
+def test_security_a12_one_client_cannot_take_all_leases() -> None:
+    """Leases have no owner, so whoever has the service's one key may take all of them."""
+
+    class Env:
+        def open(self, task: Any, seed: int) -> Any:
+            class Episode:
+                opening = Opening()
+
+                def close(self) -> None: ...
+
+            return Episode()
+
+    leases = Leases(cast(Any, Env()), 16, 600.0)
+    for i in range(16):
+        try:
+            leases.open(f"greedy-{i}", {}, 0)
+        except Refused:
+            break
+    try:
+        leases.open("honest", {}, 0)
+        opened = True
+    except Refused:
+        opened = False
+    assert opened
+
+
+# -- A14, A15: minor ------------------------------------------------------------------------------------------
+
+
+@finding
+@pytest.mark.parametrize("text", ["(" * 2000 + ")" * 2000, "a{99999999999}"])
+def test_security_a14_a_pattern_of_the_dashboard_is_refused_in_words(text: str) -> None:
+    try:
+        dash_pattern(text)
+    except UserError:
+        return
+    except (RecursionError, OverflowError) as e:
+        raise AssertionError(repr(e)[:80]) from None
+
+
+@finding
+@pytest.mark.parametrize(
+    "adam", [{"learning_rate": 1e308}, {"weight_decay": 1e308}, {"beta2": 0.0, "eps": 5e-324}]
+)
+def test_security_a15_an_optimizer_step_that_makes_a_model_nan_is_refused(adam: dict[str, float]) -> None:
+    body = json.dumps({"adam_params": adam, "model_id": "m", "seq_id": 1}).encode()
+    try:
+        read(OptimStep, body)
+        taken = True
+    except UserError:
+        taken = False
+    assert not taken
+
+
+# -- A21: adapters ---------------------------------------------------------------------------------------------
+
+
+@finding
+async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapters(tmp_path: Path) -> None:
+    """Places count requests: those of many adapters, of which an engine decodes a few at once, take all."""
+    asked: list[str | None] = []
+    free = asyncio.Event()
+
+    async def generate(request: web.Request) -> web.Response:
+        adapter = (await request.json()).get("lora_path")
+        asked.append(adapter)
+        if adapter is not None:
+            await free.wait()
+        meta = {"output_token_logprobs": [[-0.5, 7, None]], "finish_reason": {"type": "length"}}
+        return web.json_response({"meta_info": meta})
+
+    async def done(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/load_lora_adapter", done)
+    async with TestServer(app) as server, make_session() as session:
+        engine = Engine(str(server.make_url("")).rstrip("/"), session, NOBODY, UNPLANNED, 10.0)
+        ledger = Ledger(tmp_path)
+        with ThreadPoolExecutor(1) as thread:
+            service = Service({"bob": ledger}, cast(Any, None), thread, engine, 16, lambda _: None)
+            running = asyncio.create_task(service.run())
+            await asyncio.sleep(0)
+            bob = service.tenants["bob"]
+            for i in range(17):
+                path = None if i == 16 else f"tinker://m/sampler_weights/{i}"
+                if path is not None:
+                    ledger.add_save(path, "m", i, 0)
+                await service.new_sampler(bob, f"s:sample:{i}", path)
+                told = {
+                    "sampling_session_id": f"s:sample:{i}",
+                    "seq_id": 0,
+                    "prompt": {"chunks": [{"tokens": [1]}]},
+                    "sampling_params": {"max_tokens": 1},
+                }
+                await service.submit(bob, f"s:sample:{i}", 0, "sample", json.dumps(told).encode())
+            await _until(lambda: None in asked, seconds=1.0)
+            try:
+                assert None in asked
+            finally:
+                free.set()
+                await _until(lambda: not bob.waiting)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
