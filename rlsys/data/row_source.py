@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +13,11 @@ from pydantic import BeforeValidator, Field
 from rlsys.config import Config
 from rlsys.config.section import FilePath, NonNegative, Section
 from rlsys.data.hub import read_dataset
-from rlsys.data.rows import Row, read_row
+from rlsys.data.rows import Row, check_texts, read_row
 from rlsys.data.source import PromptSource, is_heldout, stable_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
 from rlsys.types import Prompt
 
@@ -113,11 +114,33 @@ class RowSource:
         return sorted(range(len(self._train)), key=lambda i: stable_hash(self._seed, epoch, i, bits=64))
 
     def _prompt(self, index: int, row: Row, where: str) -> Prompt:
+        """One that is refused where the row cannot be read as a prompt."""
         try:
+            check_texts(row.entry, where)
             text = self._tokenizer.apply_chat(row.messages, tools=row.tools)
-        except UserError as e:
-            raise UserError(f"{where}: {e}") from None
-        return Prompt(index, text, self._tokenizer.encode(text), row.entry, row.question, where)
+            ids = self._tokenizer.encode(text)
+        except RowError as e:
+            told = str(e) if str(e).startswith(where) else f"{where}: {e}"
+            return Prompt(index, "", [], row.entry, row.question, where, told)
+        return Prompt(index, text, ids, row.entry, row.question, where)
+
+    def longest(self, count: int) -> list[Prompt]:
+        """The training prompts of the rows with the longest texts, the longest first; each has its row's number in
+        place of an index."""
+        numbers = heapq.nlargest(count, self._train, key=lambda i: len(self._all_keys[i]))
+        return [self._prompt(i, self._read(self._rows, i), self._rows.place(i)) for i in numbers]
+
+    def unreadable(self) -> list[str]:
+        """Why rows of its tables cannot be read as prompts, each with its place. Only their texts are looked at: a
+        template may refuse others."""
+        found = []
+        for table in {id(t): t for t in (self._rows, self._held_rows)}.values():
+            for number in range(len(table)):
+                try:
+                    check_texts(table.row(number), table.place(number))
+                except RowError as e:
+                    found.append(str(e))
+        return found
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

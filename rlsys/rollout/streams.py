@@ -10,19 +10,18 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.rollout.agent import AgentGenerator
+from rlsys.rollout.censoring import named
 from rlsys.rollout.environment import EnvironmentGenerator
-from rlsys.rollout.generator import Generator
+from rlsys.rollout.generator import Generator, respond
 from rlsys.rollout.repeat import Stops
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
-from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.trees import TreeGenerator
-from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import looking_turns
-from rlsys.router.router import Poisonous, RefusedPrompt, Router
+from rlsys.router.router import Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 
-REFUSED = "prompt refused"
 LOOK_SECONDS = 0.02
 
 
@@ -131,11 +130,12 @@ class Streams:
         interrupt only."""
         self._running[sample.sample_id] = sample
         try:
-            await self._generator(sample, prompt)
-        except RefusedPrompt as e:
-            sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
-        except (ToolFailed, Poisonous) as e:
-            sample.status, sample.censor_reason = Status.CENSORED, str(e)
+            censored = await respond(
+                self._generator, sample, prompt, f"{named(prompt)}, sample {sample.sample_id}"
+            )
+            if censored is not None:
+                await self._router.until_idle(sample)
+                sample.censor(censored.cause, censored.reason)
         finally:
             del self._running[sample.sample_id]
         self._shelf.save([sample])
@@ -148,7 +148,7 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
+        return await self._scorer.verdict(prompt, sample, f"{named(prompt)}, sample {sample.sample_id}")
 
     def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps: a sample that follows a record goes on to its next stop."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
+from rlsys.rollout.assembly import limits_of
 from rlsys.rollout.link import Joined
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
 from rlsys.router.arrivals import with_shares
+from rlsys.router.limits import Limits
 from rlsys.router.push import PROBE_SECONDS, worst
 from rlsys.tickets import Canary, EngineAddress
 from rlsys.types import Segment
@@ -36,6 +39,7 @@ class WorkerEngines:
         failed: Callable[[BaseException], None],
         resumed: Callable[[], None],
     ) -> None:
+        self._config = config
         self._patience = config.start_seconds
         self._workers = workers
         self._failed, self._resumed = failed, resumed
@@ -55,6 +59,11 @@ class WorkerEngines:
         """Whether samples may go to engines: not from an interrupt to the next `resume`."""
         self.trained_steps = -1
         """Train steps that the engines' weights contain, for samples that follow a record."""
+
+    @cached_property
+    def limits(self) -> Limits:
+        """See Router.limits: of every worker's router."""
+        return limits_of(self._config)
 
     def mourn(self, worker: WorkerProcess) -> None:
         """Its process is gone. What it counted stays in the sums."""

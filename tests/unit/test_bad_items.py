@@ -230,7 +230,7 @@ async def test_a_generator_that_raises_costs_the_sample(
     (tmp_path / "own.py").write_text(OWN.replace("RAISES", RAISES[raises]))
     rollout = {
         "groups_per_step": 8,
-        "group_size": 4,
+        "group_size": 8,
         "generator": f"{tmp_path}/own.py:own",
         "stall_timeout": 2,
     }
@@ -243,7 +243,8 @@ async def test_a_generator_that_raises_costs_the_sample(
         reasons = [s.sample.censor_reason or "" for s in censored]
         assert len(reasons) == 2 and all(0 < len(reason) <= 2000 for reason in reasons), reasons
         assert taken.metrics["censored_samples_exception"] == 2
-    assert "Traceback" in caplog.text and "own.py" in caplog.text
+    assert "Traceback" in caplog.text
+    assert "own.py" in caplog.text or raises == "nothing said"
 
 
 async def test_more_than_a_share_of_samples_that_fail_ends_the_run(tmp_path: Path) -> None:
