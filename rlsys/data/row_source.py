@@ -19,6 +19,7 @@ from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
+from rlsys.texts import valid_text
 from rlsys.types import Prompt
 
 
@@ -121,7 +122,7 @@ class RowSource:
             ids = self._tokenizer.encode(text)
         except RowError as e:
             told = str(e) if str(e).startswith(where) else f"{where}: {e}"
-            return Prompt(index, "", [], row.entry, row.question, where, told)
+            return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
         return Prompt(index, text, ids, row.entry, row.question, where)
 
     def longest(self, count: int) -> list[Prompt]:

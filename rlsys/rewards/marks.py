@@ -47,12 +47,19 @@ def read_mark(value: Any, name: str = "reward") -> Mark:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
         figures = {valid_text(str(k)): float(v) for k, v in value.items() if k != SCORE and _is_number(v)}
-        turns = None if TURNS not in value else [_number(v, value, name) for v in value[TURNS]]
+        turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns)
     parts = {valid_text(str(k)): _number(v, value, name) for k, v in value.items()}
     if not parts:
         raise NoMark(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
     return Mark(sum(parts.values()), parts)
+
+
+def _turns(value: Any, whole: Any, name: str) -> list[float]:
+    try:
+        return [_number(v, whole, name) for v in value]
+    except TypeError:
+        raise NoMark(f"{name} gave {whole!r:.200}, expected a list as {TURNS}") from None
 
 
 def join_marks(names: Sequence[str], weights: Sequence[float], marks: Sequence[Mark | None]) -> Mark:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from rlsys.data import PromptSource
 from rlsys.router.limits import Limits
@@ -10,7 +11,7 @@ from rlsys.types import Sample, SampleGroup
 
 CANARIES = 4
 """How many prompts, and how many responses."""
-CANDIDATES = 4 * CANARIES
+CANDIDATES = 16 * CANARIES
 """Held-out prompts among which those that serve as canaries are chosen."""
 CANARY_TOKENS = 512
 """Of a prompt, and of a response with its prompt, so many are compared: wrong weights show on any token, and the
@@ -41,10 +42,14 @@ class Canaries:
     def sequences(self) -> list[list[int]]:
         """Prompts, those first that need no cut, then the last step's longest responses with theirs. Engines take all
         of them: one that is refused says nothing about weights."""
+        return [*self._prompts, *map(self._cut, self._responses)]
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        """A source always gives the same ones."""
         prompts = [p.ids for p in self._source.heldout(self._candidates) if p.ids]
         ordered = sorted(prompts, key=lambda ids: len(ids) > CANARY_TOKENS)
-        fit = [ids for ids in map(self._cut, ordered) if self._limits().fits(ids)]
-        return [*fit[:CANARIES], *map(self._cut, self._responses)]
+        return [ids for ids in map(self._cut, ordered) if self._limits().fits(ids)][:CANARIES]
 
     def _cut(self, ids: Sequence[int]) -> list[int]:
         return list(ids[: min(CANARY_TOKENS, self._limits().room - 1)])

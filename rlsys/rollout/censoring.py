@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlsys.data import PromptSource
 from rlsys.errors import GeneratorError, RlsysError, RowError, RunError
 from rlsys.imports import place
 from rlsys.rollout.turn_reader import ToolFailed
@@ -119,6 +120,14 @@ def exceptions_unlogged() -> Iterator[None]:
 def named(prompt: Prompt) -> str:
     """What a prompt is called in messages."""
     return prompt.where or f"prompt {prompt.index}"
+
+
+def train_prompt(source: PromptSource, index: int) -> Prompt:
+    """The source's training prompt of this index; a refused one where the source raises for it alone."""
+    with boundary(f"prompt {index}") as item:
+        return source.train(index)
+    assert item.censored is not None
+    return Prompt(index, "", [], {}, refusal=item.censored.reason)
 
 
 def check_readable(prompt: Prompt) -> None:

@@ -21,7 +21,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
-from rlsys.rollout.censoring import boundary, named
+from rlsys.rollout.censoring import named, train_prompt
 from rlsys.rollout.exploring import Explorer
 from rlsys.rollout.group_scoring import GroupScorer
 from rlsys.rollout.guidance import Guidance
@@ -79,19 +79,12 @@ class Planning:
 
     def prompt(self, group_id: int) -> Prompt:
         """What a new group is asked."""
-        return self._put(group_id, self._train(self._chooser.index(group_id)))
-
-    def _train(self, index: int) -> Prompt:
-        """The source's prompt; a refused one where it cannot give it."""
-        with boundary(f"prompt {index}") as item:
-            return self._source.train(index)
-        assert item.censored is not None
-        return Prompt(index, "", [], {}, refusal=item.censored.reason)
+        return self._put(group_id, train_prompt(self._source, self._chooser.index(group_id)))
 
     def again(self, group: SampleGroup) -> Prompt:
         """What a group from before a restart was asked. Raises UserError when the source gives something else now, if
         an agent has not made prompts of its own of it."""
-        prompt = self._put(group.group_id, self._train(group.prompt_index))
+        prompt = self._put(group.group_id, train_prompt(self._source, group.prompt_index))
         asked = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
         if prompt.refusal or not asked:
             again = "its row could not be read when its group began"

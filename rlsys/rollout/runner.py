@@ -30,7 +30,8 @@ from rlsys.rollout.scoring import take_turns
 from rlsys.rollout.streams import Streams
 from rlsys.rollout.teacher import AWAY, EngineTeacher
 from rlsys.rollout.workers import Workers
-from rlsys.types import CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
+from rlsys.texts import shortened, valid_text
+from rlsys.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
 
 CENSORED_STEPS = 2
 """Train steps' worth of groups censored in a row that stop the run: then it is no accident."""
@@ -329,12 +330,17 @@ class SampleRunner:
 
     async def _ask(self, teacher: EngineTeacher, sample: Sample) -> None:
         """What the teacher says of it is saved before it has a reward: nobody asks twice."""
-        reason = await teacher.ask(sample)
-        if reason is None:
+        with boundary(
+            f"prompt {self._buffer.groups[sample.group_id].prompt_index}, sample {sample.sample_id}"
+        ) as item:
+            reason = await teacher.ask(sample)
+        if item.censored is not None:
+            sample.censor(item.censored.cause, item.censored.reason)
+        elif reason is not None:
+            sample.censor(CensorCause.TEACHER, reason)
+        else:
             self._commits.save([sample])
             self._commits.flush_soon()
-        else:
-            sample.censor(CensorCause.TEACHER, reason)
 
     async def _conclude(self, group: SampleGroup) -> None:
         """Every sample of the group has its reward or its reason: what becomes of it."""
@@ -408,6 +414,7 @@ class SampleRunner:
         time in which the teacher is away are censored, each after a long wait, and the next ones are not. `name`: of
         its prompt."""
         if reason is not None:
+            reason = shortened(valid_text(reason), LONGEST_REASON)
             log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
             if reason.startswith(AWAY):
                 return

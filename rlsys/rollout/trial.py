@@ -27,7 +27,7 @@ from rlsys.rewards.marks import TURNS
 from rlsys.rewards.service import is_url
 from rlsys.rollout.agent import AgentGenerator
 from rlsys.rollout.assembly import build_scorer, limits_of
-from rlsys.rollout.censoring import boundary, exceptions_unlogged, named
+from rlsys.rollout.censoring import exceptions_unlogged, named, train_prompt
 from rlsys.rollout.environment import EnvironmentGenerator
 from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.functions import FunctionTurns
@@ -149,7 +149,7 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
     when no prompt of a kind can be used."""
     limits = limits_of(config)
     with tried(f"data.source = {config.data.source!r}"):
-        train = [_read(source, i) for i in range(TRAINED)]
+        train = [train_prompt(source, i) for i in range(TRAINED)]
         heldout = source.heldout(min(config.eval.prompts, HELDOUT))
         longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
         unreadable = source.unreadable() if isinstance(source, RowSource) else []
@@ -182,14 +182,6 @@ def why_unused(prompt: Prompt, limits: Limits) -> str | None:
     except RefusedPrompt as e:
         return f"{named(prompt)}: {e}"
     return None
-
-
-def _read(source: PromptSource, index: int) -> Prompt:
-    """As a run reads it: what cannot be read is one prompt's matter."""
-    with boundary(f"prompt {index}") as item:
-        return source.train(index)
-    assert item.censored is not None
-    return Prompt(index, "", [], {}, refusal=item.censored.reason)
 
 
 def _some(lines: Sequence[str]) -> str:

@@ -61,6 +61,7 @@ from rlsys.rollout.streams import Streams
 from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.worker_groups import WorkerGroups
+from rlsys.router.limits import Limits
 from rlsys.router.router import RefusedPrompt, Router
 from rlsys.types import Prompt, Sample, Status
 
@@ -165,10 +166,10 @@ class Worker:
 
     async def do_begin(
         self, writer: str, version: int, opened: bool, joined: list[Joined], trained_steps: int
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[str], bool, Limits]:
         """Write segments as `writer`. Engines should have weights of `version`, which contain so many train steps;
-        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, and
-        whether its generator grows trees."""
+        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, whether
+        its generator grows trees, and what a prompt must keep to."""
         own = list(self._router.engine_states())
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
@@ -179,7 +180,7 @@ class Worker:
         if opened:
             self._router.resume()
         self._calls.add(asyncio.create_task(self._router.watch()))
-        return own, isinstance(self._parts.generator, TreeGenerator)
+        return own, isinstance(self._parts.generator, TreeGenerator), self._router.limits
 
     async def do_interrupt(
         self, keep: frozenset[int] | None, going_on: bool, gently: bool

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.errors import RunError
-from rlsys.rollout.assembly import limits_of
 from rlsys.rollout.link import Joined
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
 from rlsys.router.arrivals import with_shares
@@ -39,7 +37,6 @@ class WorkerEngines:
         failed: Callable[[BaseException], None],
         resumed: Callable[[], None],
     ) -> None:
-        self._config = config
         self._patience = config.start_seconds
         self._workers = workers
         self._failed, self._resumed = failed, resumed
@@ -60,10 +57,10 @@ class WorkerEngines:
         self.trained_steps = -1
         """Train steps that the engines' weights contain, for samples that follow a record."""
 
-    @cached_property
+    @property
     def limits(self) -> Limits:
-        """See Router.limits: of every worker's router."""
-        return limits_of(self._config)
+        """See Router.limits: those of every worker's router are the same."""
+        return self._workers[0].limits
 
     def mourn(self, worker: WorkerProcess) -> None:
         """Its process is gone. What it counted stays in the sums."""
