@@ -340,7 +340,8 @@ class Prompt:
     where: str = ""
     refusal: str = ""
     """Why the source could not make a prompt of its row, with the row's place; then `ids` is empty. Its samples are
-    censored."""
+    censored, for `refusal_cause`."""
+    refusal_cause: CensorCause = CensorCause.ROW
 
 
 @dataclass(slots=True)

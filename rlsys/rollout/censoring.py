@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from rlsys.data import PromptSource
 from rlsys.errors import GeneratorError, RlsysError, RowError, RunError
@@ -27,7 +28,7 @@ from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.ladder import Poisonous, RefusedRequest
 from rlsys.router.limits import RefusedPrompt
 from rlsys.texts import shortened, valid_text
-from rlsys.types import CensorCause, Prompt
+from rlsys.types import LONGEST_REASON, CensorCause, Prompt
 
 REFUSED = "prompt refused"
 """Reasons begin with it where no engine may get the prompt."""
@@ -45,12 +46,16 @@ _OF_THE_MACHINE = frozenset(
 log = logging.getLogger("rlsys.rollout.exceptions")
 
 
-@dataclass(frozen=True)
-class Censored:
+class Censored(NamedTuple):
     """Why an item gives no response, or none that can be used."""
 
     cause: CensorCause
     reason: str
+
+
+def censored(cause: CensorCause, reason: str) -> Censored:
+    """The reason may be anybody's text: it is made valid, and cut."""
+    return Censored(cause, shortened(valid_text(reason), LONGEST_REASON))
 
 
 @dataclass
@@ -68,20 +73,18 @@ def boundary(name: str) -> Iterator[Item]:
     try:
         yield item
     except RefusedPrompt as e:
-        item.censored = Censored(CensorCause.PROMPT, f"{REFUSED}: {e} ({name})")
+        item.censored = censored(CensorCause.PROMPT, f"{REFUSED}: {e} ({name})")
     except RowError as e:
         place_first = str(e).startswith(name.partition(",")[0])
-        item.censored = Censored(CensorCause.ROW, str(e) if place_first else f"{e} ({name})")
+        item.censored = censored(CensorCause.ROW, str(e) if place_first else f"{e} ({name})")
     except (Poisonous, RefusedRequest) as e:
-        item.censored = Censored(CensorCause.ENGINE, str(e))
+        item.censored = censored(CensorCause.ENGINE, str(e))
     except ToolFailed as e:
-        item.censored = Censored(CensorCause.TOOL, str(e))
+        item.censored = censored(CensorCause.TOOL, str(e))
     except asyncio.CancelledError as e:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
-        item.censored = _unexpected(
-            name, e
-        )  # somebody's own: the code has let a task of its own be cancelled
+        item.censored = _unexpected(name, e)  # the item's code has let a task of its own be cancelled
     except GeneratorError as e:
         item.censored = _unexpected(name, e)
     except (Exception, SystemExit) as e:
@@ -101,10 +104,10 @@ def _ends_the_run(error: BaseException) -> bool:
 
 def _unexpected(name: str, error: BaseException) -> Censored:
     words = shortened(" ".join(str(error).split()), 1000)
-    reason = valid_text(f"{type(error).__name__}: {words}{place(error)} ({name})")
+    found = censored(CensorCause.EXCEPTION, f"{type(error).__name__}: {words}{place(error)} ({name})")
     told = "".join(traceback.format_exception(error))
-    log.error("unexpected exception: %s\n%s", reason, valid_text(shortened(told, LONGEST_TRACEBACK)))
-    return Censored(CensorCause.EXCEPTION, reason)
+    log.error("unexpected exception: %s\n%s", found.reason, valid_text(shortened(told, LONGEST_TRACEBACK)))
+    return found
 
 
 @contextmanager
@@ -127,13 +130,7 @@ def train_prompt(source: PromptSource, index: int) -> Prompt:
     with boundary(f"prompt {index}") as item:
         return source.train(index)
     assert item.censored is not None
-    return Prompt(index, "", [], {}, refusal=item.censored.reason)
-
-
-def check_readable(prompt: Prompt) -> None:
-    """Raises RowError for a prompt that its source could not make of its row."""
-    if prompt.refusal:
-        raise RowError(prompt.refusal)
+    return Prompt(index, "", [], {}, refusal=item.censored.reason, refusal_cause=item.censored.cause)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from rlsys.plugins import call, expect_function
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.agent import agent
 from rlsys.rollout.assembly import turn_ends
-from rlsys.rollout.censoring import Censored, boundary, check_readable
+from rlsys.rollout.censoring import Censored, boundary
 from rlsys.rollout.echo import echo
 from rlsys.rollout.environment import environment
 from rlsys.rollout.functions import functions
@@ -82,8 +82,9 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, speak: Speak) -
 async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str) -> Censored | None:
     """Make the whole response, within the boundary of a sample (censoring.py). Why there is none; None: there is one.
     `name`: of the sample, for messages."""
+    if prompt.refusal:
+        return Censored(prompt.refusal_cause, prompt.refusal)
     with boundary(name) as item:
-        check_readable(prompt)
         await generate(sample, prompt)
         if not sample.status.terminal:
             raise RuntimeError(f"rollout.generator left the response {sample.status}")

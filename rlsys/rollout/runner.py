@@ -330,9 +330,7 @@ class SampleRunner:
 
     async def _ask(self, teacher: EngineTeacher, sample: Sample) -> None:
         """What the teacher says of it is saved before it has a reward: nobody asks twice."""
-        with boundary(
-            f"prompt {self._buffer.groups[sample.group_id].prompt_index}, sample {sample.sample_id}"
-        ) as item:
+        with boundary(f"{named(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
             reason = await teacher.ask(sample)
         if item.censored is not None:
             sample.censor(item.censored.cause, item.censored.reason)

@@ -152,14 +152,18 @@ class Worker:
             call.add_done_callback(self._calls.discard)
 
     async def _answer(self, call: Call) -> None:
+        """What it raises, the coordinator raises where somebody waits."""
         result, error = b"", b""
-        try:
-            result = pack(await getattr(self, f"do_{call.name}")(**unpack(call.arguments)))
-        except (RlsysError, RefusedPrompt) as e:
-            error = pack(e)
-        except Exception as e:  # a bug of ours: the coordinator raises it where somebody waits
-            log.exception("%s", call.name)
-            error = pack(e)
+        work = getattr(self, f"do_{call.name}")(**unpack(call.arguments))
+        (found,) = await asyncio.gather(work, return_exceptions=True)
+        if isinstance(found, Exception):
+            if not isinstance(found, RlsysError | RefusedPrompt):
+                log.error("%s", call.name, exc_info=found)
+            error = pack(found)
+        elif isinstance(found, BaseException):
+            raise found
+        else:
+            result = pack(found)
         self.flush()
         self._tell_figures()
         self._link.send(Answer(call.number, result, error))
