@@ -63,17 +63,37 @@ class RowSource:
         self._keys, self._tokenizer = config.data.keys, tokenizer
         self._seed = (config.data.seed + config.run.seed, shuffle_seed)
         self._rows, self._held_rows = rows, held if held is not None else rows
-        keys = [self._read(rows, i).key for i in range(len(rows))]
+        self.unreadable: list[str] = []
+        """Why rows cannot be read as prompts, each with its place. A chat template may refuse others."""
+        self.unanswered: list[str] = []
+        """Places of rows without a right answer, where others have one."""
+        keys = self._scan(rows)
         if held is None:
             taken = {key: i for i, key in reversed(list(enumerate(keys))) if is_heldout(key)}
         else:
-            taken = {self._read(held, i).key: i for i in reversed(range(len(held)))}
+            taken = {key: i for i, key in reversed(list(enumerate(self._scan(held))))}
         self._held = sorted(taken.values())
         self.held_keys = frozenset(taken)
         """Row.key of the prompts that are never trained."""
         self._train = list(range(len(rows)))
         self._all_keys = keys
         self.leave_out(self.held_keys)
+
+    def _scan(self, table: Table) -> list[str]:
+        """Row.key of each row. Raises RowError for what is no row."""
+        keys, without = [], []
+        for number in range(len(table)):
+            row, where = self._read(table, number), table.place(number)
+            keys.append(row.key)
+            if "answer" not in row.entry:
+                without.append(where)
+            try:
+                check_texts(row.entry, where)
+            except RowError as e:
+                self.unreadable.append(str(e))
+        if len(without) < len(keys):
+            self.unanswered += without
+        return keys
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Rows with these keys are not trained. Raises UserError when no other is left."""
@@ -130,18 +150,6 @@ class RowSource:
         place of an index."""
         numbers = heapq.nlargest(count, self._train, key=lambda i: len(self._all_keys[i]))
         return [self._prompt(i, self._read(self._rows, i), self._rows.place(i)) for i in numbers]
-
-    def unreadable(self) -> list[str]:
-        """Why rows of its tables cannot be read as prompts, each with its place. Only their texts are looked at: a
-        template may refuse others."""
-        found = []
-        for table in {id(t): t for t in (self._rows, self._held_rows)}.values():
-            for number in range(len(table)):
-                try:
-                    check_texts(table.row(number), table.place(number))
-                except RowError as e:
-                    found.append(str(e))
-        return found
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

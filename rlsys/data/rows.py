@@ -14,7 +14,7 @@ from typing import Any
 
 from rlsys.config.data import KeysConfig
 from rlsys.errors import RowError
-from rlsys.texts import is_valid_text
+from rlsys.texts import is_valid_text, load_json
 
 Entry = dict[str, Any]
 Message = dict[str, Any]
@@ -149,7 +149,7 @@ def tools_of(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | 
         return None
     if isinstance(found, str):  # tables keep schemas as texts: columns have one type
         try:
-            found = json.loads(found)
+            found = load_json(found)
         except ValueError as e:
             raise RowError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):

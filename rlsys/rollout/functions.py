@@ -11,6 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rlsys.agents.messages import BadRequest, read_tools
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
@@ -198,7 +199,10 @@ def functions(
                 f"{prompt.where or 'the prompt'}: rollout.generator = 'functions', but it offers no tools; expected "
                 "schemas under tools, or in data.chat_template_args.tools"
             )
-        return found
+        try:
+            return read_tools(found, "tools")
+        except BadRequest as e:
+            raise RowError(f"{prompt.where or 'the prompt'}: {e}") from None
 
     return FunctionTurns(
         speak,

@@ -152,8 +152,10 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
         train = [train_prompt(source, i) for i in range(TRAINED)]
         heldout = source.heldout(min(config.eval.prompts, HELDOUT))
         longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
-        unreadable = source.unreadable() if isinstance(source, RowSource) else []
+        unreadable = source.unreadable if isinstance(source, RowSource) else []
     lines = []
+    if isinstance(source, RowSource) and source.unanswered:
+        lines.append(f"{len(source.unanswered)} rows have no right answer: {_some(source.unanswered)}")
     if unreadable:
         lines.append(f"{len(unreadable)} rows cannot be read, and are left out: {_some(unreadable)}")
     for what, prompts, fate in (
