@@ -23,15 +23,17 @@ from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
+from rlsys.engine.wire import EngineError
 from rlsys.errors import RunError, UserError
 from rlsys.identity import NOBODY
-from rlsys.rollout import evaluation
+from rlsys.rollout import evaluation, tryout
 from rlsys.rollout.evaluation import answer_all
 from rlsys.rollout.functions import Functions, FunctionTurns
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.samples import SampleQuery
 from rlsys.rollout.trial import try_rollout
 from rlsys.rollout.turn_reader import Call, ToolFailed, Turn
+from rlsys.router.ladder import RefusedRequest
 from rlsys.router.limits import Limits
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.spans import VersionSpan
@@ -40,7 +42,7 @@ from rlsys.types import Prompt, Sample, Segment, Status
 from tests.helpers import rollout_rig
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.rollout_rig import Numbers, make_config, rig
-from tests.helpers.router_rig import CANARY_IDS, routing
+from tests.helpers.router_rig import CANARY_IDS, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs
 from tests.helpers.service_rig import served, ticking
 from tests.unit.test_functions import SCHEMA, TEMPLATE
@@ -115,6 +117,27 @@ def bad_rows(tmp_path: Path) -> Config:
     )
 
 
+@pytest.mark.gate  # it takes 2 s
+async def test_try_shows_why_a_prompt_is_not_answered(tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        {"prompt": "1+1", "answer": "2"}, {"prompt": "3+4" * 2000, "answer": "7"}, {"prompt": HALF, "answer": ""},
+    )  # fmt: skip
+    held = write_rows(tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "14"} for i in range(3)))
+    engine = HttpEngine()
+    try:
+        given = config_of_rows(tmp_path, rows, held, rollout={"max_response_tokens": 8})
+        found = await outcome(tryout.try_out(given, {await engine.start(): NOBODY}))
+    finally:
+        await engine.stop()
+    assert isinstance(found, list), found
+    reasons = sorted(str(entry["samples"][0]["reason"]) for entry in found)
+    assert reasons[0] == "None" and "half of a character" in reasons[1] and "6004 tokens" in reasons[2], (
+        reasons
+    )
+
+
+@pytest.mark.gate  # it takes 2 s
 async def test_eval_counts_the_prompts_that_it_leaves_out(bad_rows: Config) -> None:
     engine = HttpEngine()
     try:
@@ -222,6 +245,8 @@ RAISES = {
     "half an emoji": "raise ValueError('\\ud83d')",
     "5 MB": "raise ValueError('y' * 5_000_000)",
     "nothing said": "return",
+    "a turn under way": "asyncio.ensure_future(speak(sample)); await asyncio.sleep(0); raise ValueError('beside it')",
+    "what would fool the loss": "from rlsys.errors import GeneratorError; raise GeneratorError('no sample')",
 }
 
 
@@ -333,6 +358,42 @@ def test_there_is_one_broad_except_in_what_runs() -> None:
             if broad and not isinstance(handler.body[-1], ast.Raise) and name not in USER_CODE:
                 found.append(name)
     assert found == ["rlsys/rollout/censoring.py"]
+
+
+async def test_a_row_that_a_generator_cannot_use_is_not_unexpected(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        OWN.replace("sample.index == 0 and ", "").replace(
+            "RAISES", "from rlsys.errors import RowError; raise RowError('it offers no tools')"
+        )
+    )
+    rollout = {"groups_per_step": 8, "group_size": 4, "generator": f"{tmp_path}/own.py:own"}
+    async with rig(make_config(tmp_path, rollout=rollout)) as r:
+        await r.start()
+        taken = await r.take(1)
+        assert taken.metrics["censored_samples_row"] == 8
+        reasons = {
+            s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=10))
+        }
+        assert "it offers no tools (prompt 1, sample 4)" in reasons
+
+
+@pytest.mark.virtual_clock
+async def test_a_request_that_an_engine_refuses_is_that_samples_matter() -> None:
+    class Refuses(ScriptedEngine):
+        async def stream(self, body: dict[str, Any]) -> Any:
+            if body["rid"].partition("-")[2].startswith("1-"):
+                raise EngineError("400: stop is too long", 400)
+            async for chunk in super().stream(body):
+                yield chunk
+
+    async with routing(Refuses("http://a:1")) as r:
+        await r.push()
+        samples = [sample(i) for i in range(3)]
+        found = await asyncio.gather(*(r.start(s) for s in samples), return_exceptions=True)
+        assert isinstance(found[1], RefusedRequest)
+        assert [s.status for s in samples] == [Status.FINISHED, Status.PARKED, Status.FINISHED]
+        assert r.router.stats()["engines_serving"] == 1
+        await r.router.until_idle(samples[1])
 
 
 # Environments
