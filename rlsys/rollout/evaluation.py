@@ -56,13 +56,10 @@ def probes(source: PromptSource, count: int) -> list[Probe]:
 
 async def answers(answer: Generator, asked: Sequence[Probe]) -> list[str | None]:
     """Make the responses, all at once. Why one is left out, in their order; None: there it is."""
-    made = await asyncio.gather(*(respond_to(answer, s, p, f"held-out {named(p)}") for s, p in asked))
+    made = await asyncio.gather(*(respond_to(answer, s, p, named(p)) for s, p in asked))
     for (_, prompt), censored in zip(asked, made, strict=True):
         if censored is not None:
-            log.warning(
-                "evaluation: held-out prompt %d is left out (%s): %s",
-                prompt.index, censored.cause.value, censored.reason,
-            )  # fmt: skip
+            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, censored.reason)
     return [None if censored is None else censored.reason for censored in made]
 
 
@@ -77,7 +74,7 @@ async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
     """In their order."""
-    return await asyncio.gather(*(scorer.verdict(p, s, f"held-out {named(p)}") for s, p in answered))
+    return await asyncio.gather(*(scorer.verdict(p, s, named(p)) for s, p in answered))
 
 
 def judge(answered: list[Probe], verdicts: list[Verdict], asked: int) -> EvalResult:

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,8 @@ class Worker:
     async def _answer(self, call: Call) -> None:
         """What it raises, the coordinator raises where somebody waits."""
         result, error = b"", b""
-        work = getattr(self, f"do_{call.name}")(**unpack(call.arguments))
-        (found,) = await asyncio.gather(work, return_exceptions=True)
+        work: Awaitable[Any] = getattr(self, f"do_{call.name}")(**unpack(call.arguments))
+        found: Any = (await asyncio.gather(work, return_exceptions=True))[0]
         if isinstance(found, Exception):
             if not isinstance(found, RlsysError | RefusedPrompt):
                 log.error("%s", call.name, exc_info=found)
