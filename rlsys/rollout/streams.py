@@ -130,9 +130,8 @@ class Streams:
         interrupt only."""
         self._running[sample.sample_id] = sample
         try:
-            censored = await respond(
-                self._generator, sample, prompt, f"{named(prompt)}, sample {sample.sample_id}"
-            )
+            name = f"{named(prompt)}, sample {sample.sample_id}"
+            censored = await respond(self._to_its_end, sample, prompt, name)
             if censored is not None:
                 await self._router.until_idle(sample)
                 sample.censor(censored.cause, censored.reason)
@@ -140,6 +139,11 @@ class Streams:
             del self._running[sample.sample_id]
         self._shelf.save([sample])
         self._shelf.flush_soon()
+
+    async def _to_its_end(self, sample: Sample, prompt: Prompt) -> None:
+        await self._generator(sample, prompt)
+        if not sample.status.terminal:  # nobody would end it
+            raise RuntimeError(f"rollout.generator left the response {sample.status}")
 
     async def _saved(self, sample: Sample) -> None:
         """It is saved, and outlives this process when this returns."""
