@@ -19,6 +19,15 @@ class UserError(RlsysError):
     exit_code = 2
 
 
+class RowError(UserError):
+    """A row of the data that is no prompt; the message names its file and line. In a run its samples are censored."""
+
+
+class GeneratorError(UserError):
+    """What a generator of the user's does would train other tokens than engines made. In a run the sample is
+    censored."""
+
+
 class RunError(RlsysError):
     """The run cannot go on: an engine died twice, a push failed attestation. Exit code 1, nothing lost."""
 

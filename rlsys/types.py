@@ -17,6 +17,7 @@ from typing import Any
 
 from rlsys.arrays import LogProbs, TokenIds, log_probs, token_ids
 from rlsys.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
+from rlsys.texts import shortened, valid_text
 
 
 class Status(StrEnum):
@@ -31,6 +32,23 @@ class Status(StrEnum):
     @property
     def terminal(self) -> bool:
         return self in (Status.FINISHED, Status.TRUNCATED, Status.CENSORED)
+
+
+LONGEST_REASON = 2000
+"""Characters of the reason why a sample has no reward: an exception's message may have megabytes."""
+
+
+class CensorCause(StrEnum):
+    """What went wrong with a sample that has no reward."""
+
+    PROMPT = "prompt"  # it leaves no room for a response, or has an id outside the vocabulary
+    ROW = "row"  # its row cannot be read as a prompt
+    TOOL = "tool"  # a tool, an agent or an environment failed
+    ENGINE = "engine"  # engines died of it, or refused it
+    REWARD = "reward"  # the reward function raised, hung, or gave no number
+    TEACHER = "teacher"  # the teacher refused it, or was away
+    DEADLINE = "deadline"  # rollout.group_deadline
+    EXCEPTION = "exception"  # what nobody foresaw
 
 
 class GroupState(StrEnum):
@@ -101,6 +119,7 @@ class Sample:
     """Of each turn of the model, sequence by sequence, where an environment or the reward function gives them."""
     answer: str | None = None  # the canonical final answer
     censor_reason: str | None = None
+    censor_cause: CensorCause | None = None  # not kept over a restart: what is censored does not run again
     resumes: int = 0  # how often it went on after an interruption with tokens in hand
     # Since it got its last token, kept over restarts: engines that died with a request of it, and those that answered
     # one with a server error.
@@ -179,6 +198,11 @@ class Sample:
         )  # fmt: skip
         self.further.append(made)
         return made
+
+    def censor(self, cause: CensorCause, reason: str) -> None:
+        """There will be no reward. The reason may be anybody's text: it is made valid, and cut."""
+        self.status, self.censor_cause = Status.CENSORED, cause
+        self.censor_reason = shortened(valid_text(reason), LONGEST_REASON)
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes. Raises ValueError when they disagree; then nothing changed."""
@@ -314,6 +338,10 @@ class Prompt:
     entry: dict[str, Any]
     question: str = ""
     where: str = ""
+    refusal: str = ""
+    """Why the source could not make a prompt of its row, with the row's place; then `ids` is empty. Its samples are
+    censored, for `refusal_cause`."""
+    refusal_cause: CensorCause = CensorCause.ROW
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from rlsys.errors import RunError
+from rlsys.texts import load_json
 
 START_SECONDS = 120.0
 KEPT_VARIABLES = (
@@ -149,9 +150,11 @@ class Worker:
             self._questions.write(LENGTH.pack(len(message)) + message)
             await self._questions.drain()
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
-            answer = json.loads(await self._answers.readexactly(length))
+            answer = load_json(await self._answers.readexactly(length))
         except (ConnectionError, asyncio.IncompleteReadError):
             raise WorkerError(f"ProcessEnded: with code {await self._process.wait()}") from None
+        except ValueError as e:
+            raise WorkerError(f"ValueError: its answer is no JSON: {e}") from None
         self.busy = False
         if "error" in answer:
             raise WorkerError(answer["error"])

@@ -13,11 +13,14 @@ from rlsys.agents.messages import (
     Message,
     check_fields,
     function_tool,
+    read_call,
     read_most,
     read_sampling,
     read_stop,
+    read_stream,
     read_text,
 )
+from rlsys.texts import load_json
 
 PATH = "/v1/messages"
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -49,7 +52,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         [function_tool(tool, "input_schema") for tool in tools],
         read_most(body, "max_tokens"),
         read_stop(body, "stop_sequences"),
-        bool(body.get("stream")),
+        read_stream(body),
         read_sampling(body),
     )
 
@@ -68,8 +71,8 @@ def _messages(row: Any, param: str) -> list[Message]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append(read_call({"id": block.get("id"), "function": function}, f"{param}.content"))
         elif kind == "tool_result" and role == "user":
             said = read_text(block.get("content"), f"{param}.content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
@@ -105,7 +108,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 def _input(arguments: str) -> Any:
     """Theirs is an object; what the model wrote otherwise cannot be said."""
     try:
-        found = json.loads(arguments)
+        found = load_json(arguments)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

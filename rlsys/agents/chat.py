@@ -10,12 +10,13 @@ from rlsys.agents.messages import (
     Answer,
     Asked,
     BadRequest,
-    Message,
     check_fields,
+    read_message,
     read_most,
     read_sampling,
     read_stop,
-    read_text,
+    read_stream,
+    read_tools,
 )
 
 PATH = "/v1/chat/completions"
@@ -39,42 +40,15 @@ def read(body: Mapping[str, Any]) -> Asked:
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
         raise BadRequest("messages: expected a list with at least one message", "messages")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(
-        isinstance(t, dict) and t.get("type") == "function" for t in tools
-    ):
-        raise BadRequest("tools: expected a list of functions", "tools")
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     return Asked(
-        [_message(row, f"messages[{i}]") for i, row in enumerate(rows)],
-        tools,
+        [read_message(row, f"messages[{i}]") for i, row in enumerate(rows)],
+        read_tools(body.get("tools"), "tools"),
         read_most(body, most),
         read_stop(body, "stop"),
-        bool(body.get("stream")),
+        read_stream(body),
         read_sampling(body),
     )
-
-
-def _message(row: Any, param: str) -> Message:
-    role = row.get("role") if isinstance(row, dict) else None
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise BadRequest(f"{param}.role = {role!r}: expected system, user, assistant or tool", param)
-    message = {"role": "system" if role == "developer" else role}
-    message["content"] = read_text(row.get("content"), f"{param}.content")
-    for name in ("tool_call_id", "name"):
-        if row.get(name):
-            message[name] = row[name]
-    if calls := row.get("tool_calls"):
-        message["tool_calls"] = [_call(call, f"{param}.tool_calls") for call in calls]
-    return message
-
-
-def _call(call: Any, param: str) -> Mapping[str, Any]:
-    try:
-        function = {"name": str(call["function"]["name"]), "arguments": str(call["function"]["arguments"])}
-        return {"id": call["id"], "type": "function", "function": function}
-    except (KeyError, TypeError):
-        raise BadRequest(f"{param}: expected id and function with name and arguments", param) from None
 
 
 def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rlsys.agents import anthropic, chat, responses
@@ -137,9 +138,9 @@ class Endpoint:
         if (session := self._session(request)) is None:
             return refusal(401, "not the address and key of an agent that runs")
         try:
-            body = await request.json()
+            body = await read_json(request)
             reward = float(body["reward"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return refusal(400, 'expected {"reward": NUMBER}')
         if not math.isfinite(reward):
             return refusal(400, f"reward = {reward}: expected a finite number", "reward")
@@ -152,9 +153,9 @@ class Endpoint:
             if session is None:
                 return refusal(401, "not the address and key of an agent that runs")
             try:
-                body = await request.json()
-            except ValueError:
-                return refusal(400, "the body is no JSON")
+                body = await read_json(request)
+            except ValueError as e:
+                return refusal(400, f"the body is no JSON: {e}")
             if not isinstance(body, dict):
                 return refusal(400, "the body is no JSON object")
             try:
@@ -200,6 +201,16 @@ async def _wait(
     await response.write_eof()
     question.delivered = True
     return response
+
+
+async def read_json(request: web.Request) -> Any:
+    """A request's body. Raises ValueError for what is no JSON, for half of a character (a lone surrogate), which no
+    tokenizer could read, and for one that is nested too deeply."""
+    body = await request.read()
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 async def begun(request: web.Request, stream: bool) -> web.StreamResponse:

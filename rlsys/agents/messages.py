@@ -13,6 +13,7 @@ from typing import Any
 
 from rlsys.engine_requests import ALIASES, ANY_ENGINE, RefusedPrompt, check_stop, short
 from rlsys.engine_requests import SAMPLING as ENGINE_SAMPLING
+from rlsys.texts import load_json
 
 Message = Mapping[str, Any]
 """{"role", "content": text}; of an assistant also "tool_calls", of a tool "tool_call_id"."""
@@ -105,7 +106,7 @@ def _plain(message: Message) -> tuple[Any, ...]:
 
 def _arguments(text: str) -> str:
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
+        return json.dumps(load_json(text), sort_keys=True)
     except ValueError:
         return text
 
@@ -126,6 +127,82 @@ def read_text(content: Any, param: str) -> str:
             raise BadRequest(f"{param} has a part of type {kind!r}; the model reads text only", param)
         found.append(text)
     return "".join(found)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_message(row: Any, param: str) -> Message:
+    """One message of a chat, whoever says it: an agent or an environment. Raises BadRequest."""
+    role = row.get("role") if isinstance(row, dict) else None
+    if role not in ROLES:
+        raise BadRequest(f"{param}.role = {role!r:.80}: expected system, user, assistant or tool", param)
+    message = {"role": "system" if role == "developer" else role}
+    message["content"] = read_text(row.get("content"), f"{param}.content")
+    for name in ("tool_call_id", "name"):
+        if row.get(name):
+            message[name] = row[name]
+    calls = row.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise BadRequest(f"{param}.tool_calls = {calls!r:.80}: expected a list", param)
+    if calls:
+        message["tool_calls"] = [read_call(call, f"{param}.tool_calls") for call in calls]
+    return message
+
+
+def read_call(call: Any, param: str) -> Mapping[str, Any]:
+    """A call of a tool in a message. Arguments that are an object are taken for their JSON. Raises BadRequest."""
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, str) or "id" not in call:
+        raise BadRequest(f"{param}: expected id and function with name and arguments, which are texts", param)
+    return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_tools(tools: Any, param: str) -> list[Mapping[str, Any]]:
+    """Schemas of functions in chat's form. Raises BadRequest."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple):
+        raise BadRequest(f"{param} = {tools!r:.80}: expected a list of functions", param)
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or tool.get("type", "function") != "function"
+        ):
+            raise BadRequest(
+                f'{param}[{i}]: expected {{"type": "function", "function": {{"name": ...}}}}', f"{param}[{i}]"
+            )
+    return list(tools)
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Texts that end a turn: one, or a list of them. Raises BadRequest for an empty one, which would end every turn
+    before it begins."""
+    stop = body.get(name)
+    if stop is None:
+        return ()
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequest(
+            f"{name} = {json.dumps(stop)[:80]}: expected a text, or a list of texts, none empty", name
+        )
+    return tuple(texts)
+
+
+def read_stream(body: Mapping[str, Any]) -> bool:
+    """Whether the answer is to come as a stream. Raises BadRequest for options of it that are none."""
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest(f"stream_options = {json.dumps(options)[:80]}: expected an object", "stream_options")
+    return bool(body.get("stream"))
 
 
 SAMPLING = (
@@ -186,6 +263,11 @@ def _check_parameter(parameter: str, value: Any, name: str | None = None) -> Non
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """A tool in chat's form, of one that has its function's fields itself; `parameters`: where their schema is."""
-    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    """A tool in chat's form, of one that has its function's fields itself; `parameters`: where their schema is.
+
+    Raises BadRequest for one without a name.
+    """
+    if not isinstance(tool.get("name"), str):
+        raise BadRequest(f"tools: name = {tool.get('name')!r:.80}, expected a text", "tools")
+    function = {"name": tool["name"], "description": tool.get("description") or ""}
     return {"type": "function", "function": {**function, "parameters": tool.get(parameters) or {}}}

@@ -54,7 +54,7 @@ class AgentService:
     async def _ask(self, body: dict[str, Any], ended: asyncio.Future[Ended]) -> None:
         try:
             async with self._there(body) as answer:
-                said = " ".join((await answer.text(errors="replace")).split())[:LONGEST_WORDS]
+                said = " ".join((await answer.read()).decode(errors="replace").split())[:LONGEST_WORDS]
                 error = None if answer.status == 200 else f"its service answered {answer.status} {said}"
                 end = Ended(error)
         except (aiohttp.ClientError, OSError) as e:

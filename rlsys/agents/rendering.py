@@ -19,6 +19,7 @@ from typing import Any
 from rlsys.agents.messages import BadRequest, Message
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
+from rlsys.texts import load_json
 
 _QUESTION, _TURN = "RLSYS-QUESTION", "RLSYS-TURN"
 
@@ -76,5 +77,5 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     with contextlib.suppress(ValueError):  # no JSON: shown as it was written
-        function["arguments"] = json.loads(function["arguments"])
+        function["arguments"] = load_json(function["arguments"])
     return {**call, "function": function}

@@ -15,8 +15,10 @@ from rlsys.agents.messages import (
     BadRequest,
     check_fields,
     function_tool,
+    read_call,
     read_most,
     read_sampling,
+    read_stream,
     read_text,
 )
 
@@ -54,7 +56,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         [function_tool(tool, "parameters") for tool in tools],
         read_most(body, "max_output_tokens"),
         (),
-        bool(body.get("stream")),
+        read_stream(body),
         read_sampling(body),
     )
 
@@ -65,8 +67,8 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
     if kind == "reasoning":
         return
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": str(item.get("arguments"))}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = read_call({"id": item.get("call_id"), "function": function}, param)
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)

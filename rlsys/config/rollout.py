@@ -101,6 +101,10 @@ class RolloutConfig(Section):
     reward_concurrency: Positive = 4
     """Rewards computed at the same time. A plain reward function gets up to this many processes; an async one
     gets none."""
+    max_failed_share: Fraction = 0.05
+    """Largest share of a train step's samples that may end in an exception that nobody foresaw (of a generator, a
+    source or a planner); each is censored, and more of them end the run. What rows, tools, agents, environments and
+    rewards get wrong in the ways that docs/rollout.md names does not count here."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without a new token or reward after which a waiting take stops the run with a message. The run
     also stops when code in the rollout's event loop (an async reward) blocks it for so long."""

@@ -16,7 +16,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data.pop("router")
     for key in ("dir", "trackers", "spans"):
         data["run"].pop(key)
-    for key in ("repeat", "keep_groups", "workers"):
+    for key in ("repeat", "keep_groups", "workers", "max_failed_share"):
         data["rollout"].pop(key)
     data["data"].pop("judge_timeout")
     if "://" in (data["data"]["judge"] or ""):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rlsys.config import Config
 from rlsys.config.section import NonNegative, Positive, Section
 from rlsys.data.row_source import Paths
-from rlsys.data.rows import Entry, Message, described, read_messages, read_row
+from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row
 from rlsys.data.source import stable_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
@@ -100,6 +100,7 @@ class _Rows:
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):
                 found = ", ".join(row) if isinstance(row, dict) else described(row)
                 raise UserError(f"{self._table.place(i)}: expected {' or '.join(keys)}, found {found}")
+            check_texts(row, self._table.place(i))
         self._longest, self._size, self._traces = config.trainer.token_budget, params.batch, traces
         self._seed = ("answers", config.data.seed + config.run.seed, params.shuffle_seed)
         self._order = lru_cache(maxsize=2)(self._epoch_order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
@@ -12,12 +13,13 @@ from pydantic import BeforeValidator, Field
 from rlsys.config import Config
 from rlsys.config.section import FilePath, NonNegative, Section
 from rlsys.data.hub import read_dataset
-from rlsys.data.rows import Row, read_row
+from rlsys.data.rows import Row, check_texts, read_row
 from rlsys.data.source import PromptSource, is_heldout, stable_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
+from rlsys.texts import valid_text
 from rlsys.types import Prompt
 
 
@@ -61,17 +63,37 @@ class RowSource:
         self._keys, self._tokenizer = config.data.keys, tokenizer
         self._seed = (config.data.seed + config.run.seed, shuffle_seed)
         self._rows, self._held_rows = rows, held if held is not None else rows
-        keys = [self._read(rows, i).key for i in range(len(rows))]
+        self.unreadable: list[str] = []
+        """Why rows cannot be read as prompts, each with its place. A chat template may refuse others."""
+        self.unanswered: list[str] = []
+        """Places of rows without a right answer, where others have one."""
+        keys = self._scan(rows)
         if held is None:
             taken = {key: i for i, key in reversed(list(enumerate(keys))) if is_heldout(key)}
         else:
-            taken = {self._read(held, i).key: i for i in reversed(range(len(held)))}
+            taken = {key: i for i, key in reversed(list(enumerate(self._scan(held))))}
         self._held = sorted(taken.values())
         self.held_keys = frozenset(taken)
         """Row.key of the prompts that are never trained."""
         self._train = list(range(len(rows)))
         self._all_keys = keys
         self.leave_out(self.held_keys)
+
+    def _scan(self, table: Table) -> list[str]:
+        """Row.key of each row. Raises RowError for what is no row."""
+        keys, without = [], []
+        for number in range(len(table)):
+            row, where = self._read(table, number), table.place(number)
+            keys.append(row.key)
+            if "answer" not in row.entry:
+                without.append(where)
+            try:
+                check_texts(row.entry, where)
+            except RowError as e:
+                self.unreadable.append(str(e))
+        if len(without) < len(keys):
+            self.unanswered += without
+        return keys
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Rows with these keys are not trained. Raises UserError when no other is left."""
@@ -113,11 +135,21 @@ class RowSource:
         return sorted(range(len(self._train)), key=lambda i: stable_hash(self._seed, epoch, i, bits=64))
 
     def _prompt(self, index: int, row: Row, where: str) -> Prompt:
+        """One that is refused where the row cannot be read as a prompt."""
         try:
+            check_texts(row.entry, where)
             text = self._tokenizer.apply_chat(row.messages, tools=row.tools)
-        except UserError as e:
-            raise UserError(f"{where}: {e}") from None
-        return Prompt(index, text, self._tokenizer.encode(text), row.entry, row.question, where)
+            ids = self._tokenizer.encode(text)
+        except RowError as e:
+            told = str(e) if str(e).startswith(where) else f"{where}: {e}"
+            return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
+        return Prompt(index, text, ids, row.entry, row.question, where)
+
+    def longest(self, count: int) -> list[Prompt]:
+        """The training prompts of the rows with the longest texts, the longest first; each has its row's number in
+        place of an index."""
+        numbers = heapq.nlargest(count, self._train, key=lambda i: len(self._all_keys[i]))
+        return [self._prompt(i, self._read(self._rows, i), self._rows.place(i)) for i in numbers]
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

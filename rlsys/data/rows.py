@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.data import KeysConfig
-from rlsys.errors import UserError
+from rlsys.errors import RowError
+from rlsys.texts import is_valid_text, load_json
 
 Entry = dict[str, Any]
 Message = dict[str, Any]
@@ -44,9 +45,9 @@ class Row:
 
 
 def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
-    """`where`: the row's place, for messages. Raises UserError, one line, for what is no prompt."""
+    """`where`: the row's place, for messages. Raises RowError, one line, for what is no prompt."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with prompt or messages, found {described(row)}")
+        raise RowError(f"{where}: expected an object with prompt or messages, found {described(row)}")
     prompt = _prompt(row, keys.prompt, where)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt
@@ -55,8 +56,25 @@ def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
         question = messages[0]["content"] if [m["role"] for m in messages] == ["user"] else ""
     if not messages or messages[-1]["role"] == "assistant":
         what = "ends with the assistant's turn" if messages else "is empty"
-        raise UserError(f"{where}: the prompt {what}; expected a chat that ends with the user's turn")
+        raise RowError(f"{where}: the prompt {what}; expected a chat that ends with the user's turn")
     return Row(messages, question, _with_answer(row, keys.answer, where), tools_of(row, keys.tools, where))
+
+
+def check_texts(value: Any, where: str) -> None:
+    """Raises RowError for half of a character in any text of a row: no tokenizer can read it, and no file hold it."""
+    at = [value]
+    while at:
+        found = at.pop()
+        if isinstance(found, str):
+            if not is_valid_text(found):
+                raise RowError(
+                    f"{where}: a text has half of a character (a lone UTF-16 surrogate, as is left of an emoji that "
+                    f"was cut in two): {found!a:.80}"
+                )
+        elif isinstance(found, dict):
+            at += [*found, *found.values()]
+        elif isinstance(found, list):
+            at += found
 
 
 def find(row: Entry, path: str) -> Any:
@@ -77,26 +95,26 @@ def _prompt(row: Entry, key: str | None, where: str) -> str | list[Any]:
         if found is _MISSING or found is None:
             continue
         if not isinstance(found, str | list):
-            raise UserError(f"{where}: {path} is {described(found)}; expected a text, or a list of messages")
+            raise RowError(f"{where}: {path} is {described(found)}; expected a text, or a list of messages")
         if found == "":
-            raise UserError(f"{where}: {path} is empty")
+            raise RowError(f"{where}: {path} is empty")
         return found
     if key:
-        raise UserError(_no_key("prompt", key, row, where))
+        raise RowError(_no_key("prompt", key, row, where))
     near = next((name for name in _LIKELY if name in row), None)
     hint = f"; did you mean data.keys.prompt={near}?" if near else f"; its keys: {_names(row)}"
-    raise UserError(f"{where}: expected prompt (a text or a chat) or messages (a chat){hint}")
+    raise RowError(f"{where}: expected prompt (a text or a chat) or messages (a chat){hint}")
 
 
 def read_messages(messages: list[Any], where: str) -> list[Message]:
-    """Raises UserError for what is no message of a chat."""
+    """Raises RowError for what is no message of a chat."""
     return [_message(m, where) for m in messages]
 
 
 def _message(message: Any, where: str) -> Message:
     """Without keys that have no value: tables give every message the keys of all of them."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(
+        raise RowError(
             f'{where}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
         )
     kept = {k: v for k, v in message.items() if v is not None}
@@ -105,10 +123,10 @@ def _message(message: Any, where: str) -> Message:
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else described(part)
-                raise UserError(f"{where}: a message has a part of type {kind}; expected text only")
+                raise RowError(f"{where}: a message has a part of type {kind}; expected text only")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise UserError(f"{where}: the content of a message is {described(content)}; expected a text")
+        raise RowError(f"{where}: the content of a message is {described(content)}; expected a text")
     return {**kept, "content": content}
 
 
@@ -117,25 +135,25 @@ def _with_answer(row: Entry, key: str | None, where: str) -> Entry:
         found = find(row, path)
         if found is not _MISSING and found is not None:
             return {**row, "answer": found}
-    if key:
-        raise UserError(_no_key("answer", key, row, where))
+    if key and find(row, key) is _MISSING:
+        raise RowError(_no_key("answer", key, row, where))
     return {k: v for k, v in row.items() if k != "answer"} if "answer" in row else dict(row)
 
 
 def tools_of(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | None:
-    """The schemas of the functions that a row offers. Raises UserError for what is no list of them."""
+    """The schemas of the functions that a row offers. Raises RowError for what is no list of them."""
     found = find(row, key or "tools")
     if found is _MISSING or found is None:
         if key:
-            raise UserError(_no_key("tools", key, row, where))
+            raise RowError(_no_key("tools", key, row, where))
         return None
     if isinstance(found, str):  # tables keep schemas as texts: columns have one type
         try:
-            found = json.loads(found)
+            found = load_json(found)
         except ValueError as e:
-            raise UserError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
+            raise RowError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
-        raise UserError(
+        raise RowError(
             f"{where}: {key or 'tools'}: expected a list of function schemas, found {described(found)}"
         )
     return found or None

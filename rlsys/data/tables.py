@@ -82,6 +82,8 @@ def read_lines(paths: Sequence[Path]) -> Lines:
                 continue
             try:
                 rows.append(json.loads(line))
+            except RecursionError:
+                raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
             except ValueError as e:
                 whole = number == 1 and line.lstrip()[0] in "[{" and _is_json(data)
                 hint = "; the file is one JSON value, expected one object a line" if whole else f": {e}"

@@ -22,10 +22,17 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
+from rlsys.texts import is_valid_text, shortened
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""
+
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What the expressions of a template raise for messages that it does not expect."""
 
 
 class Tokenizer:
@@ -72,7 +79,9 @@ class Tokenizer:
         self._template: jinja2.Template | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands: no bos or eos is added."""
+        """Ids of `text` as it stands: no bos or eos is added. Raises ValueError for half of a character."""
+        if not is_valid_text(text):
+            raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def unread(self, text: str) -> list[str]:
@@ -121,8 +130,8 @@ class Tokenizer:
         """The chat template over `messages` ({"role", "content", ...}); `generate` opens the assistant's turn.
         `tools`: schemas of functions, in the place of those of the chat arguments.
 
-        Raises UserError when the folder has no template, or the template refuses the messages or has no use for a
-        chat argument.
+        Raises UserError when the folder has no template, or that has no use for a chat argument, RowError when it
+        refuses the messages.
         """
         if self._template is None:
             self._template = self._compile()
@@ -131,8 +140,9 @@ class Tokenizer:
             given["tools"] = list(tools)
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=generate, **given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
-            raise UserError(f"{self.path}: the chat template refuses the messages: {e}") from None
+        except _TEMPLATE_ERRORS as e:
+            words = shortened(str(e) or type(e).__name__, 500)
+            raise RowError(f"{self.path}: the chat template refuses the messages: {words}") from None
 
     def _compile(self) -> jinja2.Template:
         if self._template_text is None:

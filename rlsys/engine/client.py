@@ -277,7 +277,9 @@ class EngineClient(Wire):
             meta = answer["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "abort":
                 if rid is None:
-                    raise EngineError(f"{self.url}/generate: somebody has aborted all its requests")
+                    raise EngineError(
+                        f"{self.url}/generate: somebody has aborted all its requests", BAD_ANSWER
+                    )
                 raise Aborted(f"{self.url}/generate: {rid} was aborted")
             self._own(str(meta.get("weight_version")))
             found = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]

@@ -52,6 +52,14 @@ class Limits:
             raise RefusedPrompt(f"the prompt has {len(ids)} tokens; there is room for {self.room - 1}")
         self.check_ids(ids)
 
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether engines take this prompt."""
+        try:
+            self.check_prompt(ids)
+        except RefusedPrompt:
+            return False
+        return True
+
     def check_ids(self, ids: Sequence[int]) -> None:
         if min(ids, default=0) < 0 or max(ids, default=0) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)

@@ -63,8 +63,8 @@ class RemoteEpisode:
         self.given_up = False
         """Nobody waits for an answer any more: a question that has none yet is not asked again. Set by any thread."""
         opened = self._within_deaths(self._open)
-        self.messages: list[dict[str, Any]] = opened["messages"]
-        self.tools: list[dict[str, Any]] = opened["tools"]
+        self.messages: list[dict[str, Any]] = opened.get("messages", [])
+        self.tools: list[dict[str, Any]] = opened.get("tools", [])
 
     @classmethod
     def of_agent(cls, task: Mapping[str, Any], seed: int | None = None) -> RemoteEpisode:
@@ -124,7 +124,7 @@ class RemoteEpisode:
         """Open it anew and play what was played. Raises EnvironmentFailed where the answers differ."""
         self.restarts += 1
         opened = self._open()
-        same = (opened["messages"], opened["tools"]) == (self.messages, self.tools)
+        same = (opened.get("messages", []), opened.get("tools", [])) == (self.messages, self.tools)
         for number, (action, answer) in enumerate(self._told):
             if not same:
                 break
@@ -158,7 +158,8 @@ class RemoteEpisode:
                     raise _Lost(reason, gone > 0)
                 if status != 503 or time.monotonic() >= end:
                     raise EnvironmentFailed(reason or f"it answered with status {status}")
-                wait = max(pause, float(said.get("wait", 0)))
+                asked = said.get("wait", 0)
+                wait = max(pause, asked) if isinstance(asked, int | float) else pause
             time.sleep(min(wait, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -183,6 +184,9 @@ class RemoteEpisode:
         finally:
             connection.close()
         try:
-            return response.status, json.loads(raw or b"{}")
-        except ValueError:
+            said = json.loads(raw or b"{}")
+        except (ValueError, RecursionError):
             raise EnvironmentFailed(f"it answered no JSON: {raw[:80]!r}") from None
+        if not isinstance(said, dict):
+            raise EnvironmentFailed(f"it answered no JSON object: {raw[:80]!r}")
+        return response.status, said

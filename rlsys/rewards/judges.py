@@ -18,6 +18,7 @@ import aiohttp
 from rlsys.config import Config
 from rlsys.imports import resolve
 from rlsys.plugins import call
+from rlsys.texts import valid_text
 
 Judge = Callable[[str], Awaitable[str]]
 
@@ -58,8 +59,11 @@ class PatientJudge:
             elif (error := task.exception()) is not None:
                 self.failed += 1
                 self.last = f"the judge failed: {type(error).__name__}: {error}"
+            elif isinstance(said := task.result(), str):
+                return valid_text(said)
             else:
-                return task.result()
+                self.failed += 1
+                self.last = f"the judge gave a {type(said).__name__}, expected a text"
         finally:
             task.cancel()
         log.warning("%s", self.last)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.texts import valid_text
+
 SCORE, RIGHT = "score", "acc"
 """Keys of verl's dictionaries: the reward itself, and whether the answer is right."""
 TURNS = "turn_rewards"
@@ -44,13 +46,20 @@ def read_mark(value: Any, name: str = "reward") -> Mark:
     if SCORE in value:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
-        figures = {k: float(v) for k, v in value.items() if k != SCORE and _is_number(v)}
-        turns = None if TURNS not in value else [_number(v, value, name) for v in value[TURNS]]
+        figures = {valid_text(str(k)): float(v) for k, v in value.items() if k != SCORE and _is_number(v)}
+        turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns)
-    parts = {str(k): _number(v, value, name) for k, v in value.items()}
+    parts = {valid_text(str(k)): _number(v, value, name) for k, v in value.items()}
     if not parts:
         raise NoMark(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
     return Mark(sum(parts.values()), parts)
+
+
+def _turns(value: Any, whole: Any, name: str) -> list[float]:
+    try:
+        return [_number(v, whole, name) for v in value]
+    except TypeError:
+        raise NoMark(f"{name} gave {whole!r:.200}, expected a list as {TURNS}") from None
 
 
 def join_marks(names: Sequence[str], weights: Sequence[float], marks: Sequence[Mark | None]) -> Mark:
@@ -88,7 +97,7 @@ def _number(value: Any, whole: Any, name: str) -> float:
     """Also numpy's and torch's numbers."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number") from None
     if isinstance(value, str) or not math.isfinite(number):
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number")

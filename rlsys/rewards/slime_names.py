@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
+from rlsys.errors import GeneratorError
 
 PENDING = "pending"
 Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
@@ -184,11 +184,11 @@ def sampling_params(args: Any) -> dict[str, Any]:
 
 
 async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """Raises UserError for an address that is not the sample's own engine."""
+    """Raises GeneratorError for an address that is not the sample's own engine."""
     parts = urlsplit(url)
     answer = conversations.get(parts.hostname or "")
     if answer is None:
-        raise UserError(
+        raise GeneratorError(
             f"slime.utils.http_utils.post to {url}: it asks the run's engines only, at "
             "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate; ask others with a client of your own"
         )

@@ -15,6 +15,7 @@ from rlsys.engine.launch_args import passes_on
 from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import Limits
+from rlsys.engine_requests import Limits as PromptLimits
 from rlsys.errors import UserError
 from rlsys.identity import Identity
 from rlsys.model_folder import read_fields
@@ -97,11 +98,11 @@ def build_router(
     sole: bool = True,
 ) -> Router:
     """`trusted`: engines serve with the weights that they have; nobody pushes any. `sole`: see Router."""
-    vocab_size, context_length = read_model_limits(config.model.path)
+    vocab_size, context_length = _sizes(config)
     return Router(
         engines,
         vocab_size=vocab_size,
-        context_length=min(context_length, config.engine.max_total_tokens),
+        context_length=context_length,
         stop_ids=model_stop_ids(config, tokenizer),
         stop_texts=config.rollout.stop,
         decode=tokenizer.decode,
@@ -117,6 +118,17 @@ def build_router(
         slots=config.max_running_requests,
         kinds=config.engine,
     )
+
+
+def limits_of(config: Config) -> PromptLimits:
+    """What every prompt must keep to that goes to an engine of the run, whoever asks: see Router.limits."""
+    return PromptLimits(*_sizes(config))
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+    """Vocabulary, and the most tokens that an engine can hold of one sample."""
+    vocab_size, context_length = read_model_limits(config.model.path)
+    return vocab_size, min(context_length, config.engine.max_total_tokens)
 
 
 async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from rlsys.engine.client import EngineClient
+from rlsys.engine_requests import Limits
 from rlsys.tickets import Canary, EngineAddress
 from rlsys.types import Segment
 
@@ -15,6 +16,9 @@ class Engines(Protocol):
 
     @property
     def open(self) -> bool: ...
+
+    @property
+    def limits(self) -> Limits: ...
 
     @property
     def stale_engines(self) -> list[str]: ...

@@ -10,14 +10,17 @@ turns are played again; an environment that then says something else, or fails, 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlsys.agents.messages import BadRequest
+from rlsys.agents.messages import BadRequest, Message, read_message, read_tools
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Positive
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.environment_services import EnvironmentFailed, LeasedEpisode, ServiceParams, Services
@@ -25,9 +28,43 @@ from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import TAIL_IDS, ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
 from rlsys.spans import TurnMark
+from rlsys.texts import valid_json
 from rlsys.types import Prompt, Sample, Status
 
 FIELD = "rollout.generator_params"
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """What an environment says to a turn, once it has been read. `messages`: none behind the last turn."""
+
+    messages: list[Message]
+    reward: float
+    done: bool
+
+
+def read_step(answer: Any, number: int) -> CheckedStep:
+    """An environment is somebody else's code, and may be somebody else's service: raises BadRequest for what is no
+    answer to turn `number`, counted from 0."""
+    where = f"step {number}"
+    if not isinstance(answer, dict):
+        raise BadRequest(f"{where}: {answer!r:.80}, expected an object")
+    if missing := [name for name in ("reward", "done", "messages") if name not in answer]:
+        raise BadRequest(f"{where}: it has no {missing[0]}")
+    reward, done = answer["reward"], answer["done"]
+    if not isinstance(reward, float | int) or not abs(reward) <= sys.float_info.max:  # nor NaN
+        raise BadRequest(f"{where}: reward = {reward!r:.80}, expected a finite number")
+    if done not in (True, False):
+        raise BadRequest(f"{where}: done = {done!r:.80}, expected true or false")
+    return CheckedStep([] if done else read_messages(answer["messages"], where), float(reward), bool(done))
+
+
+def read_messages(messages: Any, where: str) -> list[Message]:
+    """As those of an agent's request are read. Raises BadRequest."""
+    if not isinstance(messages, list | tuple):
+        raise BadRequest(f"{where}: messages = {messages!r:.80}, expected a list of messages")
+    valid = valid_json(messages)
+    return [read_message(message, f"{where}: messages[{i}]") for i, message in enumerate(valid)]
 
 
 class EnvironmentParams(ServiceParams):
@@ -52,7 +89,7 @@ class EnvironmentGenerator:
         played again for it."""
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Raises ToolFailed when the environment fails, UserError when there is none."""
+        """Raises ToolFailed when the environment fails or gives what cannot be used, UserError when there is none."""
         if sample.trained_prompt is not None:
             raise UserError(
                 "rollout.generator = 'environment': the environment makes the prompt, so no planner may change it; "
@@ -60,8 +97,8 @@ class EnvironmentGenerator:
             )
         seed = prompt.entry.get("seed", prompt.index)
         if not isinstance(seed, int):
-            raise UserError(
-                f"{prompt.where or f'prompt {prompt.index}'}: seed = {seed!r}, expected a whole number"
+            raise RowError(
+                f"{prompt.where or f'prompt {prompt.index}'}: seed = {seed!r:.80}, expected a whole number"
             )
         try:
             async with self._services.episode({**prompt.entry, "question": prompt.question}, seed) as episode:
@@ -75,8 +112,10 @@ class EnvironmentGenerator:
 
     async def _play(self, episode: LeasedEpisode, sample: Sample, prompt: Prompt) -> None:
         """All turns: those that were saved, and then those that are missing."""
-        if episode.messages:
-            ids = self._rendering.prompt(episode.messages, episode.tools)
+        messages = read_messages(episode.messages, "opening")
+        tools = read_tools(valid_json(episode.tools), "opening: tools")
+        if messages:
+            ids = self._rendering.prompt(messages, tools)
             if sample.tokens and sample.prompt_ids != ids:
                 raise ToolFailed("it began otherwise after a restart than before")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
@@ -87,13 +126,13 @@ class EnvironmentGenerator:
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     raise Full
-                said, calls, last = await self._read(episode, sample, start, end)
-                step = await episode.step(said, calls)
-                marks.append(TurnMark(float(step["reward"])))
-                if step["done"] or len(marks) >= self._params.max_turns:
+                said, calls, last = await self._read(tools, sample, start, end)
+                step = read_step(await episode.step(said, calls), len(marks))
+                marks.append(TurnMark(step.reward))
+                if step.done or len(marks) >= self._params.max_turns:
                     sample.turn_marks, sample.status = marks, Status.FINISHED
                     return
-                turns.observe(self._rendering.behind(step["messages"], episode.tools, last))
+                turns.observe(self._rendering.behind(step.messages, tools, last))
             except Full:
                 begun = len(sample.observed) + (not sample.observed_last)
                 marks += [TurnMark(0.0)] * (begun - len(marks))  # a turn that was cut off
@@ -101,7 +140,7 @@ class EnvironmentGenerator:
                 return
 
     async def _read(
-        self, episode: LeasedEpisode, sample: Sample, start: int, end: int
+        self, tools: Sequence[Mapping[str, Any]], sample: Sample, start: int, end: int
     ) -> tuple[str, list[dict[str, Any]], str]:
         """A turn's text, its calls, and the text of the token that ended it."""
         ids = sample.response_ids[start:end].tolist()
@@ -110,7 +149,7 @@ class EnvironmentGenerator:
         if self._reader is None:
             return text, [], last
         before = [*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:]
-        turn = await self._reader(text, self._rendering.text(before), episode.tools)
+        turn = await self._reader(text, self._rendering.text(before), tools)
         calls = [
             {"id": f"call_{start}_{i}", "name": c.name, "arguments": c.arguments}
             for i, c in enumerate(turn.calls)

@@ -282,30 +282,27 @@ class Services:
 
 
 class LeasedEpisode:
-    """A RemoteEpisode from an event loop."""
+    """A RemoteEpisode from an event loop. Nobody has looked at what it says yet."""
 
     def __init__(self, remote: RemoteEpisode, in_thread: Any) -> None:
         self._remote, self._in_thread = remote, in_thread
 
     @property
-    def messages(self) -> Sequence[dict[str, Any]]:
+    def messages(self) -> Any:
         """What the model reads first."""
         return self._remote.messages
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tools(self) -> Any:
         return self._remote.tools
 
     @property
     def restarts(self) -> int:
         return self._remote.restarts
 
-    async def step(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    async def step(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> Any:
         """See RemoteEpisode.step. Not called again after a cancellation."""
-        answer: dict[str, Any] = await self._in_thread(
-            functools.partial(self._remote.step, text, list(calls))
-        )
-        return answer
+        return await self._in_thread(functools.partial(self._remote.step, text, list(calls)))
 
 
 def _absolute(connector: str) -> str:

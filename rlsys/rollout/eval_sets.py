@@ -7,6 +7,7 @@ so an evaluation changes no trained batch.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from rlsys.config import Config
@@ -16,13 +17,16 @@ from rlsys.data.source import stable_hash
 from rlsys.errors import RunError, UserError
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer
+from rlsys.rollout.censoring import named
 from rlsys.rollout.engines import Engines
-from rlsys.rollout.generator import build_generator, unanswered
+from rlsys.rollout.generator import build_generator, respond
 from rlsys.rollout.pass_at import pass_figures
-from rlsys.rollout.scoring import Verdict, asked_about
+from rlsys.rollout.scoring import Verdict
 from rlsys.rollout.turns import probing_turns
 from rlsys.router.router import EVALUATION
 from rlsys.types import Prompt, Sample, Status
+
+log = logging.getLogger("rlsys.rollout")
 
 
 def config_of(config: Config, chosen: EvalSet) -> Config:
@@ -56,10 +60,19 @@ class AskedSet:
         come from more than one weight version."""
         asked = [[self._sample(p, i) for i in range(self._chosen.samples)] for p in self._prompts]
         pairs = [(s, p) for p, samples in zip(self._prompts, asked, strict=True) for s in samples]
-        reasons = await asyncio.gather(*(unanswered(self.answer, s, p) for s, p in pairs))
+        names = [f"eval.sets {self.name}, {named(p)}" for _, p in pairs]
+        made = await asyncio.gather(
+            *(respond(self.answer, s, p, name) for (s, p), name in zip(pairs, names, strict=True))
+        )
+        for name, censored in zip(names, made, strict=True):
+            if censored is not None:
+                log.warning("%s is left out (%s): %s", name, censored.cause.value, censored.reason)
         version = one_version([s for s, _ in pairs])
         verdicts = await asyncio.gather(
-            *(self._verdict(s, p, reason) for (s, p), reason in zip(pairs, reasons, strict=True))
+            *(
+                self._verdict(s, p, name, None if censored is None else censored.reason)
+                for (s, p), name, censored in zip(pairs, names, made, strict=True)
+            )
         )
         n = self._chosen.samples
         judged = [
@@ -75,18 +88,17 @@ class AskedSet:
             "reward": sum(v.reward for v in verdicts if v.reward is not None) / len(all_judged),
             "prompts": sum(map(bool, judged)),
             "samples": n,
+            "left_out": len(pairs) - len(all_judged),
             "mean_length": sum(s.sampled_tokens for s, _ in pairs) / len(pairs),
             "truncated": sum(s.status is Status.TRUNCATED for s, _ in pairs),
             "weight_version": version,
         }
 
-    async def _verdict(self, sample: Sample, prompt: Prompt, reason: str | None) -> Verdict:
+    async def _verdict(self, sample: Sample, prompt: Prompt, name: str, reason: str | None) -> Verdict:
         """`reason`: why there is no response."""
-        return (
-            await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
-            if reason is None
-            else Verdict(reason=reason)
-        )
+        if reason is not None:
+            return Verdict(reason=reason)
+        return await self._scorer.verdict(prompt, sample, name)
 
     def _sample(self, prompt: Prompt, number: int) -> Sample:
         """Each response has a seed of its own, the same in every evaluation."""

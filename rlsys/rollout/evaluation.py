@@ -31,11 +31,13 @@ from rlsys.obs.role import run_role
 from rlsys.owner import of_process
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.censoring import named
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet, one_version
-from rlsys.rollout.generator import Generator, build_generator, unanswered
+from rlsys.rollout.generator import Generator, build_generator
+from rlsys.rollout.generator import respond as respond_to
 from rlsys.rollout.protocol import EvalResult
-from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.turns import Speak, greedy_turns
 from rlsys.router.router import EVALUATION, Router
 from rlsys.types import Prompt, Sample, Status
@@ -52,13 +54,19 @@ def probes(source: PromptSource, count: int) -> list[Probe]:
     return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
 
 
+async def answers(answer: Generator, asked: Sequence[Probe]) -> list[str | None]:
+    """Make the responses, all at once. Why one is left out, in their order; None: there it is."""
+    made = await asyncio.gather(*(respond_to(answer, s, p, named(p)) for s, p in asked))
+    for (_, prompt), censored in zip(asked, made, strict=True):
+        if censored is not None:
+            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, censored.reason)
+    return [None if censored is None else censored.reason for censored in made]
+
+
 async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
-    """Those that have their answers. A prompt that engines die of, or a tool or an agent fails with, is left out.
-    Raises RunError when all are."""
-    reasons = await asyncio.gather(*(unanswered(answer, s, p) for s, p in asked))
-    for (_, prompt), reason in zip(asked, reasons, strict=True):
-        if reason is not None:
-            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, reason)
+    """Those that have their answers. A prompt that has none, whatever went wrong with it alone, is left out. Raises
+    RunError when all are."""
+    reasons = await answers(answer, asked)
     if all(reasons):
         raise RunError(f"evaluation: no prompt could be answered; the first one: {reasons[0]}")
     return [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
@@ -66,11 +74,12 @@ async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
     """In their order."""
-    return await asyncio.gather(*(scorer.score(asked_about(p, s), s.judged_ids) for s, p in answered))
+    return await asyncio.gather(*(scorer.verdict(p, s, named(p)) for s, p in answered))
 
 
-def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
-    """What cannot be judged is not among `prompts`. Raises RunError when nothing can."""
+def judge(answered: list[Probe], verdicts: list[Verdict], asked: int) -> EvalResult:
+    """Of so many prompts that were asked. What has no answer, or cannot be judged, is not among `prompts`. Raises
+    RunError when nothing can."""
     judged = [v for v in verdicts if v.reward is not None]
     if not judged:
         raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
@@ -82,6 +91,7 @@ def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:
         weight_version=one_version([s for s, _ in answered]),
         same_answer=commonest([v.answer for v in judged]),
         constant=commonest([right_answer(p) for _, p in answered]),
+        left_out=asked - len(judged),
     )
 
 
@@ -127,7 +137,7 @@ async def respond(
             watch = asyncio.ensure_future(router.watch())
             router.resume()
             answer = build_generator(config, tokenizer, turns(config, router))
-            reasons = await asyncio.gather(*(unanswered(answer, s, p) for s, p in asked))
+            reasons = await answers(answer, asked)
             watch.cancel()
         answered = [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
         scored = iter(await score_all(answered, build_scorer(config, rewards, tokenizer)))
@@ -140,7 +150,8 @@ async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
     """Of the model that these engines serve, by URL: on the held-out prompts and every named set."""
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     asked = probes(build_source(config, tokenizer), config.eval.prompts)
-    result = judge(asked, await respond(config, tokenizer, whose, asked, greedy_turns))
+    verdicts = await respond(config, tokenizer, whose, asked, greedy_turns)
+    result = judge(asked, verdicts, len(asked))
     async with open_engines(config, whose) as engines:
         router = build_router(config, engines, tokenizer, trusted=True)
         watch = asyncio.ensure_future(router.watch())

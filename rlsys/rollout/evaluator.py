@@ -56,8 +56,9 @@ class Evaluator:
         for answer in (self._greedy, *(one.answer for one in self.sets)):
             if isinstance(answer, AgentGenerator):
                 answer.evaluated_step = step
-        answered = await watched(answer_all(probes(self._source, self._count), self._greedy), "evaluation")
-        result = judge(answered, await score_all(answered, self._scorer))
+        asked = probes(self._source, self._count)
+        answered = await watched(answer_all(asked, self._greedy), "evaluation")
+        result = judge(answered, await score_all(answered, self._scorer), len(asked))
         for one in self.sets:
             result.sets[one.name] = await watched(one.measure(), f"evaluation of {one.name}")
         return result

@@ -6,10 +6,11 @@ import asyncio
 import logging
 
 from rlsys.algo.planners import LARGEST_GROUP
-from rlsys.rollout.generator import Generator, unanswered
+from rlsys.rollout.censoring import named
+from rlsys.rollout.generator import Generator, respond
 from rlsys.rollout.schedule import sample_seed
-from rlsys.rollout.scoring import Scorer, asked_about
-from rlsys.router.router import EVALUATION, NobodyExplores, RefusedPrompt
+from rlsys.rollout.scoring import Scorer
+from rlsys.router.router import EVALUATION, NobodyExplores
 from rlsys.types import Prompt, Sample
 
 log = logging.getLogger("rlsys.rollout")
@@ -32,15 +33,13 @@ class Explorer:
 
     async def _reward(self, sample: Sample, prompt: Prompt) -> float | None:
         try:
-            reason = await unanswered(self._generate, sample, prompt)
+            censored = await respond(self._generate, sample, prompt, f"a probe of {named(prompt)}")
         except NobodyExplores:
             if not self._alone:
                 log.warning("no engine explores: groups get rollout.group_size samples until one does")
             self._alone = True
             return None
-        except RefusedPrompt:  # its group's samples say so
-            return None
         self._alone = False
-        if reason is not None:
+        if censored is not None:  # its group's samples say so
             return None
-        return (await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)).reward
+        return (await self._scorer.verdict(prompt, sample, f"a probe of {named(prompt)}")).reward

@@ -30,7 +30,7 @@ class Figures:
         planning: Planning,
         counts: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`counts`: of the generator."""
+        """`counts`: of the generator, and of censored samples."""
         self._counts = counts
         self._buffer = buffer
         self._router = router

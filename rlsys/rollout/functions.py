@@ -11,14 +11,16 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rlsys.agents.messages import BadRequest, read_tools
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
 from rlsys.imports import resolve
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.turn_reader import TAIL_IDS, Call, TurnReader
 from rlsys.router.turn_ends import TurnEnds
+from rlsys.texts import load_json
 from rlsys.types import Prompt, Sample, Status
 from rlsys.workers import WorkerError, Workers
 
@@ -135,7 +137,7 @@ def messages_of(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Message,
 def _object(arguments: str) -> dict[str, Any]:
     """What is no JSON object is shown as none: the function has said so in its answer."""
     try:
-        found = json.loads(arguments)
+        found = load_json(arguments)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -193,11 +195,14 @@ def functions(
     def schemas(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
         found = tools_of(prompt.entry, config.data.keys.tools, prompt.where or "the prompt") or offered
         if not found:
-            raise UserError(
-                f"rollout.generator = 'functions': {prompt.where or 'the prompt'} offers no tools; expected schemas "
-                "under tools, or in data.chat_template_args.tools"
+            raise RowError(
+                f"{prompt.where or 'the prompt'}: rollout.generator = 'functions', but it offers no tools; expected "
+                "schemas under tools, or in data.chat_template_args.tools"
             )
-        return found
+        try:
+            return read_tools(found, "tools")
+        except BadRequest as e:
+            raise RowError(f"{prompt.where or 'the prompt'}: {e}") from None
 
     return FunctionTurns(
         speak,

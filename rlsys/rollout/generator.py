@@ -23,6 +23,7 @@ from rlsys.plugins import call, expect_function
 from rlsys.rewards.slime_names import install
 from rlsys.rollout.agent import agent
 from rlsys.rollout.assembly import turn_ends
+from rlsys.rollout.censoring import Censored, boundary
 from rlsys.rollout.echo import echo
 from rlsys.rollout.environment import environment
 from rlsys.rollout.functions import functions
@@ -30,9 +31,7 @@ from rlsys.rollout.latr import latr
 from rlsys.rollout.replayed import replayed
 from rlsys.rollout.slime_generator import SlimeGenerator, is_slimes
 from rlsys.rollout.tools import calculator
-from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
-from rlsys.router.router import Poisonous
 from rlsys.types import Prompt, Sample
 
 Generator = Callable[[Sample, Prompt], Awaitable[None]]
@@ -80,10 +79,11 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, speak: Speak) -
     return made
 
 
-async def unanswered(generate: Generator, sample: Sample, prompt: Prompt) -> str | None:
-    """For an evaluation: make the response. Why there is none, where engines die of it, or a tool or agent fails."""
-    try:
+async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str) -> Censored | None:
+    """Make the whole response, within the boundary of a sample (censoring.py). Why there is none; None: there is one.
+    `name`: of the sample, for messages."""
+    if prompt.refusal:
+        return Censored(prompt.refusal_cause, prompt.refusal)
+    with boundary(name) as item:
         await generate(sample, prompt)
-    except (Poisonous, ToolFailed) as e:
-        return str(e)
-    return None
+    return item.censored

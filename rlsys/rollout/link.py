@@ -21,7 +21,7 @@ import msgspec
 from rlsys.rollout.saved import New, ToldSequence
 from rlsys.rollout.scoring import Verdict
 from rlsys.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
-from rlsys.types import Sample, Status
+from rlsys.types import CensorCause, Sample, Status
 
 _LENGTH = struct.Struct("<I")
 MOST_TOGETHER = 512
@@ -99,6 +99,7 @@ class Row(OfSequence, tag=True, array_like=True):
     done: bool
     """Nothing more will be generated."""
     censor_reason: str | None
+    censor_cause: CensorCause | None
     marks: list[TurnMark] | None
     fork: Fork | None
     given: int
@@ -108,7 +109,8 @@ class Row(OfSequence, tag=True, array_like=True):
     def tell_sample(self, sample: Sample) -> list[ToldSequence]:
         """Bring the coordinator's sample up to date. What came of each sequence."""
         self.tell(sample)
-        sample.censor_reason, sample.turn_marks = self.censor_reason, self.marks
+        sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
+        sample.turn_marks = self.marks
         sample.fork, sample.given, sample.discarded = self.fork, self.given, self.discarded
         for told in self.further:
             if told.number > len(sample.further):
@@ -122,7 +124,8 @@ def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> 
     """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
         **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        marks=sample.turn_marks, fork=sample.fork, given=sample.given, discarded=sample.discarded,
+        censor_cause=sample.censor_cause, marks=sample.turn_marks, fork=sample.fork, given=sample.given,
+        discarded=sample.discarded,
         further=[
             Further(**_of_sequence(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside)
             for n, new in further.items()

@@ -41,7 +41,7 @@ from rlsys.rollout.waiting import Waiting
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
 from rlsys.tickets import Canary, PushTicket
-from rlsys.types import GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
+from rlsys.types import CensorCause, GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
 
 
 class RolloutManager:
@@ -88,13 +88,13 @@ class RolloutManager:
             config, buffer, self._commits, planning, self._streams, repeat, self._spans
         )
         self._selection = Selection(config, buffer, repeat, self._streams.full)
-        self._canaries = Canaries(source, config.eval.prompts)
+        self._canaries = Canaries(source, config.eval.prompts, lambda: engines.limits)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._keep_budget = KeepBudget(config, buffer)
         self._waiting = Waiting(
             config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
         )
-        self._figures = Figures(config, buffer, engines, scorer, planning, lambda: self._streams.counts)
+        self._figures = Figures(config, buffer, engines, scorer, planning, self._counts)
         settled = router.engines.settled if isinstance(router, Workers) else None
         self._received = Received(buffer, engines, settled)
         self._colocated = config.launch.placement == "colocated"
@@ -180,6 +180,7 @@ class RolloutManager:
                 if chosen is None:
                     return None
                 self._buffer.take(train_step, chosen, self._parts)
+                self._runner.begin_step()
             counts = self._figures.counts()
             version, groups = self._buffer.taken(train_step)
             self._tool_penalties.put(groups)
@@ -360,6 +361,11 @@ class RolloutManager:
         left = None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
         own = {"train_step": self._done_steps, "leaving": left, "waiting_for": self._waiting.missing()}
         return self._figures.now() | own
+
+    def _counts(self) -> dict[str, int]:
+        """What the generator counts, and samples that were censored, by cause."""
+        censored = {f"censored_samples_{cause}": self._runner.censored[cause] for cause in CensorCause}
+        return {**self._streams.counts, **censored}
 
     # Order of operations
 

@@ -21,6 +21,7 @@ from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.judges import PatientJudge
+from rlsys.rollout.censoring import named, train_prompt
 from rlsys.rollout.exploring import Explorer
 from rlsys.rollout.group_scoring import GroupScorer
 from rlsys.rollout.guidance import Guidance
@@ -78,13 +79,16 @@ class Planning:
 
     def prompt(self, group_id: int) -> Prompt:
         """What a new group is asked."""
-        return self._put(group_id, self._source.train(self._chooser.index(group_id)))
+        return self._put(group_id, train_prompt(self._source, self._chooser.index(group_id)))
 
     def again(self, group: SampleGroup) -> Prompt:
         """What a group from before a restart was asked. Raises UserError when the source gives something else now, if
         an agent has not made prompts of its own of it."""
-        prompt = self._put(group.group_id, self._source.train(group.prompt_index))
+        prompt = self._put(group.group_id, train_prompt(self._source, group.prompt_index))
         asked = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
+        if prompt.refusal or not asked:
+            again = "its row could not be read when its group began"
+            return replace(prompt, ids=asked, refusal=prompt.refusal or f"{again} ({named(prompt)})")
         if prompt.ids != asked:
             raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
         return prompt
@@ -92,7 +96,7 @@ class Planning:
     def _put(self, group_id: int, prompt: Prompt) -> Prompt:
         """The prompt in the words of the group's template."""
         template = self._chooser.template(group_id)
-        if template == Template():
+        if template == Template() or prompt.refusal:
             return prompt
         if not prompt.question:
             raise UserError("algo.prompt: data.source gives whole chats, and only a question can be reworded")

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Collection
 
 from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import DeadEngine
+from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.errors import RunError
 from rlsys.rollout.engines import Engines
+from rlsys.router.ladder import REFUSES, RefusedRequest
 
 AGAIN_SECONDS = 1.0
 
@@ -40,7 +41,9 @@ class ReferenceScores:
                 while True:
                     try:
                         return await self._reference.token_logprobs(ids)
-                    except DeadEngine as e:
+                    except (*DeadEngine, EngineError) as e:
+                        if isinstance(e, EngineError) and e.status in REFUSES:
+                            raise RefusedRequest(f"engine.reference: {e}") from None
                         log.warning(
                             "the reference at %s does not answer: %s", self._reference.url, e or type(e)
                         )

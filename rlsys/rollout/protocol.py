@@ -17,6 +17,7 @@ import msgspec
 
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.rollout.samples import Seen
+from rlsys.texts import valid_text
 from rlsys.tickets import Canary, PushTicket
 from rlsys.types import Scored, Taken, Unscored
 
@@ -50,12 +51,14 @@ class EvalResult:
     """Share of the prompts that got the commonest answer; None where answers are not known."""
     constant: float | None = None
     """Accuracy of who gives the best constant answer; None where the data has no right answers."""
+    left_out: int = 0
+    """Prompts without an answer, or without a verdict on it; they are not among `prompts`."""
 
     def figures(self) -> dict[str, float]:
         """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
         own = {
             "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
-            "truncated": self.truncated, "weight_version": self.weight_version,
+            "truncated": self.truncated, "weight_version": self.weight_version, "left_out": self.left_out,
         }  # fmt: skip
         for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
             if share is not None:
@@ -138,7 +141,9 @@ def encode_error(error: RlsysError) -> tuple[int, bytes]:
     """HTTP status and body."""
     user = isinstance(error, UserError)
     name = "UserError" if user else "RunError"
-    return (USER_ERROR_STATUS if user else RUN_ERROR_STATUS), encode(ErrorAnswer(name, str(error)))
+    return (USER_ERROR_STATUS if user else RUN_ERROR_STATUS), encode(
+        ErrorAnswer(name, valid_text(str(error)))
+    )
 
 
 def decode_error(body: bytes) -> RlsysError | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rlsys.algo.planners import Prefix
 from rlsys.data import Tokenizer
 from rlsys.rewards.repairs import ProcessJudge, Repair
+from rlsys.texts import valid_text
 from rlsys.types import Prompt, Sample
 
 log = logging.getLogger("rlsys.rollout")
@@ -47,7 +48,7 @@ class Repairs:
         found = await self._judge(prompt, self._tokenizer.decode(sample.response_ids))
         if found is not None and not (isinstance(found, Repair) and found.at >= 0 and found.text):
             raise TypeError(f"gave {found!r:.80}, expected a Repair with a text, or None")
-        return found
+        return None if found is None else found._replace(text=valid_text(found.text))
 
     def _prefix(self, sample: Sample, repair: Repair) -> Prefix:
         """Whole tokens of the response; what is right of the next one is said again."""

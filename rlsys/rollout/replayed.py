@@ -10,6 +10,7 @@ A new history is a sequence of its own in the sample: it is a prompt, and nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Section
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
+from rlsys.errors import RowError, UserError
 from rlsys.imports import resolve
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
@@ -60,7 +61,8 @@ class ReplayedTurns:
         )
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Raises UserError for a row without a trajectory, ToolFailed where `match` fails or the row has changed."""
+        """Raises RowError for a row without a trajectory, ToolFailed where the row has changed, and what `match`
+        raises."""
         steps, left = self._steps(prompt), self._params.patches
         history: list[dict[str, Any]] = []
         if self._params.system:
@@ -119,19 +121,19 @@ class ReplayedTurns:
     def _steps(self, prompt: Prompt) -> list[tuple[str, str]]:
         found, where = prompt.entry.get(self._params.steps), prompt.where or f"prompt {prompt.index}"
         if not isinstance(found, list) or not found:
-            raise UserError(f"{where}: {self._params.steps} = {found!r:.80}, expected a list of steps")
+            raise RowError(f"{where}: {self._params.steps} = {found!r:.80}, expected a list of steps")
         for step in found:
             if not isinstance(step, Mapping) or not all(
                 isinstance(step.get(k), str) for k in ("observation", "action")
             ):
-                raise UserError(f"{where}: step {step!r:.80}, expected texts observation and action")
+                raise RowError(f"{where}: step {step!r:.80}, expected texts observation and action")
         return [(step["observation"], step["action"]) for step in found]
 
     def _found(self, said: str, action: str) -> float:
-        try:
-            return float(self._match(said, action))
-        except Exception as e:  # noqa: BLE001  (the user's code: whatever it raises censors one sample)
-            raise ToolFailed(f"{FIELD}.match raised {type(e).__name__}: {e}") from None
+        found = float(self._match(said, action))
+        if not math.isfinite(found):
+            raise ToolFailed(f"{FIELD}.match gave {found}, expected a finite number")
+        return found
 
 
 def _same(said: str, action: str) -> float:

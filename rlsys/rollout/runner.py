@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
 from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.imports import place
 from rlsys.rollout.beside import Means
 from rlsys.rollout.buffer import DEAD, RolloutBuffer
+from rlsys.rollout.censoring import REFUSED, FailedSamples, boundary, named
 from rlsys.rollout.commits import Commits
 from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.planning import Planning
@@ -25,11 +27,11 @@ from rlsys.rollout.repeat import Repeat
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import admission_capacity, sample_seed
 from rlsys.rollout.scoring import take_turns
-from rlsys.rollout.streams import REFUSED, Streams
+from rlsys.rollout.streams import Streams
 from rlsys.rollout.teacher import AWAY, EngineTeacher
 from rlsys.rollout.workers import Workers
-from rlsys.router.router import Poisonous
-from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Status
+from rlsys.texts import shortened, valid_text
+from rlsys.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
 
 CENSORED_STEPS = 2
 """Train steps' worth of groups censored in a row that stop the run: then it is no accident."""
@@ -71,6 +73,9 @@ class SampleRunner:
         """What reward functions said beside the rewards, since the last take."""
         self.settled = 0
         """Samples that got a reward, or a reason for none."""
+        self.censored = Counter[CensorCause]()
+        """Samples that got a reason for none, by cause."""
+        self._failures = FailedSamples(config.rollout.max_failed_share, config.samples_per_step)
         self._failure: BaseException | None = None
         self._trained_steps: int | None = None  # train steps in the engines' weights; None: start nothing
         self._held: deque[SampleGroup] = deque()  # active since before a restart, not let in again yet
@@ -129,10 +134,12 @@ class SampleRunner:
         reason = f"not finished within rollout.group_deadline = {self._config.rollout.group_deadline:g} s"
         late = [g for g in groups if g.state is GroupState.ACTIVE]
         for sample in (s for g in late for s in g.samples if not is_settled(s)):
-            sample.status, sample.censor_reason = Status.CENSORED, reason
+            sample.censor(CensorCause.DEADLINE, reason)
+            self.censored[CensorCause.DEADLINE] += 1
+        prompts = {g.group_id: self._name(g) for g in late}
         await self.drop(late, GroupState.CENSORED)
         for group in late:
-            self._watch_censored(group, reason)
+            self._watch_censored(group, prompts[group.group_id], reason)
 
     async def stop(self, sample_ids: Collection[int]) -> None:
         """End tasks. Only after an interrupt: no sample is in an engine."""
@@ -158,7 +165,8 @@ class SampleRunner:
         if isinstance(self._failure, RlsysError):
             raise self._failure
         if self._failure is not None:
-            raise RunError(f"rollout: {type(self._failure).__name__}: {self._failure}") from self._failure
+            error = self._failure
+            raise RunError(f"rollout: {type(error).__name__}: {error}{place(error)}") from error
 
     def _fill(self) -> None:
         """Start samples while slots are free, oldest group first; new groups as admission allows."""
@@ -278,11 +286,30 @@ class SampleRunner:
                 sample.answer = verdict.answer
                 self.beside_rewards.add(verdict.figures)
             else:
-                sample.status, sample.censor_reason = Status.CENSORED, reason
+                sample.censor(verdict.cause, reason)
         self.settled += 1
+        self._settle_sample(group, sample)
         self._spans.end(sample, sample.censor_reason)
         if all(is_settled(s) for s in group.samples):
             await self._conclude(group)
+
+    def _settle_sample(self, group: SampleGroup, sample: Sample) -> None:
+        """Count it. Raises RunError when too many samples failed in ways that nobody foresaw."""
+        self._failures.settle(1)
+        if sample.status is Status.CENSORED:
+            cause = sample.censor_cause or CensorCause.EXCEPTION
+            self.censored[cause] += 1
+            if cause is CensorCause.EXCEPTION:
+                self._failures.add(1, group.prompt_index, sample.censor_reason or "")
+
+    def begin_step(self) -> None:
+        """A train step has taken its groups: samples that fail from now on are of the next one."""
+        self._failures.begin_step()
+
+    def _name(self, group: SampleGroup) -> str:
+        """Of its prompt, for messages."""
+        prompt = self._prompts.get(group.group_id)
+        return f"prompt {group.prompt_index}" if prompt is None else named(prompt)
 
     async def _explore(self, group: SampleGroup) -> None:
         """The group gets as many further samples as its prompt is worth."""
@@ -303,12 +330,15 @@ class SampleRunner:
 
     async def _ask(self, teacher: EngineTeacher, sample: Sample) -> None:
         """What the teacher says of it is saved before it has a reward: nobody asks twice."""
-        reason = await teacher.ask(sample)
-        if reason is None:
+        with boundary(f"{named(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
+            reason = await teacher.ask(sample)
+        if item.censored is not None:
+            sample.censor(item.censored.cause, item.censored.reason)
+        elif reason is not None:
+            sample.censor(CensorCause.TEACHER, reason)
+        else:
             self._commits.save([sample])
             self._commits.flush_soon()
-        else:
-            sample.status, sample.censor_reason = Status.CENSORED, reason
 
     async def _conclude(self, group: SampleGroup) -> None:
         """Every sample of the group has its reward or its reason: what becomes of it."""
@@ -316,18 +346,26 @@ class SampleRunner:
             return
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
         if reason is None:
-            reason = await self._planning.reward(self._prompts[group.group_id], group, self._buffer.load)
-        if reason is None:
-            try:
-                await self._planning.score_prompt(group)
-                await self._planning.repair(self._prompts[group.group_id], group, self._buffer.load)
-                await self._planning.guide(self._prompts[group.group_id], group, self._buffer.load)
-            except Poisonous as e:
-                reason = str(e)
+            reason = await self._ask_planners(group)
         if reason is None:
             self._decide(group)
         else:
             self._settle(group, GroupState.CENSORED, reason)
+
+    async def _ask_planners(self, group: SampleGroup) -> str | None:
+        """What needs the whole group: why it cannot be used; None: it can."""
+        prompt = self._prompts[group.group_id]
+        with boundary(f"{named(prompt)}, group {group.group_id}") as item:
+            reason = await self._planning.reward(prompt, group, self._buffer.load)
+            if reason is None:
+                await self._planning.score_prompt(group)
+                await self._planning.repair(prompt, group, self._buffer.load)
+                await self._planning.guide(prompt, group, self._buffer.load)
+            return reason
+        assert item.censored is not None
+        if item.censored.cause is CensorCause.EXCEPTION:
+            self._failures.add(len(group.samples), group.prompt_index, item.censored.reason)
+        return item.censored.reason
 
     def _decide(self, group: SampleGroup) -> None:
         """What becomes of a group that has its rewards, and of those that have waited for it."""
@@ -349,12 +387,13 @@ class SampleRunner:
 
     def _settle(self, group: SampleGroup, state: GroupState, reason: str | None = None) -> None:
         """The group is decided. `reason`: why it is censored."""
+        name = self._name(group)
         del self._prompts[group.group_id], self._admitted_at[group.group_id]
         self._planning.close(group, rewarded=reason is None, kept=state is GroupState.READY)
         self._buffer.finish(group, state)
         self._save_planning()
         self._commits.flush_soon()
-        self._watch_censored(group, reason)
+        self._watch_censored(group, name, reason)
         self._fill()  # a filtered or a censored group makes room
         self.wake.set()
 
@@ -368,11 +407,13 @@ class SampleRunner:
         self._pending.extendleft((group, s) for s in reversed(samples))
         self._fill()
 
-    def _watch_censored(self, group: SampleGroup, reason: str | None) -> None:
+    def _watch_censored(self, group: SampleGroup, name: str, reason: str | None) -> None:
         """One censored group is counted and left out; nothing but censored groups is no run. But all groups of a
-        time in which the teacher is away are censored, each after a long wait, and the next ones are not."""
+        time in which the teacher is away are censored, each after a long wait, and the next ones are not. `name`: of
+        its prompt."""
         if reason is not None:
-            log.warning("group %d is censored: %s", group.group_id, reason)
+            reason = shortened(valid_text(reason), LONGEST_REASON)
+            log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
             if reason.startswith(AWAY):
                 return
         self._censored_in_row = 0 if reason is None else self._censored_in_row + 1
@@ -380,7 +421,8 @@ class SampleRunner:
             return
         if self._censored_in_row >= CENSORED_STEPS * self._config.rollout.groups_per_step:
             kind = UserError if reason.startswith(REFUSED) else RunError
-            raise kind(f"the last {self._censored_in_row} groups could not be used; the last one: {reason}")
+            told = reason if name in reason else f"{reason} ({name})"
+            raise kind(f"the last {self._censored_in_row} groups could not be used; the last one: {told}")
 
     def _ended(self, sample_id: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(sample_id, None)

@@ -116,7 +116,7 @@ def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list
 
 
 def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
-    conditions, values = ["samples.tokens > 0"], list[object]()
+    conditions, values = ["(samples.tokens > 0 OR samples.censor_reason IS NOT NULL)"], list[object]()
     if query.sample is not None:
         conditions, values = ["samples.sample_id = ?"], [query.sample]
         if not db.execute("SELECT 1 FROM samples WHERE sample_id = ?", values).fetchone():

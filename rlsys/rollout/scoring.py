@@ -12,8 +12,10 @@ from typing import Any
 from rlsys.imports import place
 from rlsys.rewards.marks import TURNS, NoMark, read_mark
 from rlsys.rewards.workers import RewardError
+from rlsys.rollout.censoring import boundary
 from rlsys.spans import TurnMark
-from rlsys.types import Prompt, Sample
+from rlsys.texts import shortened
+from rlsys.types import LONGEST_REASON, CensorCause, Prompt, Sample
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Verdict:
     figures: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
     """What each turn is worth, where the reward function says it."""
+    cause: CensorCause = CensorCause.REWARD
+    """Of the reason."""
 
 
 class Scorer:
@@ -77,6 +81,14 @@ class Scorer:
         self.failed += verdict.reason is not None
         return verdict
 
+    async def verdict(self, prompt: Prompt, sample: Sample, name: str) -> Verdict:
+        """Of a response in hand, within the boundary of a sample: what goes wrong on the way to the reward function
+        is a reason, too. `name`: of the sample, for messages."""
+        with boundary(name) as item:
+            return await self.score(asked_about(prompt, sample), sample.judged_ids)
+        assert item.censored is not None
+        return Verdict(reason=item.censored.reason, cause=item.censored.cause)
+
     def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, text: str) -> Verdict:
         """Of a task that is done."""
         if task.cancelled():
@@ -85,7 +97,8 @@ class Scorer:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
             ours = isinstance(error, RewardError)
-            told = str(error) if ours else f"{type(error).__name__}: {error}{place(error)}"
+            words = shortened(str(error), LONGEST_REASON // 2)
+            told = words if ours else f"{type(error).__name__}: {words}{place(error)}"
             return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
         try:
             mark = read_mark(task.result())

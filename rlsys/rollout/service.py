@@ -24,6 +24,7 @@ from rlsys.config import Config, identity, load_config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.imports import place
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
@@ -55,6 +56,8 @@ from rlsys.rollout.samples import SampleQuery, check_query
 from rlsys.rollout.store import FILE_NAME
 from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
+from rlsys.texts import shortened
+from rlsys.types import LONGEST_REASON
 
 HOST = "127.0.0.1"  # the trainer's rank 0 is on this machine
 LARGEST_REQUEST = 2**30
@@ -158,7 +161,8 @@ class Access:
 def _command(
     access: Access, once: Once, kind: type[R], run: Callable[[R], Awaitable[Result]]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler: body of `kind` -> result, or what was raised on purpose. Bugs are aiohttp's: log and a bare 500."""
+    """A handler: body of `kind` -> result, or what was raised, which ends the run. A bug's words say what and where,
+    and its traceback is in the log."""
 
     async def handle(request: web.Request) -> web.Response:
         access.check_key(request)
@@ -171,13 +175,20 @@ def _command(
         except RunError as e:
             code, body = encode_error(e)
             return web.Response(status=code, body=body)
-        try:
-            name = request.headers.get(REQUEST_HEADER, "")
-            return web.Response(body=encode(await once.result(name, lambda: run(message))))
-        except RlsysError as e:
-            log.error("%s: %s", request.path, e)
-            code, body = encode_error(e)
-            return web.Response(status=code, body=body)
+        name = request.headers.get(REQUEST_HEADER, "")
+        (found,) = await asyncio.gather(once.result(name, lambda: run(message)), return_exceptions=True)
+        if not isinstance(found, BaseException):
+            return web.Response(body=encode(found))
+        if not isinstance(found, Exception):
+            raise found
+        error = found
+        if not isinstance(error, RlsysError):
+            words = shortened(f"{type(found).__name__}: {found}{place(found)}", LONGEST_REASON)
+            error = RunError(f"rollout: {request.path[1:]} failed: {words}; see its log")
+            log.error("%s", request.path, exc_info=found)
+        log.error("%s: %s", request.path, error)
+        code, body = encode_error(error)
+        return web.Response(status=code, body=body)
 
     return handle
 

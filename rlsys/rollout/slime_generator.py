@@ -20,7 +20,7 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine_requests import ANY_ENGINE, SAMPLING, RefusedPrompt, check_stop
-from rlsys.errors import UserError
+from rlsys.errors import GeneratorError
 from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.rollout.saved_turns import Full, SavedTurns
@@ -28,6 +28,7 @@ from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
 from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import TurnEnds
+from rlsys.texts import valid_text
 from rlsys.types import Prompt, Sample, Status
 
 FIELD = "rollout.generator"
@@ -80,7 +81,7 @@ class SlimeGenerator:
         self._tells_evaluation = "evaluation" in inspect.signature(function).parameters
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Raises UserError for what the function does that would fool the loss."""
+        """Raises GeneratorError for what the function does that would fool the loss."""
         talk = Conversation(self._config, self._tokenizer, self._speak, self._ends, sample, prompt)
         host = f"sample-{id(talk):x}.rlsys.invalid"
         args = arguments(self._config, host, self._params)
@@ -190,10 +191,10 @@ class Conversation:
             raise _refused(f"sampling_params['stop_token_ids'] has {min(strange)}; name its text in stop")
 
     def _said(self, payload: Mapping[str, Any]) -> list[int]:
-        """What a tool said since the last turn, as ids. Raises UserError when what comes before it is not what the
-        model was asked and has answered."""
+        """What a tool said since the last turn, as ids. Raises GeneratorError when what comes before it is not what
+        the model was asked and has answered."""
         if "text" in payload:
-            text = str(payload["text"])
+            text = valid_text(str(payload["text"]))
             if not text.startswith(self._text):
                 raise _refused(
                     "a request whose text does not begin with the prompt and with what the model has said; if it was "
@@ -252,8 +253,8 @@ class Conversation:
         }
 
     def conclude(self, made: Any) -> Status:
-        """Of the function's sample, which must be the ledger's. Raises UserError where it is not, ToolFailed where
-        the function gave up."""
+        """Of the function's sample, which must be the ledger's. Raises GeneratorError where it is not, ToolFailed
+        where the function gave up."""
         s = self._sample
         if isinstance(made, list | tuple):
             raise _refused(f"it returned {len(made)} samples; one response is one sequence here")
@@ -303,5 +304,5 @@ class Conversation:
                 )
 
 
-def _refused(what: str) -> UserError:
-    return UserError(f"{FIELD}: {what}")
+def _refused(what: str) -> GeneratorError:
+    return GeneratorError(f"{FIELD}: {what}")

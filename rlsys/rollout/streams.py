@@ -10,19 +10,18 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.errors import RunError
 from rlsys.rollout.agent import AgentGenerator
+from rlsys.rollout.censoring import named
 from rlsys.rollout.environment import EnvironmentGenerator
-from rlsys.rollout.generator import Generator
+from rlsys.rollout.generator import Generator, respond
 from rlsys.rollout.repeat import Stops
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
-from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.trees import TreeGenerator
-from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import looking_turns
-from rlsys.router.router import Poisonous, RefusedPrompt, Router
+from rlsys.router.router import Router
 from rlsys.types import Prompt, Sample, SampleGroup, Status
 
-REFUSED = "prompt refused"
 LOOK_SECONDS = 0.02
 
 
@@ -131,15 +130,20 @@ class Streams:
         interrupt only."""
         self._running[sample.sample_id] = sample
         try:
-            await self._generator(sample, prompt)
-        except RefusedPrompt as e:
-            sample.status, sample.censor_reason = Status.CENSORED, f"{REFUSED}: {e}"
-        except (ToolFailed, Poisonous) as e:
-            sample.status, sample.censor_reason = Status.CENSORED, str(e)
+            name = f"{named(prompt)}, sample {sample.sample_id}"
+            censored = await respond(self._to_its_end, sample, prompt, name)
+            if censored is not None:
+                await self._router.until_idle(sample)
+                sample.censor(censored.cause, censored.reason)
         finally:
             del self._running[sample.sample_id]
         self._shelf.save([sample])
         self._shelf.flush_soon()
+
+    async def _to_its_end(self, sample: Sample, prompt: Prompt) -> None:
+        await self._generator(sample, prompt)
+        if not sample.status.terminal:  # nobody would end it
+            raise RuntimeError(f"rollout.generator left the response {sample.status}")
 
     async def _saved(self, sample: Sample) -> None:
         """It is saved, and outlives this process when this returns."""
@@ -148,7 +152,7 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
+        return await self._scorer.verdict(prompt, sample, f"{named(prompt)}, sample {sample.sample_id}")
 
     def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps: a sample that follows a record goes on to its next stop."""

@@ -9,15 +9,17 @@ judge's verdict, the scores of a prompt. Nothing is written, and no server is as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeVar, cast
 
 from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
 from rlsys.config.data import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import check_teachers
+from rlsys.data.row_source import RowSource
+from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.errors import UserError
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
@@ -25,7 +27,8 @@ from rlsys.rewards.judges import PatientJudge, build_judge
 from rlsys.rewards.marks import TURNS
 from rlsys.rewards.service import is_url
 from rlsys.rollout.agent import AgentGenerator
-from rlsys.rollout.assembly import build_router, build_scorer
+from rlsys.rollout.assembly import build_scorer, limits_of
+from rlsys.rollout.censoring import exceptions_unlogged, named, train_prompt
 from rlsys.rollout.environment import EnvironmentGenerator
 from rlsys.rollout.eval_sets import config_of, heldout_of
 from rlsys.rollout.functions import FunctionTurns
@@ -34,7 +37,6 @@ from rlsys.rollout.planning import Planning
 from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import within
-from rlsys.router.router import RefusedPrompt
 from rlsys.spans import VersionSpan
 from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status
 
@@ -48,6 +50,12 @@ HELDOUT = 256
 """Held-out prompts that are drawn, at most: they cost about half a millisecond each."""
 TRAINED = 64
 """Training prompts that are read."""
+LONGEST = 32
+"""Training prompts with the longest texts that are held against the engines' limits."""
+SHOWN = 3
+"""Rows that a line names; it counts the others."""
+TRIED = 3
+"""Prompts that are answered and rewarded."""
 ROUNDS = 64
 """After which a planner has to have accepted or dropped a group."""
 
@@ -59,6 +67,9 @@ class Tried:
     rewards: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
     """What is worth knowing, one line each."""
+
+
+T = TypeVar("T")
 
 
 class TokenizerMissing(UserError):
@@ -75,7 +86,10 @@ class _NoTokenizer:
 def try_rollout(config: Config) -> Tried:
     """Raises UserError, one line that names the field, for what would stop the run at its first prompt."""
     inputs = build_inputs(config)
-    return Tried(None) if inputs is None else asyncio.run(_try(config, *inputs))
+    if inputs is None:
+        return Tried(None)
+    with exceptions_unlogged():
+        return asyncio.run(_try(config, *inputs))
 
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
@@ -101,24 +115,84 @@ def _build_without_tokenizer(config: Config) -> None:
 
 
 async def _try(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Tried:
-    prompt = await conclude_groups(config, tokenizer, source)
+    prompts = await conclude_groups(config, tokenizer, source)
     rewards = Rewards(config)
     try:
         scorer = build_scorer(config, rewards, tokenizer)
-        found = await _score(config, scorer, prompt, tokenizer)
+        found, notes = await _first_that_works(
+            prompts, lambda prompt: _score(config, scorer, prompt, tokenizer)
+        )
     finally:
         await rewards.close()
     for chosen in config.eval.sets:
-        await _try_set(config, chosen, tokenizer)
-    return Tried(found, tuple(_unread(config, tokenizer, source)))
+        notes += await _try_set(config, chosen, tokenizer)
+    notes += _look_at_prompts(config, tokenizer, source)
+    return Tried(found, tuple(dict.fromkeys(notes)))
 
 
-def _unread(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Iterator[str]:
-    """A line for characters of the prompts that the model cannot read."""
+async def _first_that_works(
+    prompts: Sequence[Prompt], attempt: Callable[[Prompt], Awaitable[T]]
+) -> tuple[T, list[str]]:
+    """One bad item costs one item here, too: what the first prompt gives that can be used, and a line for each before
+    it. Raises the first one's UserError when none can."""
+    errors: list[UserError] = []
+    for prompt in prompts:
+        try:
+            return await attempt(prompt), [f"{named(p)}: {e}" for p, e in zip(prompts, errors, strict=False)]
+        except UserError as e:
+            errors.append(e)
+    raise errors[0]
+
+
+def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[str]:
+    """Lines for prompts that will not be answered, and for what the model cannot read in the others. Raises UserError
+    when no prompt of a kind can be used."""
+    limits = limits_of(config)
     with tried(f"data.source = {config.data.source!r}"):
-        prompts = [source.train(i) for i in range(TRAINED)] + source.heldout(
-            min(config.eval.prompts, HELDOUT)
-        )
+        train = [train_prompt(source, i) for i in range(TRAINED)]
+        heldout = source.heldout(min(config.eval.prompts, HELDOUT))
+        longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
+        unreadable = source.unreadable if isinstance(source, RowSource) else []
+    lines = []
+    if isinstance(source, RowSource) and source.unanswered:
+        lines.append(f"{len(source.unanswered)} rows have no right answer: {_some(source.unanswered)}")
+    if unreadable:
+        lines.append(f"{len(unreadable)} rows cannot be read, and are left out: {_some(unreadable)}")
+    for what, prompts, fate in (
+        ("training prompts", [*train, *longest], "their samples will be censored"),
+        ("held-out prompts", heldout, "evaluations leave them out"),
+    ):
+        bad = {named(p): reason for p in prompts if (reason := why_unused(p, limits)) is not None}
+        if prompts and all(named(p) in bad for p in prompts):
+            raise UserError(
+                f"data.source = {config.data.source!r}: none of {len(bad)} {what} can be used; "
+                f"{_some([*bad.values()])}"
+            )
+        rest = [reason for reason in bad.values() if reason not in unreadable]
+        if rest:
+            more = "" if what != "training prompts" else f" of the first {TRAINED} and the longest {LONGEST}"
+            lines.append(f"{len(rest)} {what}{more} cannot be used, and {fate}: {_some(rest)}")
+    return [*lines, *_unread(tokenizer, [*train, *heldout])]
+
+
+def why_unused(prompt: Prompt, limits: Limits) -> str | None:
+    """Why no engine will get the prompt, with its place; None: engines take it."""
+    if prompt.refusal:
+        return prompt.refusal
+    try:
+        limits.check_prompt(prompt.ids)
+    except RefusedPrompt as e:
+        return f"{named(prompt)}: {e}"
+    return None
+
+
+def _some(lines: Sequence[str]) -> str:
+    rest = len(lines) - SHOWN
+    return "; ".join(lines[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _unread(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """A line for characters of the prompts that the model cannot read."""
     unread = tokenizer.unread("".join(p.text for p in prompts))
     if unread:
         among = next(p for p in prompts if unread[0] in p.text)
@@ -128,25 +202,39 @@ def _unread(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Itera
         )
 
 
-async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> None:
-    """Its prompts are there, and its reward says something to a made-up answer."""
-    own = config_of(config, chosen)
+async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> list[str]:
+    """Its prompts are there, and its reward says something to a made-up answer. A line for prompts that will not be
+    answered."""
+    own, limits = config_of(config, chosen), limits_of(config)
     with tried(f"eval.sets {chosen.name}"):
-        first = heldout_of(
+        prompts = heldout_of(
             own, chosen.model_copy(update={"prompts": min(chosen.prompts, HELDOUT)}), tokenizer
-        )[0]
+        )
+    bad = {p.index: reason for p in prompts if (reason := why_unused(p, limits)) is not None}
     try:
+        if len(bad) == len(prompts):
+            raise UserError(f"none of its prompts can be used; {_some([*bad.values()])}")
         rewards = Rewards(own)
         try:
-            await _score(own, build_scorer(own, rewards, tokenizer), first, tokenizer)
+            scorer = build_scorer(own, rewards, tokenizer)
+            usable = [p for p in prompts if p.index not in bad]
+            _, notes = await _first_that_works(
+                usable[:TRIED], lambda prompt: _score(own, scorer, prompt, tokenizer)
+            )
         finally:
             await rewards.close()
+        if bad:
+            notes.append(
+                f"{len(bad)} prompts cannot be used, and evaluations leave them out: {_some([*bad.values()])}"
+            )
+        return [f"eval.sets {chosen.name}: {note}" for note in notes]
     except UserError as e:
         raise UserError(f"eval.sets {chosen.name}: {e}") from None
 
 
-async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Prompt:
-    """Three groups from prompt to decision: one with wins and losses, one all won, one all lost. The first prompt."""
+async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[Prompt]:
+    """Three groups from prompt to decision: one with wins and losses, one all won, one all lost. Their prompts, that
+    first to which the generator has made a response."""
 
     async def verdict(question: str) -> str:
         return VERDICT
@@ -158,29 +246,39 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
         local = config.data.judge is None or "://" not in config.data.judge
         judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
-    prompts = [first_prompt(config, tokenizer, planning, group_id) for group_id in range(3)]
-    answer = await _respond(config, tokenizer, prompts[0])
-    for group_id, won in enumerate(((1.0, 0.0), (1.0,), (0.0,))):
-        await _conclude(planning, prompts[group_id], answer, won, group_id)
+    chosen = first_prompts(config, planning)
+    answer, notes = await _first_that_works(
+        [*chosen.values()], lambda prompt: _respond(config, tokenizer, prompt)
+    )
+    for (group_id, prompt), won in zip(chosen.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
+        await _conclude(planning, prompt, answer, won, group_id)
     with tried("algo: the state of prompt, planners or group_reward"):
         Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
-    return prompts[0]
+    return [*chosen.values()][len(notes) :]
 
 
-def first_prompt(config: Config, tokenizer: Tokenizer, planning: Planning, group_id: int) -> Prompt:
-    """The prompt of a run's group `group_id`. Raises UserError when no engine would take it."""
-    field = f"data.source = {config.data.source!r}"
-    with tried(field):
-        prompt = planning.prompt(group_id)
-    if not isinstance(prompt, Prompt):
-        raise UserError(
-            f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.types.Prompt"
-        )
-    try:
-        build_router(config, [], tokenizer).check(prompt.ids)
-    except RefusedPrompt as e:
-        raise UserError(f"{field}: no engine takes prompt {group_id}: {e}") from None
-    return prompt
+def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
+    """By group, the first prompts of a run that engines take. Raises UserError when there are too few."""
+    field, limits = f"data.source = {config.data.source!r}", limits_of(config)
+    found: dict[int, Prompt] = {}
+    reason = ""
+    for group_id in range(TRAINED):
+        with tried(field):
+            prompt = planning.prompt(group_id)
+        if not isinstance(prompt, Prompt):
+            raise UserError(
+                f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.types.Prompt"
+            )
+        why = why_unused(prompt, limits)
+        if why is None:
+            found[group_id] = prompt
+            if len(found) == TRIED:
+                return found
+        else:
+            reason = reason or why
+    if not found:
+        raise UserError(f"{field}: no engine takes {reason}")
+    raise UserError(f"{field}: engines take only {len(found)} of the first {TRAINED} prompts; not {reason}")
 
 
 async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:

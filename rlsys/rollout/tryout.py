@@ -21,6 +21,7 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.role import run_role
 from rlsys.owner import of_process
+from rlsys.rollout.censoring import train_prompt
 from rlsys.rollout.evaluation import respond
 from rlsys.rollout.turns import sampling_turns
 from rlsys.router.router import EVALUATION
@@ -38,7 +39,7 @@ async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[st
     """
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source = build_source(config, tokenizer)
-    prompts = [source.train(i) for i in range(PROMPTS)]
+    prompts = [train_prompt(source, i) for i in range(PROMPTS)]
     asked = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]
     verdicts = await respond(config, tokenizer, whose, asked, sampling_turns)
     told = [

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.engine_requests import Limits
 from rlsys.errors import RlsysError
 from rlsys.identity import engine_identity
 from rlsys.obs.descriptors import raise_descriptors
@@ -151,24 +152,28 @@ class Worker:
             call.add_done_callback(self._calls.discard)
 
     async def _answer(self, call: Call) -> None:
+        """What it raises, the coordinator raises where somebody waits."""
         result, error = b"", b""
-        try:
-            result = pack(await getattr(self, f"do_{call.name}")(**unpack(call.arguments)))
-        except (RlsysError, RefusedPrompt) as e:
-            error = pack(e)
-        except Exception as e:  # a bug of ours: the coordinator raises it where somebody waits
-            log.exception("%s", call.name)
-            error = pack(e)
+        work: Awaitable[Any] = getattr(self, f"do_{call.name}")(**unpack(call.arguments))
+        found: Any = (await asyncio.gather(work, return_exceptions=True))[0]
+        if isinstance(found, Exception):
+            if not isinstance(found, RlsysError | RefusedPrompt):
+                log.error("%s", call.name, exc_info=found)
+            error = pack(found)
+        elif isinstance(found, BaseException):
+            raise found
+        else:
+            result = pack(found)
         self.flush()
         self._tell_figures()
         self._link.send(Answer(call.number, result, error))
 
     async def do_begin(
         self, writer: str, version: int, opened: bool, joined: list[Joined], trained_steps: int
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[str], bool, Limits]:
         """Write segments as `writer`. Engines should have weights of `version`, which contain so many train steps;
-        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, and
-        whether its generator grows trees."""
+        `opened`: samples may go to them. Returns the URLs of engines that it had before it took in `joined`, whether
+        its generator grows trees, and what a prompt must keep to."""
         own = list(self._router.engine_states())
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
@@ -179,7 +184,7 @@ class Worker:
         if opened:
             self._router.resume()
         self._calls.add(asyncio.create_task(self._router.watch()))
-        return own, isinstance(self._parts.generator, TreeGenerator)
+        return own, isinstance(self._parts.generator, TreeGenerator), self._router.limits
 
     async def do_interrupt(
         self, keep: frozenset[int] | None, going_on: bool, gently: bool

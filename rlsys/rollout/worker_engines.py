@@ -10,6 +10,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
+from rlsys.engine_requests import Limits
 from rlsys.errors import RunError
 from rlsys.rollout.link import Joined
 from rlsys.rollout.worker_process import WorkerGone, WorkerProcess
@@ -55,6 +56,11 @@ class WorkerEngines:
         """Whether samples may go to engines: not from an interrupt to the next `resume`."""
         self.trained_steps = -1
         """Train steps that the engines' weights contain, for samples that follow a record."""
+
+    @property
+    def limits(self) -> Limits:
+        """See Router.limits: those of every worker's router are the same."""
+        return self._workers[0].limits
 
     def mourn(self, worker: WorkerProcess) -> None:
         """Its process is gone. What it counted stays in the sums."""

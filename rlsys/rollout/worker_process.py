@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlsys.engine_requests import Limits
 from rlsys.errors import RunError
 from rlsys.rollout.link import Answer, Call, Figures, Link, OfSamples, ToCoordinator, pack, unpack
 from rlsys.router.pool import PinLost
@@ -53,6 +54,8 @@ class WorkerProcess:
         """URLs of the engines that it has from its beginning."""
         self.grows_trees = False
         """Its generator makes all responses of a group together."""
+        self.limits: Limits
+        """Of prompts, in its router."""
         self.told = 0
         """Tokens of samples that this process has told."""
         self.deaths = 0
@@ -73,7 +76,8 @@ class WorkerProcess:
         await link.open(ours)
         try:
             async with asyncio.timeout(START_SECONDS):
-                self.of_launch, self.grows_trees = await self._ask("begin", {"writer": writer, **state})
+                began = await self._ask("begin", {"writer": writer, **state})
+                self.of_launch, self.grows_trees, self.limits = began
         except (TimeoutError, WorkerGone):
             self.kill()
             raise RunError(f"{self.name} did not start: exit code {await self.reap()}") from None

@@ -5,7 +5,8 @@
     it was cut off, with its engine           is dead already                   a death: it goes on elsewhere
     it was cut off, since its client is slow  is none the worse                 was interrupted: it goes on later
     5xx, or no answer of SGLang               has failed, see below             a fault: it goes on elsewhere
-    4xx                                       is none the worse                 is refused: RunError
+    400, 413, 422                             is none the worse                 is refused: RefusedRequest
+    another 4xx                               is none the worse                 RunError: who asks is at fault
 
 A fault of the run's own requests, which are checked before they are sent, rests the engine at once. An HTTP request
 may be wrong in a way that no check sees: there, engines rest when another one could answer what they could not.
@@ -27,6 +28,8 @@ from rlsys.router.engine_state import EngineState, Flight
 from rlsys.types import Sample
 
 SERVER_FAULT = 500
+REFUSES = (400, 413, 422)
+"""HTTP statuses by which a server refuses what is in a request; other ones below 500 are about who asks."""
 DEATHS_SUSPECT = 2
 """Engine deaths without a token in between, after which a sample goes on alone: no second suspect is in any engine
 until it has got a token. What dies then says something about this sample, and not about its neighbours."""
@@ -43,6 +46,10 @@ log = logging.getLogger("rlsys.router")
 
 class Poisonous(RunError):
     """A sample or a request with which so many engines died, or answered with an error, that it is not sent again."""
+
+
+class RefusedRequest(RunError):
+    """An engine refuses this request (4xx), though the run's own check let it pass: others would refuse it, too."""
 
 
 class End(Enum):
@@ -65,7 +72,7 @@ async def attempt(
     dispatcher: Dispatcher, engine: EngineState, flight: Flight, tokens: int, what: str
 ) -> AsyncIterator[Attempt]:
     """The request of `flight`, with so many tokens of prompt, for as long as this lasts. The Attempt says how it
-    ended. What is raised is a refusal only: RunError, of `what`."""
+    ended. What is raised is a refusal only: RefusedRequest or RunError, of `what`."""
     made = Attempt()
     try:
         with dispatcher.flying(engine, flight, tokens):
@@ -80,7 +87,8 @@ async def attempt(
             engine.died()
     except EngineError as e:
         if e.status < SERVER_FAULT:
-            raise RunError(f"{what}: {e}") from None
+            kind = RefusedRequest if e.status in REFUSES else RunError
+            raise kind(f"{what}: {e}") from None
         made.end, made.why = End.FAULT, str(e)
 
 

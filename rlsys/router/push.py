@@ -12,11 +12,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlsys.engine.wire import EngineError
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
 from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.engine_state import NEVER, EngineState
 from rlsys.router.holdings import Checksums, Match
+from rlsys.router.ladder import REFUSES
 from rlsys.router.pool import Pool
 from rlsys.tickets import Canary, EngineAddress
 
@@ -206,9 +208,18 @@ class WeightPush:
         await self._dispatcher.unpause(engine)
         counting = engine.counting
         engine.counting = False  # a push that ends in here leaves tokens that nobody takes
-        seen = await asyncio.gather(*(engine.client.token_logprobs(c.ids) for c in canaries))
+        answers = await asyncio.gather(*(self._ask(engine, c) for c in canaries))
+        refused = answers.count(None)
+        canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
+        seen = [answer for answer in answers if answer is not None]
         engine.received += len(canaries)  # each asked for one token more
         engine.counting = counting
+        self._figures.refused = max(self._figures.refused, refused)
+        if refused and not canaries and (engine.match is None or engine.match.unknown):
+            self._quarantine(
+                engine, f"refused all of {refused} canaries, and nothing else speaks for its weights"
+            )
+            return
         engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
         self._figures.add(engine)
         if (objection := self._objection(engine, version, reported, canaries, seen)) is not None:
@@ -222,6 +233,16 @@ class WeightPush:
             )
         self._checksums.attest(engine.url)
         engine.has(version)
+
+    async def _ask(self, engine: EngineState, canary: Canary) -> list[float] | None:
+        """Log-probs of its tokens; None where the engine refuses it, which says something about the canary."""
+        try:
+            return await engine.client.token_logprobs(canary.ids)
+        except EngineError as e:
+            if e.status not in REFUSES:
+                raise
+            log.warning("a canary of %d tokens is left out: %s", len(canary.ids), e)
+            return None
 
     def _objection(
         self,
@@ -297,12 +318,13 @@ class WeightPush:
 @dataclass
 class Figures:
     """Of a push: the worst of its engines. `comparing`: seconds for checksums in the slowest one. `warned`: engines
-    beyond the bounds of canaries that were let pass."""
+    beyond the bounds of canaries that were let pass. `refused`: canaries that one engine did not take."""
 
     agreements: list[Agreement] = field(default_factory=list)
     matches: list[Match] = field(default_factory=list)
     comparing: float = 0.0
     warned: int = 0
+    refused: int = 0
 
     def add(self, engine: EngineState) -> None:
         if engine.agreement is not None:
@@ -315,6 +337,7 @@ class Figures:
             "push_canary_mean": max((a.mean for a in self.agreements), default=0.0),
             "push_canary_p999": max((a.p999 for a in self.agreements), default=0.0),
             "push_canary_warnings": self.warned,
+            "push_canaries_refused": self.refused,
             "push_tensors_equal": min((m.equal for m in self.matches), default=0),
             "push_tensors_unknown": max((len(m.unknown) for m in self.matches), default=0),
             "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),

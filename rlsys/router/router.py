@@ -8,8 +8,8 @@ kill an engine (ids outside the vocabulary). What it does not: it keeps nothing 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.engine.client import Aborted, EngineClient
@@ -68,14 +68,16 @@ class Router:
         kinds: EngineConfig | None = None,
     ) -> None:
         self._pool = Pool(engines, trusted=trusted, slots=slots, kinds=kinds)
-        self._limits = Limits(vocab_size, context_length)
+        self.limits = Limits(vocab_size, context_length)
+        """What a prompt must keep to that goes to an engine."""
+        self._ongoing: dict[int, set[asyncio.Future[None]]] = {}  # by id() of a sample, calls of `generate`
         self._ends = TurnEnds(stop_ids, stop_texts, decode)
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
         self._suspects = Suspects(lambda sample: self.on_failure(sample))
         self._arrivals = Arrivals(
             self._dispatcher,
-            self._limits,
+            self.limits,
             self._suspects,
             lambda sample, tokens: self.on_tokens(sample, tokens),
         )
@@ -103,7 +105,7 @@ class Router:
 
     def check(self, prompt_ids: list[int]) -> None:
         """Raises RefusedPrompt: empty, no room for a response, or an id outside the vocabulary."""
-        self._limits.check_prompt(prompt_ids)
+        self.limits.check_prompt(prompt_ids)
 
     async def generate(
         self,
@@ -134,13 +136,38 @@ class Router:
             self._refused += 1
             raise
         turn = Turn(
-            limit=min(max_response_tokens, self._limits.room - len(sample.prompt_ids)),
+            limit=min(max_response_tokens, self.limits.room - len(sample.prompt_ids)),
             temperature=temperature,
             truncation=truncation,
             ends=self._ends.also(stop_texts),
             pinned=pinned,
             tops=tops,
         )
+        with self._working_on(sample):
+            await self._to_its_end(sample, turn, explorers=explorers)
+        return sample
+
+    @contextmanager
+    def _working_on(self, sample: Sample) -> Iterator[None]:
+        done = asyncio.get_running_loop().create_future()
+        ongoing = self._ongoing.setdefault(id(sample), set())
+        ongoing.add(done)
+        try:
+            yield
+        finally:
+            done.set_result(None)
+            ongoing.remove(done)
+            if not ongoing:
+                del self._ongoing[id(sample)]
+
+    async def until_idle(self, sample: Sample) -> None:
+        """No call of `generate` works on any sequence of it when this returns: a generator that has raised may have
+        left one behind."""
+        for sequence in sample.sequences:
+            while ongoing := self._ongoing.get(id(sequence)):
+                await asyncio.wait(set(ongoing))
+
+    async def _to_its_end(self, sample: Sample, turn: Turn, *, explorers: bool) -> None:
         evaluation = sample.sample_id == EVALUATION
 
         def priority() -> tuple[int, ...]:
@@ -153,7 +180,7 @@ class Router:
                 break
             self._suspects.check(sample, fault)
             async with self._suspects.alone(sample):
-                if pinned:
+                if turn.pinned:
                     engine = self._pool.pinned()
                 else:
                     engine = await self._dispatcher.admit(
@@ -163,7 +190,6 @@ class Router:
                         explorers=explorers,
                     )
                 fault = await self._requests.send(engine, sample, turn) or fault
-        return sample
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         """One greedy response outside the ledger, for evaluation. After an interruption it goes on like any."""
@@ -206,7 +232,7 @@ class Router:
     async def prompt_logprobs(self, ids: list[int]) -> list[float]:
         """Log-probs of `ids[1:]` under the weights that serve, outside the ledger. After an interrupt: once more.
 
-        Raises RefusedPrompt, RunError for what the engine refuses, and Poisonous as `generate` does.
+        Raises RefusedPrompt, RefusedRequest for what the engine refuses, and Poisonous as `generate` does.
         """
         self.check(ids)
         asked, fault = Sample(EVALUATION, EVALUATION, 0, ids, seed=0), ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.engine_requests import Limits
 from rlsys.router.router import RefusedPrompt
 from rlsys.spans import VersionSpan
 from rlsys.tickets import Canary, EngineAddress
@@ -41,6 +42,7 @@ class ScriptedRouter:
         self.left: list[int] = []
         """Engines that a rolling push has still to update, after each round."""
         self.rounds: list[list[str]] = []
+        self.limits = Limits(vocab_size=1000, context_length=4096)
         self.pinned: int | None = None
         """Version of what answers an evaluation in the background."""
         self.refuse: Callable[[Sample], bool] = lambda sample: False
@@ -97,6 +99,10 @@ class ScriptedRouter:
                 if not sample.status.terminal:
                     sample.status = Status.PARKED
         return sample
+
+    async def until_idle(self, sample: Sample) -> None:
+        while sample.sample_id in self._busy:
+            await self._busy[sample.sample_id].done.wait()
 
     async def interrupt(
         self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False

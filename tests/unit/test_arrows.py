@@ -19,6 +19,7 @@ BASE = {
     "forks",
     "spans",
     "tickets",
+    "texts",
     "types",
     "errors",
     "owner",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "foreign": {"errors"},
     "algo": {"arrays", "spans", "types", "errors", "config", "plugins", "imports"},
     "rewards": {
+        "texts",
         "types",
         "errors",
         "config",
@@ -54,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         "workers",
         "data",
     },  # the eos token ends an answer
-    "data": {"types", "errors", "config", "plugins", "imports"},
+    "data": {"texts", "types", "errors", "config", "plugins", "imports"},
     "relay": set(),
     "engine": BASE | {"relay"},
     "router": BASE | {"engine"},
@@ -108,6 +110,7 @@ TORCH_FREE = (
     "foreign",
     "arrays",
     "forks",
+    "texts",
     "types",
     "owner",
     "identity",

@@ -15,7 +15,6 @@ from rlsys.errors import UserError
 from rlsys.rewards import make_score
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import asked_about
-from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.spans import VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
 
@@ -131,7 +130,7 @@ async def test_what_matches_may_be_said_by_a_function(tmp_path: Path) -> None:
     assert [m.reward for m in s.turn_marks or ()] == [0.2, 0.1, 0.2, 0.1, 0.1]
     broken = tmp_path / "broken.py"
     broken.write_text("def broken(said, action):\n    return action['x']\n")
-    with pytest.raises(ToolFailed, match="match raised TypeError"):
+    with pytest.raises(TypeError, match="string indices"):  # the sample's boundary censors it
         await made(config(match=f"{broken}:broken"))
 
 

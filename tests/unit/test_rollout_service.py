@@ -80,7 +80,7 @@ async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         r.manager.commit = None  # type: ignore[method-assign, assignment]
-        with pytest.raises(RunError, match=r"rollout: commit failed with 500 .*see its log"):
+        with pytest.raises(RunError, match=r"rollout: commit failed: TypeError: .*; see its log"):
             await ticking(r, client.commit, 1)
 
 
