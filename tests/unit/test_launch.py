@@ -453,3 +453,13 @@ def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
     assert "tensor(s) are missing, first: model.layers.3.input_layernorm.weight" in told_by(model)
     (model / "config.json").write_text(json.dumps({**raw, "vocab_size": 192}))
     assert "model.embed_tokens.weight has shape (128, 128); config.json says (192, 128)" in told_by(model)
+
+
+def test_ranks_of_one_machine_meet_in_a_file_and_the_rollout_process_has_no_port() -> None:
+    """torchrun's rendezvous listens on all addresses, and unpickles what it is sent (security A1). A port can be
+    bound by another user before the rollout process does, who would get the run's key (A3)."""
+    for ranks in ("parallel.ep=1", "parallel.ep=2"):
+        words = [word for role in planned(ranks).roles for word in role.argv]
+        assert "torch.distributed.run" not in words
+        rollout = next(role for role in planned(ranks).roles if role.kind == "rollout")
+        assert "--port" not in rollout.argv and "http" not in str(rollout.ready_url)

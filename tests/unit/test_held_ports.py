@@ -1,0 +1,48 @@
+"""A port that a run has chosen belongs to its user: nobody else's server can take it before ours, or after its death."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from launch.ports import HeldPorts
+
+STRANGER = 54777
+BIND = """
+import os, socket, sys
+os.setresuid({uid}, {uid}, {uid})
+s = socket.socket()
+for option in sys.argv[2:]: s.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+try: s.bind((sys.argv[1], {port})); s.listen(); print("listens")
+except OSError as e: print(e.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    "options", [[], ["SO_REUSEADDR"], ["SO_REUSEPORT"], ["SO_REUSEADDR", "SO_REUSEPORT"]]
+)
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_another_user_cannot_listen_on_a_chosen_port(address: str, options: list[str]) -> None:
+    held = HeldPorts("127.0.0.1")
+    (port,) = held.choose(1)
+    try:
+        code = BIND.format(uid=STRANGER, port=port)
+        done = subprocess.run([sys.executable, "-c", code, address, *options], capture_output=True, text=True)
+        assert done.stdout.strip() == "Address already in use"
+    finally:
+        held.release()
+
+
+def test_two_runs_of_one_user_do_not_share_a_port() -> None:
+    held = HeldPorts("127.0.0.1")
+    (port,) = held.choose(1)
+    try:
+        with socket.socket() as s, pytest.raises(OSError, match="in use"):
+            s.bind(("127.0.0.1", port))
+    finally:
+        held.release()
