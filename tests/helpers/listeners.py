@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ _ACCEPTS = 0x10000
 @dataclass(frozen=True)
 class Listener:
     """`command`: the process's arguments. `address`: HOST:PORT, or the path of a Unix socket; `@...`: an abstract
-    one, which has no permissions."""
+    one, which has no permissions. `reached_by`: who can connect to a Unix socket besides its user, in words."""
 
     kind: str
     command: str
     address: str
+    reached_by: str = ""
 
     @property
     def host(self) -> str:
@@ -43,7 +45,7 @@ def listeners(root: int) -> set[Listener]:
                     kind = "tcp" if c.status == psutil.CONN_LISTEN else "udp"
                     found.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
             for path in _unix(process.pid):
-                found.add(Listener("unix", command, path))
+                found.add(Listener("unix", command, path, _reached_by(path)))
     return found
 
 
@@ -64,3 +66,11 @@ def _unix(pid: int) -> Iterator[str]:
         fields = line.split()
         if fields[6] in inodes and int(fields[3], 16) & _ACCEPTS:
             yield fields[7] if len(fields) > 7 else ""
+
+
+def _reached_by(path: str) -> str:
+    """Empty when one of the folders above a Unix socket lets nobody else in."""
+    if not path or path.startswith("@"):
+        return "everybody: an abstract socket has no permissions"
+    modes = [stat.S_IMODE(folder.stat().st_mode) for folder in Path(path).parents if folder.exists()]
+    return "" if any(mode & 0o077 == 0 for mode in modes) else "everybody: its folders let others in"

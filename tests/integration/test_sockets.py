@@ -5,85 +5,48 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.listeners import Listener, listeners
 from tests.helpers.servers import ROOT
-from tests.helpers.sessions import RLSYS, SMALL
-from tests.helpers.socket_table import TABLE, entry_of, faults
+from tests.helpers.sessions import SMALL
+from tests.helpers.socket_table import TABLE, entry_of, faults, table_of, watched
 
 pytestmark = pytest.mark.integration
 
-LOOK_SECONDS = 0.2
+MODEL = "model.path=configs/models/quickstart-moe"
+
 TINY = (*SMALL, "trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4")
-
-
-class Watch:
-    """Collects the listeners of a process's tree until the block ends."""
-
-    def __init__(self) -> None:
-        self.seen: set[Listener] = set()
-
-    @contextmanager
-    def over(self, pid: int) -> Iterator[None]:
-        done = threading.Event()
-
-        def look() -> None:
-            while not done.wait(LOOK_SECONDS):
-                self.seen |= listeners(pid)
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-
-def watched(*words: str, env: dict[str, str] | None = None) -> tuple[set[Listener], str]:
-    """What listened while `rlsys WORDS` ran to its end, and its output."""
-    watch = Watch()
-    process = subprocess.Popen(
-        [*RLSYS, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | (env or {}),
-    )  # fmt: skip
-    with watch.over(process.pid):
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return watch.seen, output
-
-
-def table_of(found: set[Listener]) -> str:
-    """For the eyes of whoever reads the test's output: process, address, guard."""
-    lines = []
-    for one in sorted(found, key=lambda one: (one.command, one.address)):
-        guard = entry.guard if (entry := entry_of(one)) is not None else "?"
-        lines.append(f"{one.kind:5}{one.address:45}{one.command[-60:]:62}{guard}")
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("method", ["tensor", "broadcast"])
 def test_every_socket_of_a_run_is_loopback_and_in_the_table(method: str, tmp_path: Path) -> None:
-    """Two trainer ranks, so that process groups have peers. TMPDIR is longer than a socket's path may be."""
-    long = tmp_path / ("d" * 120)
-    long.mkdir()
+    """Two trainer ranks, so that process groups have peers."""
     words = (f"run.dir={tmp_path / 'run'}", f"weights.method={method}", "parallel.ep=2", *TINY)
-    found, _ = watched("train", "quickstart", *words, env={"TMPDIR": str(long)})
+    found, _ = watched("train", "quickstart", *words)
     print(table_of(found))
     assert faults(found) == []
     kinds = {entry_of(one) for one in found}
     assert {TABLE[0], TABLE[2]} <= kinds, "engine and rollout process listen, and were seen"
 
 
+def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_path: Path) -> None:
+    """TMPDIR is longer than the path of a Unix socket may be. Before: the engine died of it, and ranks looked for
+    their own machine by its name, for 300 s at a time."""
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    words = (f"run.dir={tmp_path / 'run'}", "weights.method=tensor", *TINY)
+    nameless = (
+        ("unshare", "--uts", "sh", "-c", 'hostname nosuchhost; exec "$@"', "sh") if os.geteuid() == 0 else ()
+    )
+    found, _ = watched("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
+    assert faults(found) == []
+
+
 def test_fine_tuning_listens_to_nobody_outside(tmp_path: Path) -> None:
     config = ROOT / "configs" / "quickstart_sft.yaml"
-    found, _ = watched("sft", str(config), f"run.dir={tmp_path / 'run'}", "sft.steps=2")
+    found, _ = watched("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
     print(table_of(found))
     assert faults(found) == []
 

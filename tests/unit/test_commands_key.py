@@ -5,36 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rlsys.obs import coordinator
 from rlsys.owner import claim
-
-
-@contextmanager
-def stranger(listening: socket.socket) -> Iterator[list[bytes]]:
-    """Takes what is sent to the socket, and answers as the rollout process would."""
-    received: list[bytes] = []
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listening.accept()
-                with connection:
-                    connection.settimeout(5)
-                    received.append(connection.recv(65536))
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield received
-    finally:
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join()
+from tests.helpers.strangers import stranger
 
 
 def test_who_has_the_port_of_a_killed_coordinator_does_not_get_the_key(tmp_path: Path) -> None:

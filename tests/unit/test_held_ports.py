@@ -1,4 +1,4 @@
-"""A port that a run has chosen belongs to its user: nobody else's server can take it before ours, or after its death."""
+"""A port that a run has chosen belongs to its user: no server of another user can take it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launch.ports import HeldPorts
+from launch.ports import HeldPorts, free_ports
 
 STRANGER = 54777
 BIND = """
@@ -27,9 +27,14 @@ except OSError as e: print(e.strerror)
     "options", [[], ["SO_REUSEADDR"], ["SO_REUSEPORT"], ["SO_REUSEADDR", "SO_REUSEPORT"]]
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_another_user_cannot_listen_on_a_chosen_port(address: str, options: list[str]) -> None:
+@pytest.mark.parametrize("configured", [False, True])
+def test_another_user_cannot_listen_on_a_port_of_a_run(
+    configured: bool, address: str, options: list[str]
+) -> None:
     held = HeldPorts("127.0.0.1")
-    (port,) = held.choose(1)
+    (port,) = free_ports("127.0.0.1", 1) if configured else held.choose(1)
+    if configured:
+        held.hold(port, 1)
     try:
         code = BIND.format(uid=STRANGER, port=port)
         done = subprocess.run([sys.executable, "-c", code, address, *options], capture_output=True, text=True)
