@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from launch.ranks import main as start_ranks
 from rlsys import sockets
+from rlsys.config.rollout import EngineConfig
 from rlsys.engine.sockets import check_hooks
 from rlsys.errors import RunError, UserError
 from rlsys.interfaces import choose_interface, interface_of
@@ -192,6 +194,23 @@ def test_an_interface_that_the_user_has_set_stays() -> None:
     assert environment == {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo"}
     choose_interface("0.0.0.0", nothing := dict[str, str]())
     assert nothing == {}
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        "--enable-dp-attention",
+        "--kv-events-config={}",
+        "--disaggregation-mode",
+        "--nccl-port",
+        "--dist-init-addr",
+    ],
+)
+def test_an_option_of_sglang_that_opens_a_listener_without_a_key_is_refused(arg: str) -> None:
+    """ZeroMQ over TCP, which unpickles what anybody sends, or another place for ranks to meet."""
+    with pytest.raises(ValidationError, match=arg.partition("=")[0]):
+        EngineConfig(extra_args=[arg])
+    EngineConfig(extra_args=["--enable-pdmux", "--speculative-algorithm", "NEXTN"])
 
 
 # -- hooks into SGLang ---------------------------------------------------------------------------------------------
