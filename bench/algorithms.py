@@ -38,13 +38,13 @@ from typing import Any
 
 from measure import ROOT, machine, running_engine, say
 
-from launch.ports import free_ports
 from rlsys.algo.preflight import check
 from rlsys.config import Config, dump_config, load_config
 from rlsys.errors import RlsysError
 from rlsys.obs.metrics import read_metrics
 from rlsys.owner import FOLDER as OWNERS
 from rlsys.owner import Owner, claim
+from rlsys.sockets import make_folder, remove_folder
 
 FOLDER = ROOT / "configs" / "algorithms"
 RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))
@@ -112,15 +112,16 @@ def run(config: Config, engine: Lent) -> dict[str, Any]:
     (folder / "config.yaml").write_text(dump_config(config))
     # It belongs to the launch that started the engine.
     shutil.copytree(engine.owner.run_dir / OWNERS, folder / OWNERS)
-    port, owner = free_ports("127.0.0.1", 1)[0], replace(engine.owner, run_dir=folder)
+    owner = replace(engine.owner, run_dir=folder)
     start, path = time.monotonic(), str(folder / "config.yaml")
-    rollout = ["--config", path, "--port", str(port), "--engine", engine.url]
-    trainer = ("--config", path, "--rollout", f"http://127.0.0.1:{port}")
+    rollout = ["--config", path, "--engine", engine.url]
     with contextlib.ExitStack() as stack:
         if config.engine.reference == "own":
             rollout += ["--reference", stack.enter_context(running_engine(config, folder, owner=owner))]
         stack.enter_context(role("rlsys.rollout.service", *rollout, log=folder / "rollout.log", owner=owner))
-        training = stack.enter_context(role("rlsys.train", *trainer, log=folder / "trainer.log", owner=owner))
+        training = stack.enter_context(
+            role("rlsys.train", "--config", path, log=folder / "trainer.log", owner=owner)
+        )
         code = training.wait(ROLE_SECONDS)
     if code:
         tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]
@@ -270,8 +271,10 @@ def main() -> None:
         if args.part != "cost":
             # one engine for all: it gives a token's experts to a run that asks for them
             shared = load_config(ROOT / "configs" / "quickstart.yaml", ["engine.return_routes=true"])
-            owner = claim(work)
-            with running_engine(shared, work, owner=owner) as url:
+            owner = claim(work, sockets := make_folder())
+            with contextlib.ExitStack() as stack:
+                stack.callback(remove_folder, sockets)
+                url = stack.enter_context(running_engine(shared, work, owner=owner))
                 engine = Lent(url, owner)
                 if args.part in ("recipes", "all"):
                     recipes(names, engine, work, results)

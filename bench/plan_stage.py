@@ -23,12 +23,12 @@ from measure import ROOT, running_engine
 
 from launch.layout import lay_out
 from launch.plan import Node, Ports, Role, build_plan
-from launch.ports import free_ports
 from rlsys.config import Config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command
 from rlsys.identity import engine_identity
 from rlsys.obs.metrics import read_metrics
 from rlsys.owner import FOLDER, Owner, claim
+from rlsys.sockets import make_folder, remove_folder
 
 LOOK_SECONDS = 0.1
 LOG_PASSES = 1
@@ -146,9 +146,10 @@ def stage(folder: Path, size: Size) -> Iterator[Stage]:
     first = Setting("colocated", size.engines, 2.0, 8, 0.0)
     home = folder / "engines"
     (home / "logs").mkdir(parents=True)
-    owner = claim(home)
+    owner = claim(home, sockets := make_folder())
     config = config_of(first, size, home, seed=1)
     with contextlib.ExitStack() as stack:
+        stack.callback(remove_folder, sockets)
         urls = []
         for i in range(size.engines):
             engine_log(folder, i).parent.mkdir()
@@ -164,6 +165,7 @@ def write_folder(config: Config, owner: Owner) -> None:
     (config.run.dir / "config.yaml").write_text(dump_config(config))
     (config.run.dir / FOLDER).mkdir(mode=0o700)
     about = {"epoch": owner.epoch, "key": owner.key, "host": "localhost", "pid": os.getpid()}
+    about["sockets"] = str(owner.sockets)
     path = config.run.dir / FOLDER / f"{owner.epoch:06d}"
     path.touch(mode=0o600)
     path.write_text(json.dumps(about))
@@ -173,8 +175,7 @@ def write_folder(config: Config, owner: Owner) -> None:
 def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The run's own processes; ended, with all that they started, at the end."""
     ports = [int(url.rpartition(":")[2]) for url in urls]
-    (rollout,) = free_ports("127.0.0.1", 1)
-    plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports, rollout), engine_command)
+    plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports), engine_command)
     with contextlib.ExitStack() as stack:
         started = []
         for role in plan.roles:

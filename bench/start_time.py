@@ -44,7 +44,7 @@ NODES = 2
 VICTIMS = {
     "engine": ("rlsys.engine.server",),
     "rollout": ("rlsys.rollout.service",),
-    "trainer": ("rlsys.train", "--rollout"),
+    "trainer": ("rlsys.train", "--config"),
 }
 """Words on the command line of the process that is killed."""
 

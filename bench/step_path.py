@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WATCH = """
 import sys
-if "rlsys.train" in " ".join(sys.orig_argv) and "--rollout" in sys.orig_argv:
+if sys.orig_argv[1:3] == ["-m", "rlsys.train"]:
     import json, os, threading
     walk, seen, on, main = [], set(), False, threading.get_ident()
     ROOT = os.environ["STEP_PATH_ROOT"]

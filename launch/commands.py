@@ -75,7 +75,7 @@ def must_reach(config: Config) -> None:
     """Raises UserError for a layout that the nodes do not hold, or an engine that the weights cannot reach."""
     count = config.engine.count
     nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]  # named by Slurm, later
-    ports = Ports([0] * count, 0, 0, (0,) * count)
+    ports = Ports([0] * count, 0, (0,) * count)
     build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # their commands do not matter
 
 

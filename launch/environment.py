@@ -48,7 +48,7 @@ def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = N
         found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if kind == "trainer":
         ranks = config.launch.gpus_per_node or config.parallel.world_size
-        # torchrun would say 1, and the part of Adam that is in host memory would use one core.
+        # The part of Adam that is in host memory uses several cores, and ranks share those of their node.
         found["OMP_NUM_THREADS"] = str(max(1, (cores or os.cpu_count() or 1) // ranks))
         if config.parallel.tp * config.parallel.cp > 1:
             # One queue to the GPU: communication that was asked for before a GEMM begins before it.

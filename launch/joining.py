@@ -27,6 +27,7 @@ from rlsys import membership
 from rlsys.config import Config, load_config
 from rlsys.errors import UserError
 from rlsys.identity import config_path, engine_identity, write_config
+from rlsys.interfaces import is_loopback
 from rlsys.obs import coordinator
 from rlsys.owner import Owner, current
 
@@ -94,6 +95,12 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
     if not local and host in ("127.0.0.1", "localhost", "0.0.0.0"):
         raise UserError(
             f"--host {host}: the run is on another machine; give an address of this one that it reaches"
+        )
+    alone = config.launch.nodes == 1 and is_loopback(config.engine.host)
+    if not relayed and not local and alone and method in ("broadcast", "sharded"):
+        raise UserError(
+            f"--host {host}: engine.host = {config.engine.host}, so the run's process groups listen on loopback; "
+            "start the run with an address of its machine as engine.host, or with weights.method=disk"
         )
 
 

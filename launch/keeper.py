@@ -12,9 +12,10 @@ before it kills; only the supervisor knows in which order roles may end, so sign
 Ending: SIGTERM to the command alone, because servers end their own helpers in order and take a helper's
 sudden death for a crash; when it has ended, SIGTERM to what it left behind; `grace` seconds after the first,
 SIGKILL to whatever there still is. SIGQUIT skips the wait.
-Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
-adopts orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
-a control group of its own where that can be had (launch/cgroup.py).
+Descendants that left the group (a reward may start sessions of its own) are found because the keeper adopts
+orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
+a control group of its own where that can be had (launch/cgroup.py). The role's Unix sockets have a folder that lives
+as long as the role (rlsys/sockets.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ import psutil
 
 from launch import cgroup
 from launch.guard import adopt_orphans, end_with, guarded
+from rlsys.errors import UserError
+from rlsys.obs.role import format_error
+from rlsys.sockets import FOLDER_VARIABLE, make_folder, remove_folder
 
 
 class Keeper:
@@ -177,8 +181,17 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
+    try:
+        sockets = make_folder()
+    except UserError as e:
+        print(format_error(e), file=sys.stderr)
+        return e.exit_code
+    os.environ[FOLDER_VARIABLE] = str(sockets)
     group = cgroup.make(args.cgroup) if args.cgroup else None
-    code = guarded(lambda guard: keep(args, guard, group), group)
+    try:
+        code = guarded(lambda guard: keep(args, guard, group), group)
+    finally:
+        remove_folder(sockets)
     if group is not None:
         cgroup.end_start(group)
     return code
@@ -188,7 +201,9 @@ def keep(args: argparse.Namespace, guard: int, group: Path | None) -> int:
     """The keeper's process; its exit code."""
     try:
         keeper = Keeper(args.command, args.grace, guard, shielded=args.shielded, gpus=args.gpus, group=group)
-        return keeper.run()
+        code = keeper.run()
+        remove_folder(Path(os.environ[FOLDER_VARIABLE]))  # the guard does so too, if it lives
+        return code
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
         return 2

@@ -39,9 +39,10 @@ class Role:
     """One process to start on node `node` of the run.
 
     Roles of one `unit` live and die together: the trainer's nodes, or those of an engine that spans several.
-    `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's gives its
-    counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds. `engine`: the URL of the engine
-    that it is, or is a part of. `explores`: that engine tries prompts out, and writes no samples.
+    `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's is a path
+    at its Unix socket, and gives its counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds.
+    `engine`: the URL of the engine that it is, or is a part of. `explores`: that engine tries prompts out, and writes
+    no samples.
     """
 
     name: str
@@ -67,14 +68,13 @@ class Role:
 
 @dataclass(frozen=True)
 class Ports:
-    """The engines' ports in order, the rollout process's, and where the nodes of one unit meet.
+    """The engines' ports in order, and where the nodes of one unit meet.
 
     `trainer_meeting` and `engine_meetings` are used by units on several nodes only, `reference` and `teacher` by the
     servers that are called so.
     """
 
     engines: list[int]
-    rollout: int
     trainer_meeting: int = 0
     engine_meetings: tuple[int, ...] = ()
     reference: int = 0
@@ -116,9 +116,8 @@ def build_plan(
     """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     push_plan(config, layout)  # refuses what weights cannot reach
-    rollout_url = f"http://{LOOPBACK}:{ports.rollout}"
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
-    rollout += ["--port", str(ports.rollout), *(word for url in urls for word in ("--engine", url))]
+    rollout += [word for url in urls for word in ("--engine", url)]
     if (reference := config.engine.reference) == "own":
         own = reference_config(config)
         roles.append(_beside("reference", "engine.reference", own, layout, ports.reference, engine_command))
@@ -130,9 +129,8 @@ def build_plan(
         roles.append(_beside("teacher", "algo.teacher.engine", own, layout, ports.teacher, engine_command))
         teacher = roles[-1].engine
     rollout += ["--teacher", teacher] if teacher else []
-    roles.append(Role("rollout", "rollout", rollout, ready_url=f"{rollout_url}/status"))
-    arguments = ["--rollout", rollout_url]
-    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", arguments)
+    roles.append(Role("rollout", "rollout", rollout, ready_url="/status"))
+    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", [])
     return LaunchPlan(roles, nodes, config.run.dir, _shared(config))
 
 
@@ -257,17 +255,18 @@ def _beside(
 def _trainer(
     config: Config, layout: Layout, nodes: list[Node], meeting: int, module: str, arguments: list[str]
 ) -> list[Role]:
-    """One torchrun for each node; ranks are numbered through in the order of the nodes."""
+    """One `launch.ranks` for each node; ranks are numbered through in the order of the nodes."""
     roles = []
     shares = layout.trainer
+    world = sum(share.count for share in shares)
     for part, share in enumerate(shares):
-        argv = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
-        if len(shares) == 1:
-            argv.append("--standalone")
-        else:
-            argv += ["--nnodes", str(len(shares)), "--node-rank", str(part), "--rdzv-backend", "static"]
-            argv += ["--master-addr", nodes[shares[0].node].address, "--master-port", str(meeting)]
-        argv += ["--nproc-per-node", str(share.count), "-m", module, "--config", _run_config(config)]
+        address = nodes[share.node].address if len(nodes) > 1 else config.engine.host
+        argv = [sys.executable, "-m", "launch.ranks", "--ranks", str(share.count), "--address", address]
+        if len(shares) > 1:
+            first = sum(earlier.count for earlier in shares[:part])
+            argv += ["--first", str(first), "--world", str(world)]
+            argv += ["--meet", f"{nodes[shares[0].node].address}:{meeting}"]
+        argv += ["-m", module, "--config", _run_config(config)]
         name = "trainer" if len(shares) == 1 else f"trainer-{part}"
         roles.append(
             Role(

@@ -2,8 +2,8 @@
 
 A free one is bound when it is chosen, by a socket that does not listen, and stays bound for the life of the backend:
 no outgoing connection gets it, and nobody who looks for a free one. The server that it is for binds it as well, which
-Linux allows where both say SO_REUSEADDR and the first does not listen; the first says so only after it has bound, so
-that it shares no port with anybody else's.
+Linux allows where both say SO_REUSEPORT and belong to one user: another user cannot listen there, also not while our
+server is dead. The first says so only after it has bound, so that two runs of one user share no port.
 
 `python -m launch.ports N` prints N such ports of the machine it runs on, and holds them until standard input ends.
 """
@@ -32,10 +32,10 @@ FreePorts = Callable[[Mapping[int, int]], dict[int, list[int]]]
 
 
 def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
-    """Raises UserError when a configured port is taken."""
+    """The run's ports. Raises UserError when a configured one is taken."""
     homes = [shares[0].node for shares in layout.engines]  # each needs a port to serve, and one to meet
     need = Counter(homes) + Counter(homes)
-    need[0] += 4  # the rollout process's, where the trainer's nodes meet, and a reference's, and a teacher's
+    need[0] += 3  # where the trainer's nodes meet, a reference's, and a teacher's
     # Nodes may be one machine in disguise: what one got is not taken for another.
     taken: set[int] = set()
     stock: dict[int, list[int]] = defaultdict(list)
@@ -45,10 +45,9 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
             stock[node] += new
             taken.update(new)
     meetings = tuple(stock[node].pop() for node in homes)
-    rollout, trainer, reference, teacher = (stock[0].pop() for _ in range(4))
+    trainer, reference, teacher = (stock[0].pop() for _ in range(3))
     return Ports(
         _engine_ports(config) or [stock[n].pop() for n in homes],
-        rollout,
         trainer,
         meetings,
         reference,
@@ -57,15 +56,13 @@ def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
 
 
 def _engine_ports(config: Config) -> list[int]:
-    """The configured ones; empty when engine.port is 0."""
-    engine = config.engine
-    if engine.port == 0:
-        return []
-    last = engine.port + engine.count - 1
-    if config.launch.nodes == 1:
-        for port in range(engine.port, last + 1):
+    """The configured ones; empty when engine.port is 0. The backend `local` holds them already."""
+    engine, launch = config.engine, config.launch
+    found = list(range(engine.port, engine.port + engine.count)) if engine.port else []
+    if launch.nodes == 1 and launch.backend != "local":
+        for port in found:
             _must_be_free(engine.host, port, engine.port)
-    return list(range(engine.port, last + 1))
+    return found
 
 
 class HeldPorts:
@@ -86,10 +83,26 @@ class HeldPorts:
             if not _bind(s, self._host, port):
                 s.close()
                 continue
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._sockets.append(s)
+            self._keep(s)
             found.append(port)
         return found
+
+    def hold(self, first: int, count: int) -> None:
+        """Hold configured ports, `first` and those after it. Raises UserError when one is in use."""
+        for port in range(first, first + count):
+            _must_be_free(self._host, port, first)
+            s = socket.socket()
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # while a closed connection is waited out
+            if not _bind(s, self._host, port):
+                s.close()
+                raise UserError(f"engine.port = {first}: port {port} of {self._host} is in use; 0 finds one")
+            self._keep(s)
+
+    def _keep(self, s: socket.socket) -> None:
+        """For a server of this user alone."""
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._sockets.append(s)
 
     def release(self) -> None:
         for s in self._sockets:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from launch.backends import END, END_NOW, STACKS, Backend
 from launch.plan import Role
+from launch.ranks import FAILED as RANK_FAILED
 from rlsys.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import parse_error
 
 LAST_LINES = 15
-_OF_TORCHRUN = 1
-"""Its exit code, whatever that of its rank was."""
+_OF_ANOTHER_RANK = 1
+"""Exit code of a rank that another one's failure ended, and that may have been noticed first."""
 LINE_WIDTH = 300
 """How much of a log is shown when a role died without saying why."""
 
@@ -82,7 +83,7 @@ class RoleProcess:
         for line in reversed(lines):
             if found := parse_error(line):
                 message, code = found
-                if self.exit_code not in (code, _OF_TORCHRUN):
+                if self.exit_code not in (code, _OF_ANOTHER_RANK):
                     break
                 if code == UserError.exit_code:
                     return UserError(message)
@@ -95,7 +96,6 @@ class RoleProcess:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
         lines = [line[:LINE_WIDTH] for line in tail if line]
-        # Where torchrun begins to tell of a rank's death, only its first line is of use.
-        signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
-        end = next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))
+        # What the other ranks write after a rank's death is of no use.
+        end = next((i + 1 for i, line in enumerate(lines) if line.startswith(RANK_FAILED)), len(lines))
         return lines[:end]

@@ -24,6 +24,7 @@ from rlsys.config import Config, dump_config, identity_fields, load_config
 from rlsys.errors import UserError, disk_errors
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.owner import Owner, claim
+from rlsys.sockets import make_folder, remove_folder
 
 DEAD_HOST_SECONDS = 120.0
 """A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""
@@ -66,7 +67,11 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
             resumed = _check_contents(config)
             (path / "logs").mkdir(exist_ok=True)
             write_whole(path / CONFIG_FILE, dump_config(config))
-        yield RunDir(path, fd, resumed, claim(path))
+        sockets = make_folder()
+        try:
+            yield RunDir(path, fd, resumed, claim(path, sockets))
+        finally:
+            remove_folder(sockets)
     finally:
         os.close(fd)
 

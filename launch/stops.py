@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from rlsys.errors import RlsysError, RunError
+from rlsys.obs.role import unless_ignored
 
 
 class Stopped(RlsysError):
@@ -28,7 +29,8 @@ class NodeLost(RunError):
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once."""
+    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once. One
+    that this process was started to ignore is not counted."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,7 +39,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignals]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        numbers = unless_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         before = {n: signal.signal(n, self._hear) for n in numbers}
         try:
             yield self

@@ -10,7 +10,7 @@
 A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
 the one before. After launch.max_restarts of them without a train step (a server: without other work) the run
 stops; where the role is an engine, and launch.min_engines others are left, the run goes on without it, and tries it
-again after a minute, then after two, up to a quarter of an hour. Only the supervisor restarts anything: torchrun,
+again after a minute, then after two, up to a quarter of an hour. Only the supervisor restarts anything: ranks,
 engines and a scheduler's actors do not.
 """
 
@@ -266,8 +266,8 @@ class Supervisor:
         rollout = self._processes.get("rollout")
         if rollout is None or rollout.exit_code is not None or not rollout.role.ready_url:
             return
-        url = rollout.role.ready_url.replace("/status", f"/leave?seconds={total * (1 - _ENDING_SHARE):g}")
-        if self._get(url, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
+        path = f"/leave?seconds={total * (1 - _ENDING_SHARE):g}"
+        if self._get(path, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
             self._say("the rollout process did not park in time; it keeps what it has on disk")
         trainers = [p for p in self._processes.values() if p.role.kind == "trainer"]
         while time.monotonic() < deadline and any(p.exit_code is None for p in trainers):
@@ -314,11 +314,11 @@ class Supervisor:
         if role.engine is not None:
             up = engine_answers(role.engine, engine_identity(self._run_dir.owner, role.engine))
             return OK if up else NO_ANSWER, b""
-        return probe(role.ready_url or "", self._run_dir.owner.key)
+        return probe(self._run_dir.owner, role.ready_url or "")
 
-    def _get(self, url: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
-        """Body of a 200 answer; None for any other, or none."""
-        code, body = probe(url, self._run_dir.owner.key, data, timeout)
+    def _get(self, path: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
+        """Body of a 200 answer of the rollout process; None for any other, or none."""
+        code, body = probe(self._run_dir.owner, path, data, timeout)
         return body if code == OK else None
 
     def roles(self) -> dict[str, RoleTold]:
@@ -343,10 +343,10 @@ class Supervisor:
         names = [node.name for node in self._plan.nodes]
         self._silence.look(self._processes.values(), names, self._status)
         rollout = self._processes.get("rollout")
-        url, patience = (rollout.role.ready_url if rollout else None), coordinator.ANSWER_SECONDS / 2
+        patience = coordinator.ANSWER_SECONDS / 2
         coordinator.answer(
             self._run_dir.path,
-            lambda path: self._get(url.replace("/status", path), timeout=patience) if url else None,
+            lambda path: self._get(path, timeout=patience) if rollout else None,
             self._say,
         )
 

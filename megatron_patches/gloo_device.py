@@ -5,12 +5,13 @@ up a hundred times a second for as long as anything refers to the group. Some la
 ranks on two cores, spend more processor time in these threads than in the training.
 Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14.
 Why numbers stay equal: a gloo device is a listening address with an event loop, made to be shared; every group keeps
-its own pairs and reduces in the same order.
+its own pairs and reduces in the same order. The interface is the one that torch itself would take.
 Delete when: torch shares the device, or new_group takes options for gloo.
 """
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,9 @@ def _edit(module: ModuleType) -> None:
             if enable_reconfigure:  # torch 2.14, for groups whose members change: not asked for here
                 super().__init__(store, rank, size, timeout, enable_reconfigure)
                 return
+            if not devices:
+                names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+                devices.extend(plain.create_device(interface=name) for name in names if name)
             if not devices:
                 devices.append(plain.create_default_device())
             options = plain._Options()

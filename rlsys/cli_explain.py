@@ -120,7 +120,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
 def made_up_plan(config: Config) -> LaunchPlan:
     """With the names and addresses that a scheduler would give."""
     first, engines = config.engine.port, config.engine.count
-    ports = Ports([first + i if first else 0 for i in range(engines)], 0, 0, (0,) * engines)
+    ports = Ports([first + i if first else 0 for i in range(engines)], 0, (0,) * engines)
     nodes = [Node("localhost")]
     if config.launch.nodes > 1:
         nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]

@@ -23,6 +23,7 @@ from launch.commands import must_hold_run
 from rlsys.config import Config, load_config
 from rlsys.dash.server import serve
 from rlsys.errors import UserError
+from rlsys.obs.role import unless_ignored
 from rlsys.rollout.answers import KINDS, AnswerRows
 from rlsys.rollout.reading import CONFIG_FILE, Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.rollout.samples import Order, SampleQuery, Seen, check_query
@@ -121,7 +122,7 @@ def show_dashboard(args: argparse.Namespace) -> int:
 
     async def until_stopped() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in unless_ignored(signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await serve(args.runs, args.port, say, stop)
 

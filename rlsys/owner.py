@@ -1,6 +1,7 @@
 """Who owns a run folder: the newest launch. Its epoch fences off all earlier ones; its key admits commands.
 
-    RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid}
+    RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid,
+                         sockets}
 
 A launch takes the next number: it creates that file exclusively, then deletes the files below it. Whoever works for a
 launch calls `check` before it changes something that outlives it; `check` opens the launch's own file, which is gone
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.errors import RunError, UserError, disk_errors
+from rlsys.sockets import remove_folder
 
 FOLDER = "owners"
 EPOCH_VARIABLE = "RLSYS_EPOCH"
@@ -36,11 +38,19 @@ class Deposed(RunError):
 
 @dataclass(frozen=True)
 class Owner:
-    """One launch's claim to a run folder. `key` is secret: commands carry it, logs and command lines do not."""
+    """One launch's claim to a run folder. `key` is secret: commands carry it, logs and command lines do not.
+    `sockets`: the folder of this launch's Unix sockets, on the machine of its supervisor.
+    """
 
     run_dir: Path
     epoch: int
     key: str
+    sockets: Path = Path()
+
+    @property
+    def rollout_socket(self) -> Path:
+        """Where the rollout process listens for commands, the only ones that carry the key."""
+        return self.sockets / "rollout"
 
     def check(self) -> None:
         """Raises Deposed when a later launch has taken the folder."""
@@ -67,13 +77,13 @@ class Owner:
         return hmac.compare_digest(key.encode(), self.key.encode())
 
 
-def claim(run_dir: Path) -> Owner:
+def claim(run_dir: Path, sockets: Path = Path()) -> Owner:
     """Take the folder for a new launch; all earlier ones are deposed when this returns."""
     with disk_errors(run_dir / FOLDER):
-        return _claim(run_dir)
+        return _claim(run_dir, sockets)
 
 
-def _claim(run_dir: Path) -> Owner:
+def _claim(run_dir: Path, sockets: Path) -> Owner:
     folder = run_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     key = secrets.token_urlsafe(32)
@@ -88,7 +98,10 @@ def _claim(run_dir: Path) -> Owner:
         # Since the look others took this number and the next, and the first of their files was deleted.
         os.close(fd)
         _file(run_dir, epoch).unlink(missing_ok=True)
-    about = json.dumps({"epoch": epoch, "key": key, "host": socket.gethostname(), "pid": os.getpid()})
+    host = socket.gethostname()
+    about = json.dumps(
+        {"epoch": epoch, "key": key, "host": host, "pid": os.getpid(), "sockets": str(sockets)}
+    )
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:
             f.write(about)
@@ -100,13 +113,22 @@ def _claim(run_dir: Path) -> Owner:
         raise
     for earlier in _epochs(run_dir):
         if earlier < epoch:
+            _remove_sockets(_file(run_dir, earlier), host)
             _file(run_dir, earlier).unlink(missing_ok=True)
     at = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(at)
     finally:
         os.close(at)
-    return Owner(run_dir, epoch, key)
+    return Owner(run_dir, epoch, key, sockets)
+
+
+def _remove_sockets(record: Path, host: str) -> None:
+    """Of a launch that was killed on this machine."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left = json.loads(record.read_text(encoding="utf-8"))
+        if left["host"] == host:
+            remove_folder(Path(left["sockets"]))
 
 
 def current(run_dir: Path) -> Owner | None:
@@ -136,7 +158,7 @@ def of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tu
 def _read(run_dir: Path, epoch: int) -> Owner | None:
     try:
         found = json.loads(_file(run_dir, epoch).read_text(encoding="utf-8"))
-        return Owner(run_dir, epoch, str(found["key"]))
+        return Owner(run_dir, epoch, str(found["key"]), Path(found["sockets"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

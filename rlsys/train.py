@@ -1,4 +1,4 @@
-"""THE LOOP. Runs on every trainer rank: `torchrun ... -m rlsys.train --config RUN/config.yaml --rollout URL`.
+"""THE LOOP. Runs on every trainer rank: `python -m launch.ranks ... -m rlsys.train --config RUN/config.yaml`.
 
     take     the first groups_per_step groups that finished; what is still in flight is interrupted and parked
              (with trainer.early_backward, groups that are done go backward while the others are made)
@@ -181,7 +181,7 @@ class Loop:
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, start = of_process(config.run.dir)
-    loop = Loop(config, RolloutClient(args.rollout, owner.key, start), owner)
+    loop = Loop(config, RolloutClient(owner.rollout_socket, owner.key, start), owner)
     loop.run()
     loop.delivery.close()
     loop.trainer.close(job=True)
@@ -190,7 +190,6 @@ def _main(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--rollout", required=True, help="URL of the rollout process")
     args = parser.parse_args()
     run_role(lambda: _main(args))
 

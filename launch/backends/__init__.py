@@ -6,6 +6,7 @@ logs in the run folder, which every node sees.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,6 +80,9 @@ def open_backend(config: Config, lock_fd: int) -> Backend:
 
         return SlurmBackend(config, lock_fd)
     if config.launch.backend == "ray":
+        if "RAY_ADDRESS" not in os.environ:
+            # Read as Ray is imported: a Ray of our own, on this machine alone, listens on loopback only.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         from launch.backends.ray_actors import RayBackend  # ray costs a second to import
 
         return RayBackend(config)

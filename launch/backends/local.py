@@ -64,6 +64,8 @@ class LocalBackend:
     def __init__(self, config: Config, lock_fd: int) -> None:
         self.nodes = [Node("localhost")]
         self._ports = HeldPorts(config.engine.host)
+        if config.engine.port:
+            self._ports.hold(config.engine.port, config.engine.count)
         self._config = config
         self._lock_fd = lock_fd
 

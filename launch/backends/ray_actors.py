@@ -26,6 +26,7 @@ from launch.plan import Node, Role
 from launch.ports import HeldPorts
 from rlsys.config import Config
 from rlsys.errors import RunError, UserError
+from rlsys.sockets import make_folder, remove_folder
 
 JOIN_SECONDS = 60.0
 """For the nodes of a cluster that is just starting."""
@@ -110,13 +111,17 @@ class RayBackend:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # And its workers would run at nice 15, behind everything else on the machine, the supervisor too.
             os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(address=joined or "local", include_dashboard=False if joined is None else None,
-                 logging_level="ERROR", log_to_driver=False)  # fmt: skip
+        self._folder = make_folder() if joined is None else None
+        ray.init(
+            address=joined or "local", include_dashboard=False if joined is None else None,
+            _temp_dir=None if self._folder is None else str(self._folder),  # its Unix sockets ask for no key
+            logging_level="ERROR", log_to_driver=False,
+        )  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)
         try:
             self._settle(JOIN_SECONDS)
         except UserError:
-            ray.shutdown()
+            self._shut_down()
             raise
 
     def _settle(self, patience: float, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -166,7 +171,12 @@ class RayBackend:
 
     def close(self) -> None:
         remove_placement_group(self._group)
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         ray.shutdown()
+        if self._folder is not None:
+            remove_folder(self._folder)
 
     def _reserve(self, patience: float, stopped: Callable[[], bool]) -> Any:
         """One bundle a node; the first on this one, because the rollout process is reached by loopback."""

@@ -183,20 +183,6 @@ def read_tools(tools: Any, param: str) -> list[Mapping[str, Any]]:
     return list(tools)
 
 
-def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Texts that end a turn: one, or a list of them. Raises BadRequest for an empty one, which would end every turn
-    before it begins."""
-    stop = body.get(name)
-    if stop is None:
-        return ()
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequest(
-            f"{name} = {json.dumps(stop)[:80]}: expected a text, or a list of texts, none empty", name
-        )
-    return tuple(texts)
-
-
 def read_stream(body: Mapping[str, Any]) -> bool:
     """Whether the answer is to come as a stream. Raises BadRequest for options of it that are none."""
     options = body.get("stream_options")

@@ -146,8 +146,13 @@ class PoolConfig(Section):
     keep a copy of the model in host memory. Needs weights.method = tensor or broadcast, which are for all others."""
 
 
-OWN_ARGS = ("--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port")
+OWN_ARGS = (
+    "--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port", "--nccl-port",
+    "--dist-init-addr", "--nnodes", "--node-rank",
+)  # fmt: skip
 """Of SGLang: what tells an engine whose it is, and where. Beginnings of them count too, as they do for SGLang."""
+LISTENING_ARGS = ("--enable-dp-attention", "--kv-events-config", "--disaggregation-mode")
+"""Of SGLang: what opens ZeroMQ sockets on TCP. They ask for no key and unpickle what they are sent."""
 
 
 class EngineConfig(Section):
@@ -295,8 +300,14 @@ class EngineConfig(Section):
         """config.yaml and command lines are for everybody to read; keys and labels are the run's own."""
         for arg in args:
             name = arg.partition("=")[0]
-            if name.startswith("--") and len(name) > 4 and any(own.startswith(name) for own in OWN_ARGS):
+            if not name.startswith("--") or len(name) <= 4:
+                continue
+            if any(own.startswith(name) for own in OWN_ARGS):
                 raise ValueError(f"{name} is set by rlsys itself; the keys of a run are made at its start")
+            if any(listening.startswith(name) for listening in LISTENING_ARGS):
+                raise ValueError(
+                    f"{name} opens sockets of SGLang that ask for no key and unpickle what they are sent"
+                )
         return args
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlsys.engine import bucket_hooks, cpu_lora, cpu_ngram, cpu_ops, pause_hooks, rope_hooks, route_hooks
 from rlsys.obs.role import show_stack_on_signal
+from rlsys.rendezvous import register_scheme
 
 _MASK = 0xFFFFFFFF
 
@@ -81,6 +82,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     show_stack_on_signal(f"process{os.getpid()}")
+    register_scheme()
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER
     )

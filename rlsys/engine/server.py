@@ -1,7 +1,8 @@
 """The stock SGLang server, behind a fence and started sooner: `python -m rlsys.engine.server` with
 sglang.launch_server's arguments.
 
-The fence (fence.py) refuses weights of a push that another one has followed. The relay (rlsys/relay) takes weights in
+Before it starts, sockets.py sees to it that nobody reaches the engine but through its HTTP server. The fence
+(fence.py) refuses weights of a push that another one has followed. The relay (rlsys/relay) takes weights in
 pieces and passes them on to another host.
 
 Nearly all of a small engine's start is Python importing 7,000 modules, one after the other on one core. Two things
@@ -22,7 +23,9 @@ import runpy
 import sys
 from types import ModuleType
 
+from rlsys.engine import sockets
 from rlsys.engine.fence import Fence
+from rlsys.obs.role import run_role
 from rlsys.relay.install import install
 
 
@@ -32,6 +35,7 @@ def import_most() -> None:
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()
     importlib.import_module("sglang.srt.plugins").load_plugins()
+    sockets.check_hooks()
     gc.freeze()  # nothing of it will be garbage
     gc.enable()
 
@@ -48,8 +52,14 @@ def relay() -> None:
     install(app, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    sockets.keep_private(sys.argv[1:])
     import_most()
     fence()
     relay()
+    sockets.bind_alone()
+
+
+if __name__ == "__main__":
+    run_role(prepare)
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -1,7 +1,8 @@
 """How readers outside a run reach its coordinator, the rollout process, which alone may have the ledger open.
 
-    RUN/coordinator.json   {epoch, host, port}: written once it listens, deleted when it ends in order
-    RUN/.ask/NAME          a question of another machine, which the coordinator's loopback port does not hear; the
+    RUN/coordinator.json   {epoch, host}: written once it listens (on the Unix socket that the launch's file in
+                           RUN/owners names), deleted when it ends in order
+    RUN/.ask/NAME          a question of another machine, which the coordinator's socket does not hear; the
                            supervisor asks for it, and puts the answer into NAME.told. A question with a query has it
                            as its content, and a number of its own behind its name, because answers differ
 
@@ -17,16 +18,14 @@ import os
 import secrets
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from rlsys.errors import RunError, disk_errors
-from rlsys.obs.direct import opener
-from rlsys.owner import KEY_HEADER, Owner, current
+from rlsys.owner import FOLDER, KEY_HEADER, Owner, current
+from rlsys.sockets import UnixConnection, exchange
 
 FILE_NAME = "coordinator.json"
 MAILBOX = ".ask"
@@ -34,7 +33,7 @@ QUESTIONS = ("status", "ledger", "samples")
 ANSWER_SECONDS = 30.0
 """A count of a large ledger takes seconds; caches of a shared file system hide a new file for as long."""
 LOOK_SECONDS = 0.2
-_REFUSED = (ConnectionRefusedError, ConnectionResetError)
+_GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
 class Silent(RunError):
@@ -45,12 +44,11 @@ class Silent(RunError):
 class Address:
     epoch: int
     host: str
-    port: int
 
 
-def publish(owner: Owner, port: int) -> None:
-    """The coordinator of this launch listens on loopback."""
-    address = Address(owner.epoch, socket.gethostname(), port)
+def publish(owner: Owner) -> None:
+    """The coordinator of this launch listens on this machine."""
+    address = Address(owner.epoch, socket.gethostname())
     with disk_errors(owner.run_dir / FILE_NAME):
         replace(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
 
@@ -64,7 +62,7 @@ def withdraw(owner: Owner) -> None:
 def published(run_dir: Path) -> Address | None:
     try:
         found = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
-        return Address(int(found["epoch"]), str(found["host"]), int(found["port"]))
+        return Address(int(found["epoch"]), str(found["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -80,7 +78,7 @@ def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS, query: b
     if address is None or owner is None or address.epoch != owner.epoch:
         return None
     if address.host == socket.gethostname():
-        return _by_loopback(address, owner.key, path_of(question, query), patience)
+        return _by_socket(owner, path_of(question, query), patience)
     return _by_mailbox(address, run_dir, question, query, patience)
 
 
@@ -89,21 +87,19 @@ def path_of(question: str, query: bytes) -> str:
     return f"/{question}?query={quote(query, safe='')}" if query else f"/{question}"
 
 
-def _by_loopback(address: Address, key: str, path: str, patience: float) -> bytes | None:
-    url = f"http://127.0.0.1:{address.port}{path}"
+def _by_socket(owner: Owner, path: str, patience: float) -> bytes | None:
+    # Root may look at the run of another user, who then listens.
+    users = {os.geteuid(), (owner.run_dir / FOLDER).stat().st_uid}
     try:
-        with opener.open(urllib.request.Request(url, headers={KEY_HEADER: key}), timeout=patience) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as e:
-        if e.code == http.client.FORBIDDEN:  # its port is another process's by now
-            return None
-        raise Silent(f"the run's coordinator: {e.read().decode(errors='replace')[:200]}") from None
-    except urllib.error.URLError as e:
-        if isinstance(e.reason, _REFUSED):  # killed: nobody has the port
-            return None
-        raise Silent(f"the run's coordinator at {url} does not answer: {e.reason}") from None
+        connection = UnixConnection(owner.rollout_socket, patience, users)
+        status, body = exchange(connection, "GET", path, headers={KEY_HEADER: owner.key})
+    except _GONE:  # killed: nobody listens there
+        return None
     except (OSError, http.client.HTTPException) as e:
-        raise Silent(f"the run's coordinator at {url} does not answer: {e or type(e).__name__}") from None
+        raise Silent(f"the run's coordinator does not answer: {e or type(e).__name__}") from None
+    if status != http.client.OK:
+        raise Silent(f"the run's coordinator: {body.decode(errors='replace')[:200]}")
+    return body
 
 
 def _by_mailbox(address: Address, run_dir: Path, question: str, query: bytes, patience: float) -> bytes:

@@ -1,6 +1,6 @@
 """How a role process ends: one `rlsys: error:` line in its log, and an exit code that says who can mend it.
 
-The line carries the exit code, because torchrun turns every failure of its ranks into 1.
+The line carries the exit code: of several ranks the first to end may be one that another's failure ended.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def show_stack_on_signal(part: str = "") -> None:
         faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=False)
 
 
+def unless_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of the signals that this process was not started to ignore: `nohup COMMAND` and, in a script, `COMMAND &`
+    ask for that, and a handler would take it back."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,7 +59,7 @@ def end_with_parent() -> None:
     """Linux: SIGKILL as soon as the process that started this one is gone, however that came.
 
     A keeper ends its role's tree, but a keeper can be killed: its command dies with it (launch/keeper.py), and by
-    this so do the ranks that torchrun, the command, has started in sessions of their own.
+    this so do the ranks that the command (launch/ranks.py) has started.
     """
     if sys.platform == "linux":
         parent = os.getppid()

@@ -8,9 +8,9 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
-from urllib.parse import urlsplit
 
 from rlsys.errors import RunError
 from rlsys.owner import KEY_HEADER, START_HEADER
@@ -28,6 +28,7 @@ from rlsys.rollout.protocol import (
     decode_error,
     encode,
 )
+from rlsys.sockets import UnixConnection, exchange
 from rlsys.tickets import Canary, PushTicket
 from rlsys.types import Scored, Taken, Unscored
 
@@ -65,11 +66,11 @@ class RolloutClient:
     (once.py).
     """
 
-    def __init__(self, url: str, key: str, start: int = 1) -> None:
-        """`key`: of the launch that owns the run. `start`: which start of the trainer this is, counted from 1."""
+    def __init__(self, socket: Path, key: str, start: int = 1) -> None:
+        """`socket`: where the rollout process listens. `key`: of the launch that owns the run. `start`: which start
+        of the trainer this is, counted from 1."""
         self._headers = {"Connection": "close", KEY_HEADER: key, START_HEADER: str(start)}
-        parts = urlsplit(url)
-        self._url, self._host, self._port = url, parts.hostname or "", parts.port
+        self._socket = socket
 
     def wait_ready(self, timeout: float) -> None:
         """Until the rollout process answers and its engines do. RunError after `timeout` seconds, which begin anew
@@ -90,7 +91,7 @@ class RolloutClient:
             if missing != before:
                 deadline, before = time.monotonic() + timeout, missing
             time.sleep(POLL_SECONDS)
-        raise RunError(f"rollout process at {self._url} not ready after {timeout:g} s: {missing}")
+        raise RunError(f"rollout process not ready after {timeout:g} s: {missing}")
 
     def restore(self, train_step: int) -> None:
         """The trainer has the weights after this many steps. Call once, before the first push."""
@@ -163,7 +164,7 @@ class RolloutClient:
 
     def _status(self, code: int, body: bytes) -> dict[str, Any]:
         if code != 200:
-            raise RunError(f"rollout process at {self._url}: status {code}")
+            raise RunError(f"rollout process: status {code}")
         status: dict[str, Any] = json.loads(body)
         return status
 
@@ -186,25 +187,18 @@ class RolloutClient:
                 now = time.monotonic()
                 if give_up is None or now - begun > RECONNECT_SECONDS:  # it held for a while: another fault
                     give_up = now + RECONNECT_SECONDS
-                    log.warning(
-                        "rollout process at %s: %s in %s; asking again", self._url, e, request.path[1:]
-                    )
+                    log.warning("rollout process: %s in %s; asking again", e, request.path[1:])
                 if now >= give_up:
                     raise RunError(
-                        f"rollout process at {self._url} is gone ({e} in {request.path[1:]}, for "
-                        f"{RECONNECT_SECONDS:g} s)"
+                        f"rollout process is gone ({e} in {request.path[1:]}, for {RECONNECT_SECONDS:g} s)"
                     ) from None
             time.sleep(POLL_SECONDS)
 
     def _http(self, request: Request) -> tuple[int, bytes]:
         """Status and body. Raises Broken."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=request.timeout)
+        connection = UnixConnection(self._socket, request.timeout)
+        headers = {**self._headers, **request.headers}
         try:
-            headers = {**self._headers, **request.headers}
-            connection.request(request.method, request.path, request.body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+            return exchange(connection, request.method, request.path, request.body, headers)
         except (OSError, http.client.HTTPException) as e:
             raise Broken(type(e).__name__) from None
-        finally:
-            connection.close()

@@ -1,6 +1,6 @@
-"""The rollout process: `python -m rlsys.rollout.service --config RUN/config.yaml --port P --engine URL ...`.
+"""The rollout process: `python -m rlsys.rollout.service --config RUN/config.yaml --engine URL ...`.
 
-One asyncio loop: HTTP commands of the trainer (loopback only), the router, the tasks of samples, the buffer.
+One asyncio loop: HTTP commands of the trainer (on a Unix socket), the router, the tasks of samples, the buffer.
 SIGTERM: what is in flight is aborted, parked durably, and the process ends with 0.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -59,7 +58,6 @@ from rlsys.router.router import Router
 from rlsys.texts import shortened
 from rlsys.types import LONGEST_REASON
 
-HOST = "127.0.0.1"  # the trainer's rank 0 is on this machine
 LARGEST_REQUEST = 2**30
 PROBE_SECONDS = 0.5
 
@@ -233,7 +231,6 @@ class EngineWatch:
 
 async def serve(
     config: Config,
-    port: int,
     urls: list[str],
     reference: str | None,
     owner: Owner,
@@ -242,7 +239,7 @@ async def serve(
     """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one;
     `teacher`: of the one that is asked about responses.
 
-    Raises UserError for a taken port, an unusable buffer file, a wrong data section."""
+    Raises UserError for an unusable buffer file, a wrong data section."""
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
     if config.algo.teacher is not None and config.algo.teacher.engine is not None and teacher is None:
@@ -256,8 +253,8 @@ async def serve(
         path = config.run.dir / FILE_NAME
 
         async def listen(runner: web.AppRunner) -> None:
-            await _listen(runner, port)
-            publish(owner, port)
+            await _listen(runner, owner)
+            publish(owner)
 
         def open_buffer() -> RolloutBuffer:
             largest, in_hand = parts.planning.largest, config.rollout.workers == 1
@@ -269,7 +266,7 @@ async def serve(
             withdraw(owner)
             raise
         try:
-            await _manage(config, parts, buffer, owner, stop, port)
+            await _manage(config, parts, buffer, owner, stop)
         finally:
             withdraw(owner)  # first: who asks from now on looks into the file
             buffer.close()
@@ -280,7 +277,7 @@ async def serve(
 
 
 async def _manage(
-    config: Config, parts: Parts, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event, port: int
+    config: Config, parts: Parts, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
 ) -> None:
     """Serve the trainer's commands until `stop`; then park what is in flight."""
 
@@ -312,7 +309,7 @@ async def _manage(
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # what is here now stays: every full collection would look at all of it
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
-            await _serve_until(stop, app, port, watch.run())
+            await _serve_until(stop, app, owner, watch.run())
         log.info("stopping: parking what is in flight")
         try:
             async with asyncio.timeout(config.launch.grace_seconds / 2):
@@ -323,15 +320,17 @@ async def _manage(
             await workers.close()
 
 
-async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, watch: Awaitable[None]) -> None:
+async def _serve_until(
+    stop: asyncio.Event, app: web.Application, owner: Owner, watch: Awaitable[None]
+) -> None:
     """Serve until `stop`; `watch` runs beside, and what breaks it breaks the service."""
     # A trainer that is gone must not leave a take behind that waits for it.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
     await runner.setup()
     tasks = [asyncio.ensure_future(watch), asyncio.ensure_future(stop.wait())]
     try:
-        await _listen(runner, port)
-        log.info("listening on %s:%d", HOST, port)
+        await _listen(runner, owner)
+        log.info("listening on %s", owner.rollout_socket)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -341,25 +340,20 @@ async def _serve_until(stop: asyncio.Event, app: web.Application, port: int, wat
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, port: int) -> None:
-    try:
-        await web.TCPSite(runner, HOST, port).start()
-    except OSError as e:
-        if e.errno == errno.EADDRINUSE:
-            raise UserError(f"--port {port}: in use on {HOST}") from None
-        raise
+async def _listen(runner: web.AppRunner, owner: Owner) -> None:
+    """For the trainer's rank 0, the supervisor and readers, all of them on this machine."""
+    await web.UnixSite(runner, owner.rollout_socket).start()
 
 
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     owner, _ = of_process(config.run.dir)
-    asyncio.run(serve(config, args.port, args.engine, args.reference, owner, args.teacher))
+    asyncio.run(serve(config, args.engine, args.reference, owner, args.teacher))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The rollout process of a run; started by rlsys train.")
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
-    parser.add_argument("--port", type=int, required=True, help="port of the commands, on loopback")
     parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
     parser.add_argument("--reference", metavar="URL", help="an SGLang server with the reference weights")
     parser.add_argument("--teacher", metavar="URL", help="an SGLang server with algo.teacher's weights")

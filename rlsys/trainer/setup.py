@@ -17,12 +17,10 @@ from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.errors import UserError
 from rlsys.precision import check_device
+from rlsys.rendezvous import store_of_ranks
 from rlsys.trainer.chunks import Chunks
 
 log = logging.getLogger("rlsys.trainer")
-
-# What torchrun sets; these stand for one process started by hand.
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def local_device() -> torch.device:
@@ -45,9 +43,11 @@ def init_distributed(config: Config) -> torch.device:
     else:
         torch.set_num_threads(1)  # results must not depend on the number of cores
     if not dist.is_initialized():
-        for name, value in _ALONE.items():
-            os.environ.setdefault(name, value)
-        dist.init_process_group(backends(cuda))
+        rank, world = (
+            int(os.environ.get(name, alone)) for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"))
+        )
+        store = store_of_ranks(rank, world)
+        dist.init_process_group(backends(cuda), store=store, rank=rank, world_size=world)
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
@@ -84,7 +84,7 @@ def say_what_is_missing() -> None:
 def leave_layout() -> None:
     """Forget the parallel groups, so that the same processes can take another layout.
 
-    The default group stays: gloo hangs when it is made a second time in one torchrun. The others are taken down here,
+    The default group stays: gloo hangs when the same ranks make it a second time. The others are taken down here,
     because Megatron-Core only forgets them, and every gloo group has a thread that polls as long as it lives.
     """
     for group in parallel_state._global_process_group_list or []:

@@ -1,5 +1,5 @@
-"""Learning from answers that are there: `torchrun ... -m rlsys.trainer.sft --config RUN/config.yaml`, or
-`rlsys sft CONFIG`.
+"""Learning from answers that are there: `rlsys sft CONFIG`, which runs on every trainer rank
+`python -m launch.ranks ... -m rlsys.trainer.sft --config RUN/config.yaml`.
 
 The mean loss of the answers' trained tokens (rlsys/algo/imitation.py), or one that compares answers
 (rlsys/trainer/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps and

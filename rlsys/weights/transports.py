@@ -29,6 +29,8 @@ from torch import Tensor
 
 from rlsys.engine.weight_calls import Call, join_group, leave_group, load_from_group, load_from_memory
 from rlsys.errors import RunError
+from rlsys.rendezvous import bound_store
+from rlsys.sockets import FOLDER_VARIABLE
 from rlsys.tickets import EngineAddress
 from rlsys.weights.buckets import Flat
 from rlsys.weights.peers import Peers
@@ -259,16 +261,13 @@ class Meeting:
         """A trainer rank's side; rank 0's must be on this host. Raises RuntimeError (also torch's errors) or
         TimeoutError when somebody is missing.
 
-        The store is ours: torch's rendezvous would look for one of torchrun's (TORCHELASTIC_USE_AGENT_STORE) and wait
-        for a server that nobody starts.
+        The store's server listens at the address that engines are told, and at no other.
         """
         prepare_sglang()
         from sglang.srt.utils import init_custom_process_group
 
         timeout = datetime.timedelta(seconds=seconds)
-        store = dist.TCPStore(
-            self.host, self.port, self.world, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
+        store = bound_store(self.host, self.port, self.world, rank, timeout)
         with _outlived_by_this_process():
             group: dist.ProcessGroup = init_custom_process_group(
                 backend=backend(), store=dist.PrefixStore(self.name, store), world_size=self.world, rank=rank,
@@ -334,6 +333,22 @@ def serializer() -> Callable[[Any], bytes]:
     return serialize
 
 
+def _start_memory_manager() -> None:
+    """Have torch start the process that owns shared memory now, with its Unix socket in the folder of this role: by
+    itself it makes that under TMPDIR, whose path may be too long for one."""
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:  # no role, but a process started by hand
+        return
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        torch.empty(1).share_memory_()
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
 @functools.cache
 def prepare_sglang() -> None:
     """Import what a push needs of SGLang, which takes seconds: by those ranks alone that send."""
@@ -343,6 +358,7 @@ def prepare_sglang() -> None:
         declare_torchvision_ops()
         # The default strategy passes file descriptors over a socket with a secret that another server lacks.
         torch.multiprocessing.set_sharing_strategy("file_system")
+        _start_memory_manager()
     else:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 

@@ -127,7 +127,7 @@ class Machines:
 def gpus_of(config: Config) -> tuple[list[Gpu], list[list[Gpu]]]:
     """Of the trainer's ranks and of each engine's, by the processes that a launch would start."""
     nodes = [Node(f"node-{i}", f"10.0.0.{i + 1}") for i in range(config.launch.nodes)]
-    ports = Ports([5000] * config.engine.count, 6000, 7000, (8000,) * config.engine.count)
+    ports = Ports([5000] * config.engine.count, 7000, (8000,) * config.engine.count)
     plan = build_plan(config, lay_out(config), nodes, ports, lambda *_: (["engine"], {}))
 
     def of(role: Role) -> list[Gpu]:

@@ -31,7 +31,8 @@ from launch import cgroup
 from launch.backends.local import LocalBackend
 from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
-from launch.supervisor import StopSignals, Supervisor
+from launch.stops import StopSignals
+from rlsys import owner as owner_module
 from rlsys.config import Config, load_config
 from rlsys.identity import Identity, engine_identity
 from rlsys.obs.metrics import MetricsWriter
@@ -44,6 +45,7 @@ from tests.helpers.history import Emission, Saved, Training, to_line
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed
 from tests.helpers.scripted_engine import Request, ScriptedEngine, canary_logprobs, checksums, logprob
+from tests.helpers.supervisor_stage import StageSupervisor
 
 FOLDER = "history"
 BUCKET_SECONDS = 0.2
@@ -69,7 +71,8 @@ class Silent:
 
 def launch(config_file: str, plan_file: str) -> None:
     """`plan_file`: JSON [[role, kind, argv, ready_url], ...]. As if on a machine of its own: what another launch left
-    in control groups is not seen."""
+    in control groups is not seen, nor its sockets. `plan_file`.socket gets the path of the rollout process's."""
+    vars(owner_module)["_remove_sockets"] = lambda *_: None
     vars(cgroup)["group_name"] = lambda _, role: f"rlsys-nemesis-{os.getpid()}-{role}"
     config = load_config(Path(config_file))
     with StopSignals().listening() as stop, open_run_dir(config, print) as run_dir:
@@ -77,9 +80,10 @@ def launch(config_file: str, plan_file: str) -> None:
             Role(name, kind, argv, ready_url=url, start_timeout=120.0)
             for name, kind, argv, url in json.loads(Path(plan_file).read_text())
         ]
+        Path(f"{plan_file}.socket").write_text(str(run_dir.owner.rollout_socket))
         plan = LaunchPlan(roles, run_dir=config.run.dir)
         backend = LocalBackend(config, run_dir.lock_fd)
-        Supervisor(config, plan, backend, run_dir, Silent(), stop).run()
+        StageSupervisor(config, plan, backend, run_dir, Silent(), stop).run()
 
 
 # -- engine -------------------------------------------------------------------------------------------------------
@@ -143,12 +147,12 @@ def engine(port: int, url: str, run_dir: Path, log: Path) -> None:
 class Trainer:
     """The loop of rlsys.train around a number."""
 
-    def __init__(self, config: Config, rollout_url: str, proxies: dict[str, str]) -> None:
+    def __init__(self, config: Config, rollout_socket: str, proxies: dict[str, str]) -> None:
         """`proxies`: engine as the rollout process calls it -> as it is reached from here."""
         self._config = config
         self._proxies = proxies
         self._owner, self._start = of_process(config.run.dir)
-        self._rollout = RolloutClient(rollout_url, self._owner.key, self._start)
+        self._rollout = RolloutClient(Path(rollout_socket), self._owner.key, self._start)
         self._checkpoints = config.run.dir / "checkpoints"
         self._checkpoints.mkdir(exist_ok=True)
         name = f"trainer-{self._owner.epoch}-{self._start}.jsonl"

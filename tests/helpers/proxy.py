@@ -1,29 +1,34 @@
-"""A TCP proxy on loopback that cuts and delays what passes, on demand."""
+"""A proxy on loopback, or between two Unix sockets, that cuts and delays what passes, on demand."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 
 class Proxy:
     """Between clients and one server. Owns a thread; may be used from any other."""
 
-    def __init__(self, port: int) -> None:
-        """`port`: the server's, on loopback; it need not listen yet."""
-        self._target = port
+    def __init__(self, target: int | Callable[[], Path], at: Path | None = None) -> None:
+        """`target`: the server's port on loopback, or what gives the path of its Unix socket; it need not listen yet.
+        `at`: the Unix socket of this proxy, which then has no port."""
+        self._target = target
         self._refusing = False
         self._delay = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop
-        ).result()
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        if at is None:
+            start = asyncio.start_server(self._relay, "127.0.0.1", 0)
+        else:
+            start = asyncio.start_unix_server(self._relay, at)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+        self.port: int = 0 if at is not None else self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
         """Break every connection, and each new one, until `mend`."""
@@ -50,7 +55,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            onward_reader, onward_writer = await self._connect()
         except OSError:
             writer.transport.abort()
             return
@@ -62,6 +67,11 @@ class Proxy:
             self._writers -= both
             for w in both:
                 w.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._target, int):
+            return await asyncio.open_connection("127.0.0.1", self._target)
+        return await asyncio.open_unix_connection(self._target())
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

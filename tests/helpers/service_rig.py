@@ -1,4 +1,4 @@
-"""The rollout service of a rig on a real socket, and blocking calls to it while the scripted engine works."""
+"""The rollout service of a rig on a real Unix socket, and blocking calls to it while the scripted engine works."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from aiohttp import web
 from rlsys.owner import Owner
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import make_app
+from rlsys.sockets import make_folder, remove_folder
 from tests.helpers.rollout_rig import Rig
 
 T = TypeVar("T")
@@ -25,11 +26,13 @@ async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncItera
     app = make_app(r.manager, ready, OWNER)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    sockets = OWNER.sockets if OWNER.sockets != Path() else make_folder()
+    await web.UnixSite(runner, sockets / "rollout").start()
     try:
-        yield RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}", OWNER.key)
+        yield RolloutClient(sockets / "rollout", OWNER.key)
     finally:
         await runner.cleanup()
+        remove_folder(sockets)
 
 
 async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:

@@ -11,13 +11,15 @@ from typing import Any
 
 from launch.backends.local import LocalBackend
 from launch.plan import LaunchPlan, Node, Role
+from launch.probe import NO_ANSWER, SECONDS
 from launch.rundir import open_run_dir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
 from rlsys.config import Config
+from rlsys.obs.direct import opener
 
 PRELUDE = """
-import http.server, os, pathlib, signal, subprocess, sys, threading, time
+import http.server, json, os, pathlib, signal, socketserver, subprocess, sys, threading, time
 here = pathlib.Path({folder!r}); name = {name!r}
 def note(text):
     with (here / "notes").open("a") as f: f.write(text + chr(10))
@@ -36,8 +38,14 @@ def serve():
         def do_POST(self):
             note(name + " asked " + self.path); self.do_GET()
         def log_message(self, *_): pass
-    http.server.HTTPServer.allow_reuse_address = True
-    server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
+    if name == "rollout":
+        owner = json.loads((here / "run/owners" / os.environ["RLSYS_EPOCH"].zfill(6)).read_text())
+        path = pathlib.Path(owner["sockets"]) / "rollout"
+        path.unlink(missing_ok=True)
+        server = socketserver.UnixStreamServer(str(path), Answer)
+    else:
+        http.server.HTTPServer.allow_reuse_address = True
+        server = http.server.HTTPServer(("127.0.0.1", {port}), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 note(name + " began " + str(os.getpid()))
 """
@@ -56,6 +64,19 @@ class Recorder:
     def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
 
     def status(self, status: dict[str, Any]) -> None: ...
+
+
+class StageSupervisor(Supervisor):
+    """Its engines have no keys."""
+
+    def _probe(self, role: Role) -> tuple[int, bytes]:
+        if role.kind == "rollout":
+            return super()._probe(role)
+        try:
+            with opener.open(role.ready_url, timeout=SECONDS) as answer:
+                return answer.status, answer.read()
+        except OSError:
+            return NO_ANSWER, b""
 
 
 class Stage:
@@ -77,8 +98,14 @@ class Stage:
         port = free_port() if serves else 0
         name = "engine-0" if kind == "engine" else kind
         code = PRELUDE.format(folder=str(self.folder), name=name, port=port) + body
-        url = f"http://127.0.0.1:{port}/status" if serves else None
-        return Role(name, kind, [sys.executable, "-c", code], ready_url=url, start_timeout=start_timeout)
+        url = "/status" if kind == "rollout" else f"http://127.0.0.1:{port}/status"
+        return Role(
+            name,
+            kind,
+            [sys.executable, "-c", code],
+            ready_url=url if serves else None,
+            start_timeout=start_timeout,
+        )
 
     def run(
         self,
@@ -92,7 +119,7 @@ class Stage:
             backend = LocalBackend(self.config, run_dir.lock_fd)
             backend.lost_nodes = lost_nodes  # type: ignore[method-assign]
             plan = LaunchPlan(list(roles), nodes)
-            Supervisor(self.config, plan, backend, run_dir, self.display, stop, check).run()
+            StageSupervisor(self.config, plan, backend, run_dir, self.display, stop, check).run()
 
     @property
     def notes(self) -> list[str]:

@@ -28,7 +28,7 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
     )  # fmt: skip
     try:
         session.wait_for(lambda: step_lines(run_dir) >= 1)
-        trainer = session.find("rlsys.train", "--config", "torch.distributed.run")
+        trainer = session.find("rlsys.train", "--config", "launch.ranks")
         ranks = [p for p in trainer.children(recursive=True) if "rlsys.train" in p.cmdline()]
         for rank in ranks:
             rank.send_signal(signal.SIGSTOP)

@@ -22,6 +22,7 @@ import pytest
 from launch.ports import free_ports
 from rlsys.config import Config, dump_config
 from rlsys.rollout.store import FILE_NAME
+from rlsys.sockets import make_folder, remove_folder
 from tests.helpers.history import History, add_lines, judge
 from tests.helpers.nemesis_engine import INITIAL
 from tests.helpers.nemesis_roles import FOLDER, module
@@ -45,8 +46,12 @@ class Launch:
     """One launch on the folder, with ports and proxies of its own; its processes are found by what they are."""
 
     def __init__(self, config: Config, number: int) -> None:
-        engines, (rollout,) = free_ports("127.0.0.1", ENGINES), free_ports("127.0.0.1", 1)
-        self.wires = {"trainer-rollout": [Proxy(rollout)]}
+        engines = free_ports("127.0.0.1", ENGINES)
+        plan = config.run.dir.parent / f"plan-{number}.json"
+        self._sockets = make_folder()
+        at = self._sockets / "proxy"
+        told = Path(f"{plan}.socket")
+        self.wires = {"trainer-rollout": [Proxy(lambda: Path(told.read_text()), at)]}
         for wire in ("rollout-engine", "trainer-engine"):
             self.wires[wire] = [Proxy(port) for port in engines]
         urls = [f"http://127.0.0.1:{p.port}" for p in self.wires["rollout-engine"]]
@@ -54,7 +59,6 @@ class Launch:
             u: f"http://127.0.0.1:{p.port}" for u, p in zip(urls, self.wires["trainer-engine"], strict=True)
         }
         file, history = str(config.run.dir / "config.yaml"), config.run.dir.parent / FOLDER
-        to_rollout = f"http://127.0.0.1:{self.wires['trainer-rollout'][0].port}"
         roles = [
             (
                 f"engine-{i}",
@@ -70,10 +74,9 @@ class Launch:
             )
             for i, port in enumerate(engines)
         ]
-        serve = ["--config", file, "--port", str(rollout), *(w for u in urls for w in ("--engine", u))]
-        roles.append(("rollout", "rollout", module("rollout", *serve), f"http://127.0.0.1:{rollout}/status"))
-        train = module("trainer", file, to_rollout, json.dumps(to_engines))
-        plan = config.run.dir.parent / f"plan-{number}.json"
+        serve = ["--config", file, *(w for u in urls for w in ("--engine", u))]
+        roles.append(("rollout", "rollout", module("rollout", *serve), "/status"))
+        train = module("trainer", file, str(at), json.dumps(to_engines))
         plan.write_text(json.dumps([*roles, ("trainer", "trainer", train, None)]))
         own_config = config.run.dir.parent / "config.yaml"
         own_config.write_text(dump_config(config))
@@ -118,6 +121,7 @@ class Launch:
         for proxies in self.wires.values():
             for proxy in proxies:
                 proxy.close()
+        remove_folder(self._sockets)
 
 
 class Stage:

@@ -37,7 +37,7 @@ def tree(folder: Path, code: int = 0) -> Path:
         (folder / name).write_text(text.replace("CODE", str(code)))
     command = folder / ".venv" / "bin" / "rlsys"
     command.parent.mkdir(parents=True)
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m rlsys.train --rollout http://nowhere\n")
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m rlsys.train --config nowhere\n")
     command.chmod(0o755)
     return folder
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -25,6 +24,7 @@ from rlsys.errors import UserError
 from rlsys.obs import coordinator
 from rlsys.owner import claim
 from rlsys.rollout.reader import RunReader
+from rlsys.sockets import make_folder
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.seen_run import MODEL, THIRDS, write_run
@@ -153,13 +153,13 @@ async def test_a_live_run_shows_its_engines_and_what_is_parked(
 ) -> None:
     """From the file beside its writer; on a shared folder, where nobody else may open it, from the coordinator."""
     monkeypatch.setattr("rlsys.rollout.reader.is_local", lambda _: local)
-    owner = claim(tmp_path)
+    owner = claim(tmp_path, make_folder())
     monkeypatch.setattr("tests.helpers.service_rig.OWNER", owner)
     april = {"over_provision": 2, "max_staleness": 3}
     config = make_config(tmp_path, model={"path": str(MODEL)}, rollout=april)
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    async with rig(config, lambda s: 3 if s.group_id < 2 else 15) as r, served(r) as served_rig:
-        coordinator.publish(owner, urlsplit(served_rig._url).port or 0)
+    async with rig(config, lambda s: 3 if s.group_id < 2 else 15) as r, served(r):
+        coordinator.publish(owner)
         await r.start()
         await r.take(1)  # the other two groups are interrupted
         async with TestClient(TestServer(Dashboard([tmp_path], TOKEN).app(), host="127.0.0.1")) as client:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socketserver
 import threading
 import urllib.error
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from rlsys.errors import RunError
 from rlsys.identity import Identity
 from rlsys.obs import coordinator
 from rlsys.obs.direct import opener
-from rlsys.owner import claim
+from rlsys.owner import Owner, claim
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.reader import RunReader
+from rlsys.sockets import make_folder, remove_folder
 from rlsys.tickets import EngineAddress
 from rlsys.types import Prompt
 from rlsys.weights.receivers import post
@@ -36,7 +39,7 @@ class Server(HTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: Server | UnixServer
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -50,6 +53,28 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, *_: object) -> None: ...
+
+
+class UnixServer(socketserver.ThreadingUnixStreamServer):
+    """The same on a Unix socket."""
+
+    def __init__(self, path: Path, status: int, headers: dict[str, str], body: bytes) -> None:
+        super().__init__(str(path), Handler)
+        self.status, self.headers, self.body, self.seen = status, headers, body, list[str]()
+
+
+@contextmanager
+def coordinator_that_answers(run: Path, status: int, headers: dict[str, str], body: bytes) -> Iterator[Owner]:
+    sockets = make_folder()
+    owner = claim(run, sockets)
+    coordinator.publish(owner)
+    with UnixServer(owner.rollout_socket, status, headers, body) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield owner
+        finally:
+            server.shutdown()
+            remove_folder(sockets)
 
 
 @pytest.fixture
@@ -74,9 +99,8 @@ def test_no_proxy_of_the_environment_sees_a_request(
     meant.body = b'{"success": true}'
     with opener.open(f"{meant.url}/status", timeout=5) as answer:
         assert answer.status == 200
-    assert probe(f"{meant.url}/status", "key") == (200, meant.body)
     post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
-    assert meant.seen == ["/status", "/status", "/begin"]
+    assert meant.seen == ["/status", "/begin"]
     assert proxy.seen == []
 
 
@@ -86,13 +110,14 @@ def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, 
     meant.status, meant.headers = status, {"Location": f"{other.url}/elsewhere"}
     with pytest.raises(urllib.error.HTTPError):
         opener.open(f"{meant.url}/status", timeout=5)
-    assert probe(f"{meant.url}/status", "key") == (status, b"")
     with pytest.raises(RunError, match=f"{meant.url}/begin: {status}"):
         post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
     assert not engine_answers(meant.url, Identity("owner:1", "api", "admin"))
-    coordinator.publish(claim(tmp_path), meant.server_port)
-    with pytest.raises(coordinator.Silent):
-        coordinator.ask(tmp_path, "status")
+    assert other.seen == []
+    with coordinator_that_answers(tmp_path, status, meant.headers, b"") as owner:
+        assert probe(owner, "/status") == (status, b"")
+        with pytest.raises(coordinator.Silent):
+            coordinator.ask(tmp_path, "status")
     assert other.seen == []
 
 
@@ -107,27 +132,24 @@ def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], b
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\xff\xfe", b"[1, 2]"])
 def test_a_stranger_in_the_place_of_the_coordinator_is_told(
-    servers: tuple[Server, Server], body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meant, _ = servers
-    meant.body = body
-    coordinator.publish(claim(tmp_path), meant.server_port)
     monkeypatch.setattr("rlsys.rollout.reader.is_local", lambda _: False)  # else it looks into the file
     reader = RunReader(tmp_path)
-    for ask in (reader.status, reader.ledger):
-        with pytest.raises(coordinator.Silent, match="in the place of its coordinator"):
-            ask()
+    with coordinator_that_answers(tmp_path, 200, {}, body):
+        for ask in (reader.status, reader.ledger):
+            with pytest.raises(coordinator.Silent, match="in the place of its coordinator"):
+                ask()
 
 
 def test_on_a_local_disk_a_stranger_does_not_keep_a_reader_from_the_file(
-    servers: tuple[Server, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.rollout.store.is_local", lambda _: True)
     monkeypatch.setattr("rlsys.rollout.reader.is_local", lambda _: True)
-    coordinator.publish(claim(tmp_path), servers[0].server_port)
-    servers[0].body = b"nonsense"
     buffer = RolloutBuffer(tmp_path / "rollouts.sqlite", "run", 8)
     buffer.issue(Prompt(0, "", [1], {}), [1])
     buffer.flush()
     buffer.close()
-    assert RunReader(tmp_path).ledger().issued_groups == 1
+    with coordinator_that_answers(tmp_path, 200, {}, b"nonsense"):
+        assert RunReader(tmp_path).ledger().issued_groups == 1

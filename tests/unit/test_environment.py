@@ -37,7 +37,7 @@ class Host:
         self._patch.setattr(os, "cpu_count", lambda: cores)
         self._patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         config = load_config(path, ["run.dir=runs/x", *overrides])
-        ports = Ports([5000 + i for i in range(config.engine.count)], 6000)
+        ports = Ports([5000 + i for i in range(config.engine.count)])
         plan = build_plan(config, lay_out(config), [Node("n")], ports, launch_args.engine_command)
         return [(role, plan.environment(role, {"HOME": "/h"})) for role in plan.roles]
 

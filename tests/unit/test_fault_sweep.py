@@ -156,7 +156,7 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
         with python_calls(sites):
             for _ in range(2):  # made, and opened again
                 with open_run_dir(config, lambda _: None) as run_dir:
-                    coordinator.publish(run_dir.owner, 1)
+                    coordinator.publish(run_dir.owner)
 
     def check(folder: Path, what: str) -> None:
         config = config_of(folder)

@@ -39,7 +39,7 @@ def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config(path, ["run.dir=runs/golden"])
     nodes = [Node(f"node-{i}", f"10.0.0.{i + 1}") for i in range(config.launch.nodes)]
-    ports = Ports([5000] * config.engine.count, 6000, 7000, (8000,) * config.engine.count)
+    ports = Ports([5000] * config.engine.count, 7000, (8000,) * config.engine.count)
     plan = build_plan(config, lay_out(config), nodes, ports, launch_args.engine_command)
     alike: dict[str, list[str]] = {}
     for role in plan.roles:

@@ -218,7 +218,7 @@ def test_a_configured_port_that_a_stranger_has_is_named(
         config = stage.config.model_copy(update={"engine": engine})
         roles = [engine_role(stage, port), stage.role("trainer", TRAINER)]
         with pytest.raises(
-            UserError, match=rf"engine\.port = {port}: .* belongs to another server.*0 finds free"
+            UserError, match=rf"engine\.port = {port}: port {port} of .* is in use; 0 finds one"
         ):
             cli.supervise(config, lambda _: LaunchPlan(roles))
 
@@ -240,7 +240,7 @@ def test_two_runs_that_start_together_get_different_ports(monkeypatch: pytest.Mo
         chosen.append(one.choose(3))
     assert not set(chosen[0]) & set(chosen[1])
     with socket.socket() as engine:  # who it is for may bind it, as servers do
-        engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         engine.bind(("127.0.0.1", chosen[0][0]))
         engine.listen(1)
         socket.create_connection(("127.0.0.1", chosen[0][0])).close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import rundir
+from launch.backends.local import LocalBackend
 from launch.describe import describe_arithmetic, describe_idle, describe_plan, evaluations, mode
 from launch.layout import NodeShare, lay_out
 from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
@@ -39,7 +40,7 @@ def planned(*overrides: str) -> LaunchPlan:
     c = config(*overrides)
     layout, n = lay_out(c), c.launch.nodes
     nodes = [Node(f"n{i}", f"10.0.0.{i}") for i in range(n)] if n > 1 else [Node("localhost")]
-    ports = Ports([5000 + i for i in range(c.engine.count)], 6000, 6100, tuple(range(7000, 7008)), 6200, 6300)
+    ports = Ports([5000 + i for i in range(c.engine.count)], 6100, tuple(range(7000, 7008)), 6200, 6300)
     return build_plan(c, layout, nodes, ports, engine_command)
 
 
@@ -59,8 +60,7 @@ def test_the_plan_names_every_process_in_order() -> None:
     engine, rollout, trainer = plan.roles[1], plan.roles[2], plan.roles[3]
     assert engine.ready_url == "http://127.0.0.1:5001/health"
     assert rollout.argv[-4:] == ["--engine", "http://127.0.0.1:5000", "--engine", "http://127.0.0.1:5001"]
-    assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "2"
-    assert trainer.argv[-2:] == ["--rollout", "http://127.0.0.1:6000"]
+    assert trainer.argv[trainer.argv.index("--ranks") + 1 :][:3] == ["2", "--address", "127.0.0.1"]
     expected = {"HOME": "/h", "SOME": "1 2", "OMP_NUM_THREADS": "1"}
     assert plan.environment(engine, {"HOME": "/h"}).items() >= expected.items()
     assert "engine-1    SOME='1 2' python -m engine 1 5001" in describe_plan(plan)
@@ -142,7 +142,7 @@ def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> 
 
 def test_fine_tuning_needs_the_trainer_alone() -> None:
     assert [
-        r.name for r in build_sft_plan(config(), lay_out(config()), [Node("localhost")], Ports([], 0)).roles
+        r.name for r in build_sft_plan(config(), lay_out(config()), [Node("localhost")], Ports([])).roles
     ] == ["trainer"]
 
 
@@ -173,12 +173,12 @@ def test_a_port_in_use_is_named() -> None:
         held.listen(1)
         port = held.getsockname()[1]
         with pytest.raises(UserError, match=rf"engine\.port = {port}: port {port} of 127\.0\.0\.1 is in use"):
-            chosen(f"engine.port={port}")
+            LocalBackend(config(f"engine.port={port}"), 0)
 
 
 def test_free_ports_differ() -> None:
     ports = chosen("engine.count=4")
-    assert len({*ports.engines, ports.rollout}) == 5
+    assert len({*ports.engines, ports.trainer_meeting}) == 5
 
 
 def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
@@ -192,9 +192,9 @@ def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
         return {i: [*range(20000, 20000 + n)] if first else free_ports("", n) for i, n in need.items()}
 
     ports = choose_ports(c, layout, free)
-    assert asked == [{0: 6, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
-    every = [*ports.engines, *ports.engine_meetings, ports.rollout, ports.trainer_meeting]
-    assert len(set(every)) == len(every) == 6
+    assert asked == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
+    every = [*ports.engines, *ports.engine_meetings, ports.trainer_meeting]
+    assert len(set(every)) == len(every) == 5
 
 
 def test_ranks_and_engines_of_cpu_nodes() -> None:
@@ -258,8 +258,9 @@ def test_nodes_of_a_trainer_meet_and_an_engine_spans_two() -> None:
     assert (head.ready_url, tail.ready_url) == ("http://10.0.0.2:5000/health", None)
     assert tail.argv[-6:] == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.2:7000"]
     first, second = plan.unit("trainer")
-    assert first.argv[first.argv.index("--master-addr") + 1 :][:3] == ["10.0.0.0", "--master-port", "6100"]
-    assert second.argv[second.argv.index("--node-rank") + 1] == "1"
+    assert first.argv[first.argv.index("--address") + 1] == "10.0.0.0"
+    meet = ["--first", "2", "--world", "4", "--meet", "10.0.0.0:6100"]
+    assert second.argv[second.argv.index("--address") + 1 :][:7] == ["10.0.0.1", *meet]
     assert second.gpus == (0, 1)
     assert "node 1 (n1):\ntrainer-1   [GPU 0,1] " in describe_plan(plan)
 
@@ -453,3 +454,13 @@ def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
     assert "tensor(s) are missing, first: model.layers.3.input_layernorm.weight" in told_by(model)
     (model / "config.json").write_text(json.dumps({**raw, "vocab_size": 192}))
     assert "model.embed_tokens.weight has shape (128, 128); config.json says (192, 128)" in told_by(model)
+
+
+def test_ranks_of_one_machine_meet_in_a_file_and_the_rollout_process_has_no_port() -> None:
+    """torchrun's rendezvous listens on all addresses, and unpickles what it is sent (security A1). A port can be
+    bound by another user before the rollout process does, who would get the run's key (A3)."""
+    for ranks in ("parallel.ep=1", "parallel.ep=2"):
+        words = [word for role in planned(ranks).roles for word in role.argv]
+        assert "torch.distributed.run" not in words
+        rollout = next(role for role in planned(ranks).roles if role.kind == "rollout")
+        assert "--port" not in rollout.argv and "http" not in str(rollout.ready_url)

@@ -217,7 +217,15 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
             False,
             r"--host 127.0.0.1: the run is on another machine",
         ),
-        ({"weights": {"method": "broadcast"}}, "10.0.0.7", None, False, None),
+        (
+            {"weights": {"method": "broadcast"}},
+            "10.0.0.7",
+            None,
+            False,
+            r"--host 10.0.0.7: engine.host = 127.0.0.1, so the run's process groups listen on loopback; start the",
+        ),
+        ({"weights": {"method": "broadcast"}, "engine": {"host": "10.0.0.5"}}, "10.0.0.7", None, False, None),
+        ({"weights": {"method": "disk"}}, "10.0.0.7", None, False, None),
         ({}, "127.0.0.1", None, True, None),
         (
             {

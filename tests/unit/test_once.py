@@ -16,7 +16,7 @@ from rlsys.rollout import client as client_module
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.once import Once
 from rlsys.rollout.protocol import RECONNECT_SECONDS, REQUEST_HEADER, StepRequest, encode
-from tests.helpers.proxy import Proxy, port_of
+from tests.helpers.proxy import Proxy
 from tests.helpers.rollout_rig import ids, make_config, rig, settle
 from tests.helpers.service_rig import OWNER, served, ticking
 
@@ -31,8 +31,9 @@ def proxies() -> Iterator[list[Proxy]]:
 
 def behind(client: RolloutClient, proxies: list[Proxy]) -> RolloutClient:
     """The same rollout process, through a proxy that can cut."""
-    proxies.append(proxy := Proxy(port_of(client._url)))
-    return RolloutClient(f"http://127.0.0.1:{proxy.port}", OWNER.key)
+    at = client._socket.with_name(f"proxy{len(proxies)}")
+    proxies.append(Proxy(lambda: client._socket, at))
+    return RolloutClient(at, OWNER.key)
 
 
 async def test_a_take_goes_on_over_a_broken_connection(
@@ -178,7 +179,7 @@ async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         await r.start()
-        _, writer = await asyncio.open_connection("127.0.0.1", port_of(client._url))
+        _, writer = await asyncio.open_unix_connection(client._socket)
         body = encode(StepRequest(1))
         headers = (
             f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\n{REQUEST_HEADER}: old\r\n"
@@ -191,7 +192,7 @@ async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path
         writer.close()
         await asyncio.sleep(0.05)
         assert r.manager._command.locked()
-        await ticking(r, RolloutClient(client._url, OWNER.key, start=2).restore, 0)
+        await ticking(r, RolloutClient(client._socket, OWNER.key, start=2).restore, 0)
         assert not r.manager._command.locked()
         assert r.buffer.last_taken_step == 0
 
@@ -200,7 +201,7 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
     """It was paused between the head of its command and the body; before: its push interrupted the new one's."""
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client._url))
+        reader, writer = await asyncio.open_unix_connection(client._socket)
         body = encode(None)
         headers = (
             f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\n{REQUEST_HEADER}: old\r\n"
@@ -208,7 +209,7 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
         )
         writer.write(f"POST /begin_push HTTP/1.1\r\n{headers}\r\n\r\n".encode())
         await writer.drain()
-        await ticking(r, RolloutClient(client._url, OWNER.key, start=2).restore, 0)
+        await ticking(r, RolloutClient(client._socket, OWNER.key, start=2).restore, 0)
         writer.write(body)
         answer = await reader.read()
         writer.close()
@@ -216,14 +217,14 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
         assert r.buffer.versions.newest == 0
 
 
-def test_who_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stays_away_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time, in one sentence; a status that is asked for is tried again, too."""
     now = [0.0]
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(client_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        client = RolloutClient(f"http://127.0.0.1:{free.getsockname()[1]}", "")
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "rollout"))  # nobody listens
+        client = RolloutClient(tmp_path / "rollout", "")
         with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in take, for 30 s\)"):
             client.take(1)
         assert RECONNECT_SECONDS <= now[0] < RECONNECT_SECONDS + 1

@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FalseClock:
 
 def answering(monkeypatch: pytest.MonkeyPatch, answers: object) -> RolloutClient:
     monkeypatch.setattr(RolloutClient, "_http", lambda *_: next(answers))  # type: ignore[call-overload]
-    return RolloutClient("http://127.0.0.1:1", "key")
+    return RolloutClient(Path("nowhere"), "key")
 
 
 def test_an_opening_that_goes_on_is_waited_for(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -20,6 +18,7 @@ from rlsys.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, Owner, claim, c
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.store import FILE_NAME
+from rlsys.sockets import UnixConnection, exchange
 from rlsys.spans import VersionSpan
 from rlsys.tickets import PushTicket
 from rlsys.types import Prompt, Segment
@@ -253,7 +252,7 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
 
     config = make_config(tmp_path, launch={"placement": "disaggregated"}, rollout={"max_staleness": 1})
     async with rig(config) as r, served(r) as old:
-        new = RolloutClient(old._url, OWNER.key, start=2)
+        new = RolloutClient(old._socket, OWNER.key, start=2)
         await ticking(r, old.restore, 0)
         await ticking(r, push, old)
         await ticking(r, old.take, 1)
@@ -269,20 +268,16 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
 async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
     """Before: any local process could POST /commit {train_step: 10**9}, and every later restore failed."""
 
-    def post(url: str, headers: dict[str, str]) -> int:
+    def post(socket: Path, path: str, headers: dict[str, str]) -> int:
         body = msgspec.msgpack.encode({"train_step": 0})
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=5) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as e:
-            return e.code
+        return exchange(UnixConnection(socket, 5), "POST", path, body, headers)[0]
 
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         for path in ("commit", "restore", "take", "leave?seconds=1"):
             for headers in ({}, {"X-Rlsys-Key": "guess", "X-Rlsys-Start": "9"}):
-                assert await ticking(r, post, f"{client._url}/{path}", headers) == 403
+                assert await ticking(r, post, client._socket, f"/{path}", headers) == 403
         with pytest.raises(RunError, match="status 403"):
-            await ticking(r, RolloutClient(client._url, "guess").status)
+            await ticking(r, RolloutClient(client._socket, "guess").status)
         await ticking(r, client.restore, 0)
         with pytest.raises(RunError, match=r"commit\(1000000000\) after 0 steps: no such checkpoint yet"):
             await ticking(r, client.commit, 10**9)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from rlsys.identity import engine_identity
 from rlsys.owner import KEY_HEADER, START_HEADER, claim, current
 from rlsys.rollout.assembly import read_model_limits
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.service import serve
+from rlsys.sockets import make_folder, remove_folder
 from rlsys.tickets import Canary
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow_group_zero
@@ -84,12 +83,9 @@ async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
             await ticking(r, client.commit, 1)
 
 
-def test_a_service_that_does_not_come_is_told() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        client = RolloutClient(f"http://127.0.0.1:{free.getsockname()[1]}", "")
-        with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
-            client.wait_ready(0.01)
+def test_a_service_that_does_not_come_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
+        RolloutClient(tmp_path / "rollout", "").wait_ready(0.01)
 
 
 async def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
@@ -102,8 +98,7 @@ async def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         await r.start()
-        port = int(client._url.rsplit(":", 1)[1])
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_unix_connection(client._socket)
         body = b"\x81\xaatrain_step\x01"
         headers = f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\nContent-Length: {len(body)}"
         writer.write(f"POST /take HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
@@ -167,10 +162,10 @@ def run_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def service(config: Path, port: int, engine: str) -> Iterator[subprocess.Popen[str]]:
+def service(config: Path, engine: str) -> Iterator[subprocess.Popen[str]]:
     """The process of a new launch, whose engine this is; it does not outlive the test."""
-    argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(config), "--port", str(port)]
-    owner = claim(load_config(config).run.dir)
+    argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(config)]
+    owner = claim(load_config(config).run.dir, sockets := make_folder())
     Healthy.label = engine_identity(owner, engine).label(0)
     env = os.environ | owner.environment(start=1)
     with subprocess.Popen([*argv, "--engine", engine], stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -178,20 +173,14 @@ def service(config: Path, port: int, engine: str) -> Iterator[subprocess.Popen[s
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+            remove_folder(sockets)
 
 
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
-    port = free_port()
-    with healthy_engine() as engine, service(run_config, port, engine) as process:
+    with healthy_engine() as engine, service(run_config, engine) as process:
         owner = current(load_config(run_config).run.dir)
         assert owner is not None
-        client = RolloutClient(f"http://127.0.0.1:{port}", owner.key)
+        client = RolloutClient(owner.rollout_socket, owner.key)
         client.wait_ready(120)
         client.restore(0)
         assert client.status()["issued"] == 0
@@ -200,11 +189,3 @@ def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> Non
         assert process.returncode == 0, log
         assert "Traceback" not in log
     assert (load_config(run_config).run.dir / "rollouts.sqlite").exists()
-
-
-def test_a_taken_port_is_the_users_mistake(run_config: Path) -> None:
-    with healthy_engine() as engine:
-        port = int(engine.rsplit(":", 1)[1])
-        with pytest.raises(UserError, match=f"--port {port}: in use on 127"):
-            config = load_config(run_config)
-            asyncio.run(serve(config, port, [engine], None, claim(config.run.dir)))

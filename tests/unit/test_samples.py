@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared folder: the supervisor carries question and answer."""
     owner = claim(run)
-    coordinator.publish(owner, 1)
+    coordinator.publish(owner)
     here = socket.gethostname()
     there = RunReader(run).samples(SampleQuery(step=1))
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")

@@ -12,7 +12,6 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,10 +19,11 @@ from rlsys import cli
 from rlsys.errors import UserError
 from rlsys.obs import coordinator
 from rlsys.obs.filesystem import is_local, kind_in
-from rlsys.owner import Owner, claim
+from rlsys.owner import claim
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.ledger import check
 from rlsys.rollout.reader import RunReader
+from rlsys.sockets import make_folder
 from rlsys.types import Prompt
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.service_rig import served, ticking
@@ -123,11 +123,11 @@ def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
 async def test_readers_of_a_live_run_ask_its_coordinator(
     nfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    owner = claim(nfs)
+    owner = claim(nfs, make_folder())
     monkeypatch.setattr("tests.helpers.service_rig.OWNER", owner)
     config = make_config(nfs)
-    async with rig(config) as r, served(r) as client:
-        coordinator.publish(Owner(config.run.dir, owner.epoch, owner.key), urlsplit(client._url).port or 0)
+    async with rig(config) as r, served(r):
+        coordinator.publish(owner)
         issue_one(r.buffer)
         run = config.run.dir
         assert await ticking(r, cli.main, ["ledger", str(run), "--json"]) == 0
@@ -142,7 +142,7 @@ async def test_readers_of_a_live_run_ask_its_coordinator(
 def test_a_reader_on_another_machine_asks_through_the_supervisor(
     nfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.publish(claim(nfs), 1)
+    coordinator.publish(claim(nfs))
     here = socket.gethostname()
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
 
@@ -160,7 +160,7 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
 
 
 def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator.publish(claim(nfs), 1)
+    coordinator.publish(claim(nfs))
     here = socket.gethostname()
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
     (nfs / coordinator.MAILBOX).write_text("a file in its place")
@@ -169,12 +169,12 @@ def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytes
 
 
 def test_an_address_of_an_earlier_launch_or_of_a_dead_one_is_nobody(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        free = s.getsockname()[1]
-    owner = claim(tmp_path)
-    coordinator.publish(owner, free)
+    owner = claim(tmp_path, tmp_path)
+    coordinator.publish(owner)
     assert coordinator.ask(tmp_path, "ledger") is None
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(owner.rollout_socket))
+        assert coordinator.ask(tmp_path, "ledger") is None
     claim(tmp_path)
     assert coordinator.ask(tmp_path, "ledger") is None
     coordinator.withdraw(owner)

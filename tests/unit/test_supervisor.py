@@ -18,10 +18,12 @@ import pytest
 
 from launch import supervisor
 from launch.process import RoleFailed
+from launch.ranks import FAILED
 from launch.stops import Stopped
 from launch.supervisor import Supervisor
 from rlsys.errors import RunError, UserError
 from rlsys.obs import coordinator
+from rlsys.owner import Owner
 from tests.helpers.clocks import FalseClock
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
@@ -154,7 +156,7 @@ def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
     monkeypatch.setattr("launch.voice._OPENING_SECONDS", 0.0)
     answers = [(0, b""), (503, b"opening: 1 MiB"), (503, b"opening: 1 MiB"), (503, b"opening: 2 MiB")]
 
-    def probe(url: str, key: str, *_: object) -> tuple[int, bytes]:
+    def probe(owner: Owner, path: str, *_: object) -> tuple[int, bytes]:
         if answers:
             return answers.pop(0)
         (stage.folder / "opened").touch()
@@ -170,8 +172,8 @@ def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
 
 
 def test_the_last_lines_of_a_trainer_are_its_own(stage: Stage) -> None:
-    told = "E1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: -9) local_rank: 0"
-    body = f"print('AssertionError'); print({told!r}); print('Root Cause'); sys.exit(1)"
+    told = f"{FAILED} 1 exited with code 1"
+    body = f"print('AssertionError'); print({told!r}); print('of another rank'); sys.exit(1)"
     with pytest.raises(RoleFailed) as failed:
         stage.run(stage.role("trainer", body))
     assert failed.value.log_lines == ["AssertionError", told]

@@ -1,0 +1,76 @@
+"""Listening sockets of a process and everything that it started: TCP, UDP and Unix, as the kernel shows them.
+
+psutil names no listening state for Unix sockets, so /proc/net/unix is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_ACCEPTS = 0x10000
+"""SO_ACCEPTCON in the flags of /proc/net/unix."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """`command`: the process's arguments. `address`: HOST:PORT, or the path of a Unix socket; `@...`: an abstract
+    one, which has no permissions. `reached_by`: who can connect to a Unix socket besides its user, in words."""
+
+    kind: str
+    command: str
+    address: str
+    reached_by: str = ""
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+
+def listeners(root: int) -> set[Listener]:
+    """Of process `root` and its descendants."""
+    found: set[Listener] = set()
+    for process in _tree(root):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
+            command = " ".join(process.cmdline())
+            for c in process.net_connections("inet"):
+                bound = c.status == psutil.CONN_LISTEN or (c.type.name == "SOCK_DGRAM" and not c.raddr)
+                if bound and c.laddr:
+                    kind = "tcp" if c.status == psutil.CONN_LISTEN else "udp"
+                    found.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
+            for path in _unix(process.pid):
+                found.add(Listener("unix", command, path, _reached_by(path)))
+    return found
+
+
+def _tree(root: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(root)
+        return [first, *first.children(recursive=True)]
+    return []
+
+
+def _unix(pid: int) -> Iterator[str]:
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if match := re.fullmatch(r"socket:\[(\d+)\]", str(fd.readlink())):
+                inodes.add(match[1])
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[6] in inodes and int(fields[3], 16) & _ACCEPTS:
+            yield fields[7] if len(fields) > 7 else ""
+
+
+def _reached_by(path: str) -> str:
+    """Empty when one of the folders above a Unix socket lets nobody else in."""
+    if not path or path.startswith("@"):
+        return "everybody: an abstract socket has no permissions"
+    modes = [stat.S_IMODE(folder.stat().st_mode) for folder in Path(path).parents if folder.exists()]
+    return "" if any(mode & 0o077 == 0 for mode in modes) else "everybody: its folders let others in"

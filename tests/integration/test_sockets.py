@@ -1,0 +1,66 @@
+"""Every listening socket of a real run is loopback or an address of the config, and is in the table of sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import SMALL
+from tests.helpers.socket_table import TABLE, entry_of, faults, table_of, watched
+
+pytestmark = pytest.mark.integration
+
+MODEL = "model.path=configs/models/quickstart-moe"
+
+TINY = (*SMALL, "trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4")
+
+
+@pytest.mark.parametrize("method", ["tensor", "broadcast"])
+def test_every_socket_of_a_run_is_loopback_and_in_the_table(method: str, tmp_path: Path) -> None:
+    """Two trainer ranks, so that process groups have peers."""
+    words = (f"run.dir={tmp_path / 'run'}", f"weights.method={method}", "parallel.ep=2", *TINY)
+    found, _ = watched("train", "quickstart", *words)
+    print(table_of(found))
+    assert faults(found) == []
+    kinds = {entry_of(one) for one in found}
+    assert {TABLE[0], TABLE[2]} <= kinds, "engine and rollout process listen, and were seen"
+
+
+def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_path: Path) -> None:
+    """TMPDIR is longer than the path of a Unix socket may be. Before: the engine died of it, and ranks looked for
+    their own machine by its name, for 300 s at a time."""
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    words = (f"run.dir={tmp_path / 'run'}", "weights.method=tensor", *TINY)
+    nameless = (
+        ("unshare", "--uts", "sh", "-c", 'hostname nosuchhost; exec "$@"', "sh") if os.geteuid() == 0 else ()
+    )
+    found, _ = watched("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
+    assert faults(found) == []
+
+
+def test_fine_tuning_listens_to_nobody_outside(tmp_path: Path) -> None:
+    config = ROOT / "configs" / "quickstart_sft.yaml"
+    found, _ = watched("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
+    print(table_of(found))
+    assert faults(found) == []
+
+
+def test_a_process_started_by_hand_listens_to_nobody(tmp_path: Path) -> None:
+    code = (
+        "import os\nfrom megatron_patches import apply\n"
+        "from rlsys.config import load_config\nfrom rlsys.trainer.setup import init_distributed\n"
+        "from tests.helpers.listeners import listeners\n"
+        "from pathlib import Path\n"
+        "init_distributed(load_config(Path('configs/quickstart.yaml'), []))\n"
+        "print(sorted(one.address for one in listeners(os.getpid())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    addresses = eval(done.stdout.splitlines()[-1])
+    assert [a for a in addresses if not a.startswith("127.")] == []

@@ -1,0 +1,30 @@
+"""Signals that end a run, and those that were ignored when it began."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from launch.stops import StopSignals
+
+
+@pytest.fixture(params=[signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def ignored(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that whoever started this process ignores: `nohup`, or `command &` in a script."""
+    number = signal.Signals(request.param)
+    before = signal.signal(number, signal.SIG_IGN)
+    yield number
+    signal.signal(number, before)
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored: signal.Signals) -> None:
+    with StopSignals().listening() as stop:
+        os.kill(os.getpid(), ignored)
+        assert stop.count == 0
+        other = signal.SIGUSR1 if ignored != signal.SIGUSR1 else signal.SIGHUP
+        os.kill(os.getpid(), other)
+        assert (stop.count, stop.number) == (1, other)
+    assert signal.getsignal(ignored) is signal.SIG_IGN
