@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlsys.config import load_config
+from rlsys.data.rows import MEDIA
 from rlsys.errors import UserError
 from rlsys.foreign import slime, verl
 from rlsys.foreign.draft import Draft, OtherRun, Row, as_yaml
@@ -94,7 +95,7 @@ def _put_eval(draft: Draft) -> None:
     for chosen in draft.read("eval.sets", []):
         set_path = chosen.get("data", {}).get("params", {}).get("heldout_path", held)
         chosen["prompts"] = min(128, rows_of(set_path) or 30)
-    if column := media_of(path):
+    if column := media_of(path, MEDIA):
         draft.refused.append(Row("data", str(path), f"its rows have `{column}`; prompts here are text"))
 
 

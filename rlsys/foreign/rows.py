@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that make a row more than text."""
 
 
 def files_of(path: Any) -> list[Path]:
@@ -22,10 +20,10 @@ def rows_of(path: Any) -> int | None:
     return None if not counts or None in counts else sum(n for n in counts if n is not None)
 
 
-def media_of(path: Any) -> str | None:
-    """The first column of the files' first rows that is not text; None where there is none."""
+def media_of(path: Any, media: Sequence[str]) -> str | None:
+    """The first of the columns `media` that the files' first rows have; None where there is none."""
     for file in files_of(path):
-        if found := next((name for name in MEDIA if name in _columns(file)), None):
+        if found := next((name for name in media if name in _columns(file)), None):
             return found
     return None
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.rollout import OWN_ARGS
 from rlsys.errors import UserError
 from rlsys.foreign.commands import is_started, settings_of_command
 from rlsys.foreign.draft import Draft, OtherRun, Settings, Unresolved
@@ -481,11 +480,8 @@ def _engines(d: Draft) -> None:
     for name, value in d.settings.items():
         if not name.startswith("--sglang-") or name in d.used or name.startswith(NOT_SGLANG):
             continue
-        theirs = "--" + name.removeprefix("--sglang-")
-        if any(own.startswith(theirs) for own in OWN_ARGS):
-            continue
         names.append(name)
-        args.append(theirs)
+        args.append("--" + name.removeprefix("--sglang-"))
         if not isinstance(value, Unresolved) and value is not True:
             args += [str(word) for word in (value if isinstance(value, list) else [value])]
     if names:
