@@ -221,7 +221,9 @@ class Draft:
         """The same value under our name."""
         if not self.present(name):
             return
-        value: Any = {float: self.number, int: self.whole, str: self.text}[kind](name, kind())
+        value = (
+            self.text(name) if kind is str else self.whole(name, 0) if kind is int else self.number(name, 0.0)
+        )
         self.put(self.names[name], value, name)
 
     def cut(self, top_p: str, top_k: str) -> None:
@@ -259,8 +261,9 @@ class Draft:
                     self.refused.append(Row(name, row.value, f"no counterpart; here: {why}"))
                 break
             else:
-                if why := next((why for pattern, why in speed if re.search(pattern, name)), None):
-                    self.speed.append(Row(name, row.value, why))
+                reason = next((why for pattern, why in speed if re.search(pattern, name)), None)
+                if reason is not None:
+                    self.speed.append(Row(name, row.value, reason))
                 else:
                     self.refused.append(Row(name, row.value, "no counterpart is known"))
         refused = {row.theirs for row in self.refused}
@@ -270,6 +273,13 @@ class Draft:
                 places = self._left_out.get(name, [])
                 left_out = f"; left out: {', '.join(places)}" if places else ""
                 self.missing.append(Row(name, value.text, f"{value.why}{left_out}"))
+        listed = {
+            row.theirs
+            for rows in (self.mapped, self.defaults, self.speed, self.refused, self.missing)
+            for row in rows
+        }
+        for name in self.settings.keys() - listed - {"train"}:
+            self.defaults.append(Row(name, str(self.settings[name]), "decides no field with this value"))
         self.missing += [Row("", "", problem) for problem in settings.problems]
         self.mapped = list(self._one_row_each())
         self.odd += settings.notes

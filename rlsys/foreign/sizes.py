@@ -89,6 +89,11 @@ def put_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
     put("algo.minibatches", minibatches, "update", "groups", "group_size", *layout)
     longest = s.prompt + s.response
     put("trainer.token_budget", max(s.micro * s.cp, longest), "micro", "cp", "prompt", "response")
+    if "max_total_tokens" not in draft.read("engine", {}):
+        draft.odd.append(
+            "engine.max_total_tokens: the script leaves the size of the KV pool to SGLang; here it is a number of "
+            "tokens, and rlsys explain says how many responses the default holds"
+        )
     put("engine.tp", s.engine_tp, "engine_tp")
     engine_gpus = world if s.engine_gpus is None else s.engine_gpus
     of_engines = ("engine_gpus", "placement") if s.engine_gpus is not None else ("nodes", "gpus", "placement")

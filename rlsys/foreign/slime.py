@@ -489,7 +489,7 @@ def _engines(d: Draft) -> None:
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
-    names = {
+    names: dict[str, tuple[str, ...]] = {
         "groups": ("--rollout-batch-size",), "group_size": ("--n-samples-per-prompt",),
         "response": ("--rollout-max-response-len",), "prompt": ("--rollout-max-prompt-len",),
         "update": ("--num-steps-per-rollout",) if d.present("--num-steps-per-rollout") else ("--global-batch-size",),

@@ -411,6 +411,10 @@ def _rollout(d: Draft) -> None:
         d.put("eval.sets", [chosen], f"{values}.n", f"{values}.temperature")
         if d.number(f"{values}.top_p", 1.0) != 1.0:
             d.refuse(f"{values}.top_p", "sets are sampled from the whole distribution")
+    elif temperature > 0 and d.flag(f"{values}.do_sample"):
+        d.odd.append(
+            f"eval: one greedy answer to each prompt; the script samples one with temperature {temperature:g}"
+        )
     d.used |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
     d.move(f"{ROLLOUT}.max_num_seqs", int)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
@@ -499,8 +503,8 @@ def _algorithm(d: Draft) -> None:
     terms: list[Any] = [loss]
     if ours == "gae":
         terms.append({"name": "value"})
-        lr, warmup = d.number("critic.optim.lr", 0), d.whole("trainer.critic_warmup", 0)
-        d.put("algo.critic", {"lr": lr} if lr else {}, "critic.optim.lr")
+        lr, warmup = d.number("critic.optim.lr", 1e-5), d.whole("trainer.critic_warmup", 0)
+        d.put("algo.critic", {"lr": lr}, "critic.optim.lr")
         if warmup:
             d.put("algo.critic.warmup_steps", warmup, "trainer.critic_warmup", "critic.optim.lr")
     elif d.whole("trainer.critic_warmup", 0):
@@ -645,7 +649,7 @@ def _put_lora(d: Draft) -> None:
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
     m = f"{ACTOR}.megatron"
-    names = {
+    names: dict[str, tuple[str, ...]] = {
         "groups": ("data.train_batch_size",), "group_size": (f"{ROLLOUT}.n",),
         "response": ("data.max_response_length",), "prompt": ("data.max_prompt_length",),
         "update": (f"{ACTOR}.ppo_mini_batch_size",),
