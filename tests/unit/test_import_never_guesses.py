@@ -125,6 +125,14 @@ HOLES = {
     "function": ("LR=1e-6\nset_lr() { LR=5e-5; }\nset_lr\n", "$LR"),
     "read": ("LR=1e-6\nread LR < lr.txt\n", "$LR"),
     "quoted": ("", '"${LR}"'),
+    "empty": ("", '""'),
+    "declared": ("declare -i LR=1\n", "$LR"),
+    "or": ("LR=1e-6\ngrep -q x y || LR=5e-5\n", "$LR"),
+    "subshell": ("LR=1e-6\n(LR=5e-5)\n", "$LR"),
+    "removed": ("LR=1e-6\nunset LR\n", "$LR"),
+    "deep": ("A=1\nwhile [ $A ]; do if x; then LR=1e-6; fi; done\n", "$LR"),
+    "element": ("LR=(1e-6 5e-5)\ni=$(id -u)\n", "${LR[$i]}"),
+    "indirect": ("NAME=LR\n", "${!NAME}"),
 }
 
 
@@ -241,6 +249,39 @@ def test_a_file_beside_the_script_is_read(own: str, folder: Path, capsys: pytest
     script = f'HERE="{own}"\nsource "${{HERE}}/models/sizes.sh"\n{SLIME} ${{MODEL_ARGS[@]}}'
     made = run("slime", script, capsys, name="deep/run.sh")
     assert (made.code, field(made.config, "trainer.lr")) == (0, 2e-6), made.said
+
+
+@pytest.mark.parametrize(
+    ("script", "listed"),
+    [
+        (f"echo --lr 1e-6 | xargs {SLIME}", "xargs"),
+        (f"{SLIME} --lr 1e-6 --note 'it is", "closed"),
+        (f'{SLIME} --lr 1e-6 --note "it is', "closed"),
+        (f"eval export LR=1e-5\n{SLIME} --lr 1e-6", "eval"),
+        (f"export $(cat .env)\n{SLIME} --lr 1e-6", ".env"),
+        (f"{SLIME} --lr 1e-6 --eval-prompt-data aime a.jsonl math", "--eval-prompt-data"),
+        (f"{SLIME} --lr 1e-6 --prompt-data 'train.jsonl@[0:100]'", "--prompt-data"),
+        (f"{SLIME} --lr 1e-6 --colocate yes", "yes"),
+    ],
+)
+def test_world_01_what_else_leaves_a_run_open(
+    script: str, listed: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incomplete(run("slime", script, capsys), listed)
+
+
+def test_world_01_a_variable_for_one_command_is_not_expanded_in_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incomplete(run("slime", f"LR=1e-6 {SLIME} --lr $LR", capsys), "--lr", "trainer.lr")
+
+
+@pytest.mark.parametrize("value", ["", "null"])
+def test_world_01_a_batch_size_that_says_nothing(
+    value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
+    incomplete(made, "data.train_batch_size", "rollout.groups_per_step")
 
 
 # Sections and options that are not known
@@ -462,6 +503,12 @@ def test_world_21_a_path_is_printed_whole(folder: Path, capsys: pytest.CaptureFi
 
 
 # Bounds
+
+
+def test_security_a13_a_yaml_file_is_not_cut_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"hf_checkpoint: {MODEL}\nprompt_data: train.jsonl\n" + "# padding\n" * 500_000 + "lr: 1.0e-6\n"
+    made = run("slime", text, capsys, name="run.yaml")
+    assert made.code == 2 and made.said.count("\n") == 1 and made.text == "", made.said
 
 
 @pytest.mark.parametrize("word", ["1; 2", "1 & 2", "1 | 2", "1 ;; 2", "(1)", "&", "|"])
