@@ -24,6 +24,8 @@ from rlsys.yaml_text import parse_yaml
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 READERS = {"verl": verl, "slime": slime}
 INCOMPLETE = OtherRun.exit_code
+_LONGEST = 8 * MAX_SCRIPT
+"""Characters of a file that is read; a config of verl with all its defaults has 30,000."""
 
 
 def add_import(add: Add) -> None:
@@ -67,9 +69,11 @@ def translated(framework: str, script: Path) -> Draft:
     """
     try:
         with script.open(encoding="utf-8") as file:
-            text = file.read(16 * MAX_SCRIPT)
+            text = file.read(_LONGEST + 1)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{script}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
+    if len(text) > _LONGEST:
+        raise UserError(f"{script}: has more than {_LONGEST:,} characters; expected a script or a config")
     reader, data = READERS[framework], None
     if script.suffix in (".yaml", ".yml"):
         data = parse_yaml(text, str(script))

@@ -53,6 +53,8 @@ def settings_of_command(
         training = place_of(command.words) >= 0
         if training and chosen is None:
             chosen = command
+            if "xargs" in command.words[: max(0, place_of(command.words))]:
+                settings.problems.append(f"line {command.line}: xargs adds words that are not known")
             if command.inside is not None:
                 settings.problems.append(
                     f"line {command.line}: the training command is in {command.inside}: whether and how often it "

@@ -127,6 +127,8 @@ class Draft:
     def number(self, name: str, otherwise: float) -> float:
         """Raises UserError for a text that is no number."""
         value = self.get(name)
+        if name in self.settings and value is None and not self.open(name) and otherwise > 0:
+            self.unknown(name, "it is empty or null")
         if value is True:  # an option without a value, unless a YAML file says so
             self.settings[name] = Unresolved("", "it needs a value and has none")
             value = None

@@ -200,6 +200,8 @@ class _Reader:
                 break
             if (not words or words[0] in _DECLARE) and self._assignment(words, replaced):
                 continue
+            if not words:
+                self._restore(replaced)
             start, new = self._at, self._word()
             if not words and new:
                 word = self._text[start : self._at]
@@ -210,13 +212,17 @@ class _Reader:
             words += new
             self._at = max(self._at, start + 1)
         if words:
-            for name, value in replaced.items():  # `LR=1 command`: set for that command alone
-                if value is None:
-                    self._script.variables.pop(name, None)
-                else:
-                    self._script.variables[name] = value
             self._builtin(words, line)
             self._script.commands.append(Command(words, line, self._uncertain(commands=True)))
+
+    def _restore(self, replaced: dict[str, str | list[str] | None]) -> None:
+        """`LR=1 command` sets LR for that command alone, after its words are expanded."""
+        for name, value in replaced.items():
+            if value is None:
+                self._script.variables.pop(name, None)
+            else:
+                self._script.variables[name] = value
+        replaced.clear()
 
     def _separator(self) -> bool:
         """Read one operator between commands; True where there was one."""
@@ -321,7 +327,8 @@ class _Reader:
             script.problems.append(f"line {line}: source {word}: relative to a folder that `cd` chose")
             return
         try:
-            text = file.read_text(encoding="utf-8") if file.is_file() else None
+            small = file.is_file() and file.stat().st_size <= 4 * MAX_SCRIPT
+            text = file.read_text(encoding="utf-8") if small else None
         except (OSError, UnicodeDecodeError, ValueError):
             text = None
         if text is None:
@@ -453,8 +460,7 @@ class _Reader:
                 break
             self._at += 1
             if c == "'":
-                end = self._text.find("'", self._at)
-                end = len(self._text) if end < 0 else end
+                end = self._end_of("'")
                 out[-1] += self._text[self._at : end]
                 self._at, quoted = end + 1, True
             elif c == '"':
@@ -467,8 +473,7 @@ class _Reader:
             elif c == "$":
                 self._append(out, self._expansion(), split=not assigned)
             elif c == "`":
-                end = self._text.find("`", self._at)
-                end = len(self._text) if end < 0 else end
+                end = self._end_of("`")
                 out[-1] += self._printed(self._text[self._at : end], f"`{self._text[self._at : end]}`")
                 self._at = end + 1
             elif c in "<>":
@@ -506,14 +511,24 @@ class _Reader:
                 out[-1] += "" if escaped == "\n" else escaped if escaped in '$`"\\' else f"\\{escaped}"
                 self._at += 1
             elif c == "`":
-                end = self._text.find("`", self._at)
-                end = len(self._text) if end < 0 else end
+                end = self._end_of("`")
                 out[-1] += self._printed(self._text[self._at : end], f"`{self._text[self._at : end]}`")
                 self._at = end + 1
             else:
                 out[-1] += c
+        if self._at >= len(self._text):
+            self._end_of('"')
         self._at += 1
         return anything or not empty_array
+
+    def _end_of(self, quote: str) -> int:
+        """Where the quote is closed, or the end of the text."""
+        end = self._text.find(quote, self._at)
+        if end < 0:
+            self._script.problems.append(
+                f"{self._text[self._at :][:40]!r}: a {quote} before it is not closed"
+            )
+        return len(self._text) if end < 0 else end
 
     def _append(self, out: list[str], value: str | list[str], *, split: bool) -> None:
         self._script.spend(len(value) if isinstance(value, str) else sum(map(len, value)) + len(value))
@@ -554,8 +569,7 @@ class _Reader:
             return self._parameter(c, f"${c}")
         if c == "'":
             self._at += 1
-            end = self._text.find("'", self._at)
-            end = len(self._text) if end < 0 else end
+            end = self._end_of("'")
             inside, self._at = self._text[self._at : end], end + 1
             return (
                 inside

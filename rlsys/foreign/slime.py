@@ -278,6 +278,8 @@ def _refuse_other_runs(d: Draft) -> None:
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
     path = d.get("--prompt-data")
+    if "@[" in d.text("--prompt-data"):
+        d.refuse("--prompt-data", "a slice of a file; expected a file with the rows that are meant")
     d.put("data.source", source_of(path), "--prompt-data")
     d.put("data.params.path", path, "--prompt-data")
     d.move("--input-key")
@@ -317,6 +319,8 @@ def _held_out(d: Draft) -> None:
     decided = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
     words = d.get("--eval-prompt-data")
     pairs = [words] if isinstance(words, str) else list(words or [])
+    if len(pairs) > 1 and len(pairs) % 2:
+        d.unknown("--eval-prompt-data", "expected pairs of a name and a file")
     named = [("eval", pairs[0])] if len(pairs) == 1 else list(zip(pairs[::2], pairs[1::2], strict=False))
     if not named:
         if d.open("--eval-prompt-data"):

@@ -669,7 +669,7 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         micro=d.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.whole("trainer.nnodes", 1),
         gpus=d.whole("trainer.n_gpus_per_node", 8), tp=d.whole(f"{m}.tensor_model_parallel_size", 1),
         pp=d.whole(f"{m}.pipeline_model_parallel_size", 1),
-        vpp=d.whole(f"{m}.virtual_pipeline_model_parallel_size", 1), cp=d.whole(f"{m}.context_parallel_size", 1),
+        vpp=d.whole(f"{m}.virtual_pipeline_model_parallel_size", 0), cp=d.whole(f"{m}.context_parallel_size", 1),
         ep=d.whole(f"{m}.expert_model_parallel_size", 1),
         etp=d.whole(f"{m}.expert_tensor_parallel_size", 0) or None,
         engine_tp=d.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2),
