@@ -170,7 +170,8 @@ def put_held_out(draft: Draft, path: object, count: int | None) -> None:
     """`count`: rows of the file, where it is there."""
     draft.put("eval.prompts", min(128, count or 30))
     if count is None:
-        draft.odd.append(f"eval.prompts = 30: {path} is not here, so nobody counted its prompts")
+        file = f"{path} is not here" if path else "the file with held-out prompts is not known"
+        draft.odd.append(f"eval.prompts = 30: {file}, so nobody counted its prompts")
 
 
 def source_of(path: object) -> str:

@@ -106,7 +106,7 @@ DEFAULTS = (
      None, "read from the model's config.json"),
     (r"^--(attention|hidden)-dropout$", (0,), "there is no dropout"),
     (r"^--moe-router-load-balancing-type$", None, "the balancing loss is weighted by trainer.balance_loss"),
-    (r"^--(moe-aux-loss-coeff|moe-router-bias-update-rate|moe-z-loss-coeff)$", (0,), "0, as trainer.balance_loss"),
+    (r"^--moe-z-loss-coeff$", (0,), "no z-loss"),
     (r"^--moe-token-drop-policy$", None, "no token is dropped"),
     (r"^--(ref-load|megatron-to-hf-mode|no-save|no-load-|finetune$|ckpt-format|async-save|no-save-)",
      None, "one folder starts the run: model.path; the reference is its first weights"),
@@ -120,9 +120,7 @@ DEFAULTS = (
     (r"^--rollout-seed$", None, "data.seed orders the prompts; the orders of two frameworks are never equal"),
     (r"^--seed$", None, "run.seed; the numbers of two frameworks are never equal"),
     (r"^--rollout-function-path$", ("slime.rollout.sglang_rollout.generate_rollout",), "rollout.generator"),
-    (r"^--rollout-max-context-len$", None, "a prompt and its response end at the model's context"),
     (r"^--rollout-skip-special-tokens$", None, "rewards see the text with the model's end token"),
-    (r"^--(use-rollout-logprobs)$", None, "engines' log-probs are kept; algo.anchor says which are compared"),
     (r"^--train-backend$", ("megatron",), "Megatron"),
     (r"^--(kl-loss-type|kl-loss-coef)$", None, "not in use: the script has no --use-kl-loss"),
     (r"^--(tis-clip)$", None, "not in use: the script has no --use-tis"),
@@ -254,7 +252,10 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     put_sizes(d, *_sizes(d, asynchronous))
     if asynchronous:
         d.put("rollout.max_staleness", max(1, int(d.read("rollout.max_staleness", 0))))
-    put_anchor(d)
+    if d.flag("--use-rollout-logprobs") or d.open("--use-rollout-logprobs"):
+        d.put("algo.anchor", "mu", "--use-rollout-logprobs")
+    else:
+        put_anchor(d)
     d.close(DEFAULTS, SPEED, settings)
     return d
 
@@ -466,6 +467,12 @@ def _trainer(d: Draft) -> None:
         ("--eval-interval", "eval.every", 20),
     ):
         d.put(place, d.whole(name, otherwise), name)
+    for name, place in (
+        ("--moe-aux-loss-coeff", "trainer.balance_loss"),
+        ("--moe-router-bias-update-rate", "trainer.balance_rate"),
+    ):
+        if d.number(name, 0.0):
+            d.put(place, d.number(name, 0.0), name)
     d.refuse("--lora-rank", "not translated: give trainer.lora yourself")
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):

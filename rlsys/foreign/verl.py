@@ -623,6 +623,9 @@ def _trainer(d: Draft) -> None:
     for name, place in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
         every = d.whole(f"trainer.{name}", -1)
         d.put(place, every if every > 0 else steps, f"trainer.{name}", *(of_steps if every <= 0 else []))
+    balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    if d.number(balance, 0.0):
+        d.put("trainer.balance_loss", d.number(balance, 0.0), balance)
     d.move("trainer.max_actor_ckpt_to_keep", int)
     _put_lora(d)
 
