@@ -526,8 +526,27 @@ def test_world_03_operators_in_an_array(word: str, folder: Path, capsys: pytest.
         "$(" * 20000,
         "A=$((" + "(" * 3000 + "1" + ")" * 3000 + "))",
         "A=$((9**9**9))",
+        "A=1\necho {" + "," * 150_000,
+        "A=$(cd x" + " " * 150_000 + ")",
+        "((" + "a" * 150_000 + "))\nA=1x",
+        "A=" + "1" * 150_000 + "x",
+        "A=1x\nbash -c '" + "main_ppo train.py " * 10_000 + "'",
+        "A=1x\ndeclare -" + "a" * 150_000 + "! B=1",
     ],
-    ids=["powers", "defaults", "arrays", "commands", "parentheses", "exponents"],
+    ids=[
+        "powers",
+        "defaults",
+        "arrays",
+        "commands",
+        "parentheses",
+        "exponents",
+        "braces",
+        "blanks",
+        "names",
+        "digits",
+        "words",
+        "flags",
+    ],
 )
 @pytest.mark.parametrize("framework", ["slime", "verl"])
 def test_security_a13_a_script_of_a_stranger(
