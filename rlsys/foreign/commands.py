@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlsys.foreign.draft import Settings
@@ -38,14 +38,15 @@ def is_started(words: list[str], place: int) -> bool:
 
 
 def settings_of_command(
-    script: Script, place_of: Callable[[list[str]], int], quoted: str
+    script: Script, place_of: Callable[[list[str]], int], programs: Sequence[str], setting: str
 ) -> tuple[Command | None, Settings]:
     """The first training command, and empty settings with the problems of the script.
 
     Args:
         script: as it was read.
         place_of: the place of the program among the words of a training command; negative for another command.
-        quoted: pattern of a whole training command inside one word, for another shell.
+        programs: texts that a training command has.
+        setting: pattern of one of its settings; together they show a command inside one word, for another shell.
     """
     settings = Settings({}, list(script.problems))
     chosen = None
@@ -65,7 +66,10 @@ def settings_of_command(
                 f"line {command.line}: a second training command; that of line {chosen.line if chosen else 0} is "
                 "translated"
             )
-        elif command.words[0] not in _PRINTING and any(re.search(quoted, word) for word in command.words):
+        elif command.words[0] not in _PRINTING and any(
+            any(program in word for program in programs) and re.search(setting, word)
+            for word in command.words
+        ):
             settings.problems.append(f"line {command.line}: a training command as text for another shell")
     if script.reads_arguments:
         settings.notes.append("$@: the script is translated as it runs without arguments of its own")

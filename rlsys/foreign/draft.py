@@ -20,6 +20,8 @@ from rlsys.yaml_text import parse_yaml
 
 MOST = 10**7
 """Largest whole number that a translation computes with."""
+_LONGEST_VALUE = 10_000
+"""Characters of a value that is read as YAML; a longer one, or one of more than 200 brackets, is a text."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Reasons = Sequence[tuple[str, tuple[Any, ...] | None, str]]
 """Patterns of names; the values for which the reason holds, None for all; the reason."""
@@ -56,7 +58,7 @@ class Settings:
 
 def parsed(text: Any) -> Any:
     """A value as YAML reads it; `1e-6` is a number here, as it is for Hydra and argparse."""
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > _LONGEST_VALUE or text.count("[") + text.count("{") > 200:
         return text
     if re.fullmatch(r"[-+]?[\d.]{1,40}[eE][-+]?\d{1,5}", text) and _NUMBER.fullmatch(text):
         return float(text)
@@ -135,9 +137,9 @@ class Draft:
         if value is None:
             return otherwise
         raw = str(self.settings[name])
-        if isinstance(value, bool | list | dict) or not _NUMBER.fullmatch(raw.strip()):
+        if isinstance(value, bool | list | dict) or len(raw) > 100 or not _NUMBER.fullmatch(raw.strip()):
             raise UserError(f"{name} = {_short(raw)}: expected a number")
-        number = float(raw) if len(raw) < 400 else math.inf
+        number = float(raw)
         if not math.isfinite(number):
             raise UserError(f"{name} = {_short(raw)}: expected a finite number")
         return number

@@ -28,6 +28,8 @@ MAX_EXPANDED = 1 << 22
 """Characters that all expansions of a script have together."""
 MAX_DEPTH = 32
 """Nesting of expansions and of sourced files."""
+_LONGEST_PATTERN = 400
+"""Characters of a text that is matched against a pattern whose time may grow with the square of its length."""
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
@@ -35,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]*\])?(\+?)=")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|&>>|&>|>>|>\||<>|<&|>&|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"[ \t]*\([ \t]*\)")
-_BRACE_EXPANSION = re.compile(r"\{[^\s{}'\"]*(?:,|\.\.)[^\s{}'\"]*\}")
+_BRACE_EXPANSION = re.compile(r"\{[^\s{}'\"]{0,200}?(?:,|\.\.)[^\s{}'\"]{0,200}\}")
 _ARITHMETIC = re.compile(r"[\w\s+\-*/%()]*")
 _CHANGED = re.compile(
     r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
@@ -235,6 +237,9 @@ class _Reader:
                 return True
         if self._text.startswith("((", self._at):
             inside = self._inside("((", "))")
+            if len(inside) > _LONGEST_PATTERN:
+                self._script.problems.append(f"line {self._line_now()}: (({inside[:40]}...)): not followed")
+                return True
             for name in (found[1] or found[2] for found in _CHANGED.finditer(inside)):
                 self._set_hole(name, f"(({inside}))", "is set by arithmetic that is not computed")
             return True
@@ -368,7 +373,7 @@ class _Reader:
         why = self._uncertain()
         if self._maybe and why is None:
             why = f"the && or || at line {self._line_now()}"
-        if index or any(re.fullmatch(r"-\w*[ainlu]\w*", word) for word in words[1:] if not array):
+        if index or any(word.startswith("-") and set(word) & set("ainlu") for word in words[1:] if not array):
             self._set_hole(
                 name, f"${name}", f"is set with an index or an attribute at line {self._line_now()}"
             )
@@ -601,6 +606,8 @@ class _Reader:
 
     def _printed(self, command: str, text: str) -> str:
         """What a command prints, for the kinds that need no running: paths as they are written, and `seq`."""
+        if len(command) > _LONGEST_PATTERN:
+            return self._script.hole(text, "what a command prints is not known")
         plain = _TO_NOWHERE.sub(" ", command).strip()
         if found := _PATH_COMMAND.fullmatch(plain):
             path = self._expanded(found["of"] or found["folder"])
@@ -697,7 +704,7 @@ class _Reader:
         """64-bit integers, as bash computes them; a hole for what is not computed."""
         whole = f"$(({text}))"
         plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
-        if len(plain) > 400 or not _ARITHMETIC.fullmatch(plain):
+        if len(plain) > _LONGEST_PATTERN or not _ARITHMETIC.fullmatch(plain):
             return self._script.hole(whole, "arithmetic that is not computed")
         try:
             return str(self._number(ast.parse(plain, mode="eval").body))

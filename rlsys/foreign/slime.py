@@ -177,7 +177,7 @@ def settings_of(
             }
         )
     script = Script(text, variables, path)
-    chosen, settings = settings_of_command(script, _program, r"\btrain(_async)?\.py\b.*\s--\w")
+    chosen, settings = settings_of_command(script, _program, ("train.py", "train_async.py"), r"\s--\w")
     if chosen is None:
         raise UserError("no command of slime in it: expected train.py or train_async.py with its options")
     words = chosen.words[_program(chosen.words) :]

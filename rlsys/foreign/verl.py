@@ -210,7 +210,7 @@ def settings_of(
     if yaml_data is not None:
         return Settings(_flat(yaml_data))
     script = Script(text, variables, path)
-    chosen, settings = settings_of_command(script, _first_setting, r"\bmain_ppo\b.*\w\.\w+=")
+    chosen, settings = settings_of_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
     if chosen is None:
         raise UserError("no settings of verl in it: expected words such as data.train_batch_size=256")
     entry = _entry(script, chosen.words)
