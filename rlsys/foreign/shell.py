@@ -37,6 +37,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]*\])?(\+?)=")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|&>>|&>|>>|>\||<>|<&|>&|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"[ \t]*\([ \t]*\)")
+_PLAIN = re.compile(r"""[^\s;&|()'"\\$`<>~*?{]*""")
+_PLAIN_QUOTED = re.compile(r"""[^"$\\`]*""")
 _BRACE_EXPANSION = re.compile(r"\{[^\s{}'\"]{0,200}?(?:,|\.\.)[^\s{}'\"]{0,200}\}")
 _ARITHMETIC = re.compile(r"[\w\s+\-*/%()]*")
 _CHANGED = re.compile(
@@ -492,7 +494,9 @@ class _Reader:
                 out[-1] += self._script.hole(found[0], "braces are not expanded")
                 self._at = found.end()
             else:
-                out[-1] += c
+                end = _PLAIN.match(self._text, self._at).end()  # type: ignore[union-attr]  # matches nothing, too
+                out[-1] += c + self._text[self._at : end]
+                self._at = end
         return out if quoted else [word for word in out if word]
 
     def _ends_line(self) -> bool:
@@ -520,7 +524,9 @@ class _Reader:
                 out[-1] += self._printed(self._text[self._at : end], f"`{self._text[self._at : end]}`")
                 self._at = end + 1
             else:
-                out[-1] += c
+                end = _PLAIN_QUOTED.match(self._text, self._at).end()  # type: ignore[union-attr]
+                out[-1] += c + self._text[self._at : end]
+                self._at = end
         if self._at >= len(self._text):
             self._end_of('"')
         self._at += 1
