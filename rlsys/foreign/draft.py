@@ -272,8 +272,8 @@ class Draft:
                     self.refused.append(Row(name, row.value, "no counterpart is known"))
         refused = {row.theirs for row in self.refused}
         for name, value in self.settings.items():
-            listed = name in self._left_out or name in self.used
-            if isinstance(value, Unresolved) and listed and name not in refused:
+            needed = name in self._left_out or name in self.used
+            if isinstance(value, Unresolved) and needed and name not in refused:
                 places = self._left_out.get(name, [])
                 left_out = f"; left out: {', '.join(places)}" if places else ""
                 self.missing.append(Row(name, value.text, f"{value.why}{left_out}"))
@@ -282,8 +282,9 @@ class Draft:
             for rows in (self.mapped, self.defaults, self.speed, self.refused, self.missing)
             for row in rows
         }
-        for name in self.settings.keys() - listed - {"train"}:
-            self.defaults.append(Row(name, str(self.settings[name]), "decides no field with this value"))
+        for name, value in self.settings.items():
+            if name not in listed and name != "train":
+                self.defaults.append(Row(name, str(value), "decides no field with this value"))
         self.missing += [Row("", "", problem) for problem in settings.problems]
         self.mapped = list(self._one_row_each())
         self.odd += settings.notes

@@ -48,7 +48,9 @@ def test_field_05_rows_with_other_media(key: str, value: Any, first: int, tmp_pa
 
 def test_an_empty_column_of_images_is_no_image(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}", "images": []}}\n' for i in range(60)))
+    file.write_text(
+        "".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}", "images": []}}\n' for i in range(60))
+    )
     overrides = ["data.source=jsonl", f"data.params={{path: {file}}}", "data.reward=math", "eval.prompts=2"]
     config = load_config(Path("quickstart"), overrides)
     build_source(config, Tokenizer(config.model.path))
