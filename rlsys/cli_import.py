@@ -1,4 +1,7 @@
-"""`rlsys import verl|slime SCRIPT`: a launch script or YAML of theirs becomes a config of ours."""
+"""`rlsys import verl|slime SCRIPT`: a launch script or YAML of theirs becomes a config of ours.
+
+Exit code 0: all that decides the method is translated. 3: something is missing or has no counterpart, and is listed.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import yaml
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rlsys.config import load_config
+from rlsys.data.rows import MEDIA
 from rlsys.errors import UserError
 from rlsys.foreign import slime, verl
-from rlsys.foreign.draft import Draft, Row, as_yaml
+from rlsys.foreign.draft import Draft, OtherRun, Row, as_yaml
+from rlsys.foreign.rows import media_of, rows_of
+from rlsys.foreign.shell import MAX_SCRIPT
 from rlsys.foreign.sizes import put_held_out
 from rlsys.rewards import REWARDS
+from rlsys.yaml_text import parse_yaml
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 READERS = {"verl": verl, "slime": slime}
+INCOMPLETE = OtherRun.exit_code
+_LONGEST = 8 * MAX_SCRIPT
+"""Characters of a file that is read; a config of verl with all its defaults has 30,000."""
 
 
 def add_import(add: Add) -> None:
@@ -38,85 +42,87 @@ def import_script(args: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"{out}: is there already; --out names another file")
     draft = translated(args.framework, args.script)
-    try:
-        out.write_text(as_yaml(draft, args.script.name), encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{out}: {e.strerror}") from None
+    _write(out, as_yaml(draft, args.script.name))
     try:
         load_config(out, [])
     except UserError as e:
-        raise UserError(f"{out}: written, but it needs a hand: {e}") from None
-    tell(Console(), draft, out)
-    return 0
+        if draft.complete:  # else a field that was left out may be all that is wrong
+            draft.missing.append(Row("", "", f"the config does not load: {e}"))
+            _write(out, as_yaml(draft, args.script.name))
+    tell(draft, out)
+    return 0 if draft.complete else INCOMPLETE
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{out}: {e.strerror}") from None
 
 
 def translated(framework: str, script: Path) -> Draft:
-    """Raises UserError for a file that is not theirs."""
+    """Translate a file of theirs.
+
+    Raises:
+        UserError: the file is not theirs, or a value is of the wrong kind.
+        OtherRun: the file starts no RL run.
+    """
     try:
-        text = script.read_text(encoding="utf-8")
+        with script.open(encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{script}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
+    if len(text) > _LONGEST:
+        raise UserError(f"{script}: has more than {_LONGEST:,} characters; expected a script or a config")
     reader, data = READERS[framework], None
     if script.suffix in (".yaml", ".yml"):
-        data = _yaml(text, script)
+        data = parse_yaml(text, str(script))
+        if not isinstance(data, dict):
+            raise UserError(f"{script}: expected a mapping of settings, found {type(data).__name__}")
     try:
-        settings = reader.settings_of(text, data, dict(os.environ))
+        settings = reader.settings_of(text, data, dict(os.environ), script.absolute())
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
-        raise UserError(f"{script}: {e}") from None
-    except (ValueError, TypeError) as e:
-        raise UserError(f"{script}: a value is not what {framework} expects there: {e}") from None
-    held = draft.config["data"]["params"].get("heldout_path")
-    put_held_out(draft, held, rows_of(held or draft.config["data"]["params"]["path"], part=held is None))
-    for chosen in draft.config["eval"].get("sets", []):
-        path = chosen.get("data", {}).get("params", {}).get("heldout_path", held)
-        chosen["prompts"] = min(128, rows_of(path, part=False) or 30)
+        raise type(e)(f"{script}: {e}") from None
+    _put_eval(draft)
     return draft
 
 
-def _yaml(text: str, script: Path) -> Any:
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise UserError(f"{script}: not YAML: {' '.join(str(e).split())}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{script}: expected a mapping of settings, found {type(data).__name__}")
-    return data
+def _put_eval(draft: Draft) -> None:
+    """The numbers of held-out prompts, and what the rows have beside text."""
+    params = draft.read("data.params", {})
+    held, path = params.get("heldout_path"), params.get("path")
+    rows = rows_of(held or path)
+    if rows is not None and held is None:
+        rows = max(1, rows // 16)  # one row in eight is held out, less to be sure
+    put_held_out(draft, held or path, rows)
+    for chosen in draft.read("eval.sets", []):
+        set_path = chosen.get("data", {}).get("params", {}).get("heldout_path", held)
+        chosen["prompts"] = min(128, rows_of(set_path) or 30)
+    if column := media_of(path, MEDIA):
+        draft.refused.append(Row("data", str(path), f"its rows have `{column}`; prompts here are text"))
 
 
-def rows_of(path: Any, *, part: bool) -> int | None:
-    """Rows of the files, or of what is held out of them (one in eight, less to be sure); None: one is missing."""
-    files = [Path(p) for p in (path if isinstance(path, list) else [path])]
-    if not path or not all(file.is_file() for file in files):
-        return None
-    rows = sum(_rows(file) for file in files)
-    return max(1, rows // 16) if part else rows
-
-
-def _rows(file: Path) -> int:
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-    with file.open("rb") as lines:
-        return sum(bool(line.strip()) for line in lines)
-
-
-def tell(console: Console, draft: Draft, out: Path) -> None:
+def tell(draft: Draft, out: Path) -> None:
+    """Print what became of each setting, one a line: tables would cut paths where nobody sees them."""
     for title, rows in (
         ("translated", draft.mapped),
-        ("not needed here", draft.needless),
-        ("NOT translated", draft.refused),
+        ("default here", draft.defaults),
+        ("NOT translated, changes the method", draft.refused),
+        ("MISSING", draft.missing),
     ):
         if rows:
-            console.print(_table(title, rows))
+            print(f"{title}:")
+            for row in rows:
+                print(f"  {' '.join(str(row).split())}")
+    if draft.speed:
+        names = ", ".join(row.theirs for row in draft.speed)
+        print(f"warning: no counterpart, changes speed, memory or logging: {names}")
     for line in draft.odd:
-        console.print(f"look at: {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{out}: written; next: rlsys explain {out}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(Text(f"{row.theirs} = {row.value}"), Text(row.ours))
-    return table
+        print(f"look at: {line}")
+    if draft.complete:
+        print(f"{out}: written; next: rlsys explain {out}")
+    else:
+        print(
+            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.refused)} not translated"
+        )

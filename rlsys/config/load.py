@@ -13,7 +13,9 @@ from pydantic import ValidationError
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import exists, find_config, find_model
+from rlsys.errors import UserError
 from rlsys.foreign.explain import explain_foreign
+from rlsys.yaml_text import parse_yaml
 
 
 def add_config(command: ArgumentParser) -> None:
@@ -45,35 +47,12 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-class _Loader(yaml.SafeLoader):
-    """A key that is given twice is a mistake; YAML's own loader would silently take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _parse_yaml(text: str, where: str) -> Any:
     """Raises ConfigError, one line that begins with `where`."""
     try:
-        return yaml.load(text, _Loader)
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply") from None
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        if mark is not None and not where.startswith("override"):
-            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
-        problem = getattr(e, "problem", None) or " ".join(str(e).split())
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
-    except ValueError as e:  # a date or a number that Python cannot hold
-        raise ConfigError(f"{where}: a value cannot be read: {e}") from None
+        return parse_yaml(text, where, position=not where.startswith("override"))
+    except UserError as e:
+        raise ConfigError(str(e)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ Message = dict[str, Any]
 PROMPTS = ("prompt", "messages")
 ANSWERS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
 """Where the right answer is looked for, in this order."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of rows that are more than text."""
 _LIKELY = ("question", "problem", "input", "instruction", "query", "conversations", "text")
 """Names that others give to a prompt: too many to guess, so a message proposes them."""
 _SHOWN = 12
@@ -48,6 +50,8 @@ def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
     """`where`: the row's place, for messages. Raises RowError, one line, for what is no prompt."""
     if not isinstance(row, dict):
         raise RowError(f"{where}: expected an object with prompt or messages, found {described(row)}")
+    if media := next((name for name in MEDIA if row.get(name)), None):
+        raise RowError(f"{where}: has {media}; models and prompts here are text: expected rows without it")
     prompt = _prompt(row, keys.prompt, where)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt

@@ -38,13 +38,38 @@ SCRIPTS = ROOT / "tests" / "data" / "foreign"
         ("N=4\nM=$((N * 2))\nrun $((M / 3))", ["run", "2"]),
         ('run ${GONE:-fallback} ${GONE:-"${OTHER:-deep}"}', ["run", "fallback", "deep"]),
         ("export X=1\nX=2; run $X", ["run", "2"]),
-        ("if true; then X=1; else X=2; fi\nrun $X", ["run", "2"]),
-        ("run $(date) $UNKNOWN end $@", ["run", "end"]),
+        ('A=()\nrun "${A[@]}" a ${A[@]}', ["run", "a"]),
+        ("run $((2**6)) $((-7 / 2)) $(seq 1 2 5)", ["run", "64", "-3", "1", "3", "5"]),
+        ("X=1\nX=2 run $X\nrun $X", ["run", "1"]),
+        ("run a 2>&1 > log | tee b", ["run", "a"]),
+        ("cat <<END\nrun no\nEND\nrun a", ["run", "a"]),
         ('run "{\\"a\\": \\"b\\"}"', ["run", '{"a": "b"}']),
     ],
 )
 def test_words_as_bash_would_make_them(text: str, words: list[str]) -> None:
-    assert [w for w in Script(text).commands if w[0] == "run" or len(words) == 3][-1] == words
+    commands = [command.words for command in Script(text).commands]
+    assert [w for w in commands if w[0] == "run" or len(words) == 3][-1] == words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "why"),
+    [
+        ("run $UNKNOWN", "$UNKNOWN", "UNKNOWN is not set"),
+        ("run $(date)", "$(date)", "what a command prints is not known"),
+        ("run $1", "$1", "an argument that the script is started with"),
+        ("if true; then X=1; else X=2; fi\nrun $X", "$X", "X is set in the if at line 1"),
+        ("X=1\nfalse && X=2\nrun $X", "$X", "X is set in the && or || at line 2"),
+        ("X=1\n(X=2)\nrun $X", "$X", "X is set in the subshell at line 2"),
+        ("for X in 1 2; do :; done\nrun $X", "$X", "X has several values in the loop at line 1"),
+        ("run $((RANDOM + 1))", "$((RANDOM + 1))", "arithmetic that is not computed"),
+        ("run a{1,2}", "a{1,2}", "braces are not expanded"),
+        ("run *.jsonl", "*.jsonl", "a pattern depends on the files that are there"),
+    ],
+)
+def test_a_hole_is_shown_as_the_script_has_it(text: str, shown: str, why: str) -> None:
+    script = Script(text)
+    word = script.commands[-1].words[-1]
+    assert (script.shown(word), [hole.why for hole in script.unresolved(word)]) == (shown, [why])
 
 
 def test_nothing_is_run_and_what_is_not_known_is_remembered(tmp_path: Path) -> None:
@@ -86,7 +111,7 @@ def made(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     script = tmp_path / "run.sh"
     script.write_text(text)
     out = tmp_path / "mine.yaml"
-    assert cli.main(["import", framework, str(script), "--out", str(out)]) == 0
+    assert cli.main(["import", framework, str(script), "--out", str(out)]) == 3  # each has a made-up option
     data: dict[str, Any] = yaml.safe_load(out.read_text())
     return data
 
@@ -115,9 +140,11 @@ def test_a_script_of_slime(
     assert [s["name"] for s in found["eval"]["sets"]] == ["hard", "easy"]
     assert found["eval"]["sets"][1]["data"]["params"]["heldout_path"].endswith("easy.jsonl")
     assert found["eval"]["prompts"] == 90
-    assert "--made-up-option = 3 no counterpart is known" in told
-    assert "--sequence-parallel = True ours always does so" in told
+    assert "--made-up-option = 3: no counterpart is known" in told
+    assert "--sequence-parallel = True: so here" in told
     assert "--eval-top-p = 0.7" in told
+    assert "${MODEL_ARGS[@]}: MODEL_ARGS is not set" in told
+    assert found["engine"]["extra_args"] == ["--mem-fraction-static", "0.7"]
     assert cli.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
 
@@ -141,10 +168,11 @@ def test_a_script_of_verl(
         found["trainer"]["checkpoint_every"],
         found["eval"]["every"],
     ) == (10, 20, 5)
-    assert "algorithm.made_up = 3 no counterpart is known" in told
+    assert "algorithm.made_up = 3: no counterpart is known" in told
     assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)
     assert "rollout.top_k = 1024: top_p needs a bound" in told
-    assert "trainer.steps = 500: set 15 (total_epochs) x rows" in told
+    assert "trainer.steps = 15: 15 epochs of 90 rows, 64 prompts a step" in told
+    assert found["trainer"]["steps"] == 15
     assert cli.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
 
@@ -169,7 +197,8 @@ def test_their_parsers_are_ours() -> None:
     assert (engine["tool_call_parser"], engine["reasoning_parser"], engine["count"]) == ("qwen25", "qwen3", 4)
     settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
     at = "actor_rollout_ref.rollout.multi_turn"
-    draft = verl.translate(settings | {f"{at}.enable": "True", f"{at}.format": "hermes"}, ())
+    settings.values |= {f"{at}.enable": "True", f"{at}.format": "hermes"}
+    draft = verl.translate(settings, ())
     assert draft.config["engine"]["tool_call_parser"] == "hermes"
     assert "rollout.generator = functions" in next(
         r.ours for r in draft.refused if r.theirs == f"{at}.enable"
@@ -193,12 +222,13 @@ def test_their_parsers_are_ours() -> None:
 def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refused: list[str]) -> None:
     model = "actor_rollout_ref.model."
     settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
-    draft = verl.translate(settings | {model + name: value for name, value in given.items()}, ())
+    settings.values |= {model + name: value for name, value in given.items()}
+    draft = verl.translate(settings, ())
     assert draft.config["trainer"].get("lora") == ours
     assert [r.theirs.removeprefix(model) for r in draft.refused if r.theirs.startswith(model)] == refused
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("adam", None), ("dist_muon", "muon"), ("sgd", None)])
+@pytest.mark.parametrize(("theirs", "ours"), [("adam", "adamw"), ("dist_muon", "muon"), ("sgd", None)])
 def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
     text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
     draft = slime.translate(slime.settings_of(text, None, {}), ())
@@ -210,16 +240,19 @@ def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
 def test_yaml_of_verl_is_its_dotted_names(tmp_path: Path) -> None:
     settings = verl.settings_of(
         "", {"data": {"train_batch_size": 8, "val_files": None}, "trainer": {"nnodes": 2}}, {}
-    )
+    ).values
     assert settings == {"data.train_batch_size": 8, "trainer.nnodes": 2}
-    assert slime.settings_of("", {"hf_checkpoint": "m", "colocate": True, "use_tis": False}, {}) == {
+    assert slime.settings_of("", {"hf_checkpoint": "m", "colocate": True, "use_tis": False}, {}).values == {
         "--hf-checkpoint": "m", "--colocate": True,
     }  # fmt: skip
 
 
 def test_engines_of_their_own(tmp_path: Path) -> None:
     """train_async: the engines have other GPUs, and the anchor estimates what nobody can score."""
-    words = "train_async.py --hf-checkpoint m --prompt-data d.jsonl --rollout-batch-size 8 --n-samples-per-prompt 8"
+    words = (
+        "train_async.py --hf-checkpoint m --prompt-data d.jsonl --rollout-batch-size 8 --n-samples-per-prompt 8 "
+        "--rm-type math"
+    )
     settings = slime.settings_of(
         f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout", None, {}
     )
@@ -237,13 +270,13 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         ("slime", "python train.py --lr 1", "expected --hf-checkpoint and --prompt-data in it"),
         (
             "verl",
-            "python x data.train_batch_size=3",
+            "python -m verl.trainer.main_ppo data.train_batch_size=3",
             "expected actor_rollout_ref.model.path and data.train_files",
         ),
         (
             "slime",
             "python train.py --hf-checkpoint m --prompt-data d --lr fast",
-            "a value is not what slime expects",
+            "--lr = fast: expected a number",
         ),
     ],
 )
@@ -268,7 +301,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_was_written_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made("slime", tmp_path, monkeypatch)
     text = (tmp_path / "mine.yaml").read_text()
-    assert text.startswith("# Translated from run.sh by rlsys import.\n# LOOK AT: ")
+    assert text.startswith("# Translated from run.sh by rlsys import.\n# MISSING: ")
     assert "# NOT TRANSLATED: --made-up-option = 3: no counterpart is known" in text
     load_config(tmp_path / "mine.yaml", [])
     with pytest.raises(UserError):

@@ -1,0 +1,276 @@
+"""One test for each open finding of the review world.md (tests/findings_world.md). Each fails today."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.backends import keeper_command
+from launch.plan import Role
+from rlsys import cli
+from rlsys.config import Config, load_config
+from rlsys.data.tables import read_lines
+from rlsys.engine.launch_args import engine_command
+from rlsys.errors import RlsysError, UserError
+from rlsys.imports import resolve
+from rlsys.obs.metrics import read_metrics
+from rlsys.workers import KEPT_VARIABLES
+from tests.helpers.front_rig import PROMPT, serving
+from tests.helpers.seen_run import write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def open_finding(finding: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"world {finding}")
+
+
+def quickstart(*overrides: str) -> Config:
+    return load_config(Path("quickstart"), overrides)
+
+
+def refused(*overrides: str) -> bool:
+    try:
+        quickstart(*overrides)
+    except UserError:
+        return True
+    return False
+
+
+def run_cli(*words: str) -> tuple[int, str]:
+    """Exit code, and the type of an exception that is no one-line error."""
+    try:
+        return cli.main(list(words)), ""
+    except SystemExit as e:
+        return int(e.code or 0), ""
+    except (LookupError, AttributeError, TypeError, ValueError, OSError) as e:
+        return 1, f"{type(e).__name__}: {e}"
+
+
+@open_finding("6: a function of a file has a module name that no child process can import")
+def test_world_06_rewards_can_start_processes(tmp_path: Path) -> None:
+    file = tmp_path / "pool_reward.py"
+    file.write_text("def work(x):\n    return float(x)\n")
+    work = resolve("data.reward", f"{file}:work", {})
+    said = ""
+    try:
+        pickle.dumps(work)
+    except pickle.PicklingError as e:
+        said = str(e)
+    assert not said
+
+
+@open_finding("7: caches go to the home folder, writable or not")
+def test_world_07_an_engine_without_a_writable_home_has_its_caches_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "SGLANG_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    _, environment = engine_command(quickstart(), 0, 3100)
+    caches = {environment.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME")} - {
+        ""
+    }
+    assert caches and not any(path.startswith("/nonexistent") for path in caches)
+
+
+def lines_of(file: Path) -> list[Any] | str:
+    """The rows, or why there are none."""
+    try:
+        table = read_lines([file])
+    except UserError as e:
+        return str(e)
+    return [table.row(i) for i in range(len(table))]
+
+
+@open_finding("8: JSON lines are cut at U+2028, U+2029 and U+0085")
+@pytest.mark.parametrize("code", [0x2028, 0x2029, 0x85])
+def test_world_08_json_lines_end_at_a_line_feed_only(code: int, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "note": f"a{chr(code)}b"} for i in range(3)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert lines_of(file) == rows
+
+
+@open_finding("8: a byte order mark is refused")
+def test_world_08_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "1+1=", "answer": "2"}\n')
+    assert lines_of(file) == [{"prompt": "1+1=", "answer": "2"}]
+
+
+@open_finding("10: `python -m` puts the user's folder first")
+def test_world_10_a_file_of_the_user_does_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text("")
+    (tmp_path / "run").mkdir()
+    config = quickstart(f"run.dir={tmp_path}/run")
+    command = keeper_command(Role("engine-0", ["true"], "engine"), config, shielded=False)
+    module = command[: command.index("-m") + 2]
+    done = subprocess.run([*module, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@open_finding("11: a run that may not be read is met by a traceback")
+def test_world_11_the_engines_of_a_run_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path)
+    listdir = os.listdir
+
+    def closed(path: Any = ".") -> list[str]:
+        if str(path).startswith(str(run)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", closed)
+    assert run_cli("engines", "list", str(run))[1] == ""
+
+
+@open_finding("11: a torn write in metrics.jsonl is met by a traceback")
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_world_11_metrics_with_a_byte_that_is_no_text(command: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", \xff')
+    assert run_cli(command, str(run))[1] == ""
+
+
+@open_finding("11: status does not name the file of a config that another version wrote")
+def test_world_11_status_names_the_config_that_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path)
+    with (run / "config.yaml").open("a") as file:
+        file.write("oldsection: {}\n")
+    run_cli("status", str(run))
+    assert "config.yaml" in capsys.readouterr().err
+
+
+@open_finding("W29: n > 1 through `rlsys router` gives n equal answers")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_world_w29_each_of_several_answers_has_a_seed_of_its_own(path: str) -> None:
+    async with serving() as rig:
+        body = {"messages": [{"role": "user", "content": "3+4="}], "prompt": PROMPT, "n": 4, "temperature": 1}
+        await rig.post(path, body)
+        await asyncio.sleep(0)
+        bodies = [sent for _, sent in rig.engines[0].requests]
+    given = [body.get("seed") for body in bodies]
+    seeds = [seed for one in given for seed in (one if isinstance(one, list) else [one])]
+    assert len({seed for seed in seeds if seed is not None}) == 4
+
+
+# Minor
+
+
+@open_finding("12: `~`, `$HOME` and `${HOME}` in paths are letters")
+@pytest.mark.parametrize("path", ["~/run", "$HOME/run", "${HOME}/run"])
+def test_world_12_a_home_folder_in_a_path_is_expanded_or_refused(path: str) -> None:
+    try:
+        found = str(quickstart(f"run.dir={path}").run.dir)
+    except UserError:
+        found = ""
+    assert not found.startswith(("~", "$"))
+
+
+@open_finding("13: a reward function sees neither proxies nor certificates")
+def test_world_13_a_reward_function_sees_what_requests_need() -> None:
+    needed = {"http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"}
+    assert needed <= set(KEPT_VARIABLES)
+
+
+@open_finding("14: 1e-3 stays a text for user code")
+def test_world_14_a_number_of_a_users_function_is_a_number() -> None:
+    config = quickstart("data.reward=[{name: math, params: {scale: 1e-3}}]")
+    assert config.data.reward[0].params["scale"] == 0.001
+
+
+@open_finding("19: a closed standard output is met by a traceback")
+def test_world_19_a_command_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_cli("algo", "list")[1] == ""
+
+
+@open_finding("22: a compressed file is called broken text")
+def test_world_22_a_compressed_file_is_read_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "1+1=", "answer": "2"}\n'))
+    found = lines_of(file)
+    assert isinstance(found, list) or "gzip" in found.replace(str(file), "")
+
+
+@open_finding("22: an integer of 5,000 digits refuses the file without naming it")
+def test_world_22_an_integer_of_5000_digits_costs_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2", "note": ' + "9" * 5000 + "}\n")
+    assert isinstance(lines_of(file), list)
+
+
+@open_finding("23: hints that mislead")
+@pytest.mark.parametrize(
+    ("override", "hint"), [("trainer.learning_rate=1e-6", "trainer.lr"), ("rollout.keep_budget=None", "null")]
+)
+def test_world_23_the_hint_names_the_right_field(override: str, hint: str) -> None:
+    said = ""
+    try:
+        quickstart(override)
+    except UserError as e:
+        said = str(e)
+    assert hint in said.replace("trainer.learning_rate", "")
+
+
+@open_finding("24: there is no --version")
+def test_world_24_the_version_is_told() -> None:
+    assert run_cli("--version") == (0, "")
+
+
+@open_finding("25: a whole node is asked for with the partition's default memory")
+def test_world_25_a_job_asks_for_the_memory_of_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("submit", "quickstart", "--dry-run", f"run.dir={tmp_path}/run", "launch.gpus_per_node=8")
+    code, _ = run_cli(*words)
+    script = capsys.readouterr().out
+    assert (code, "--exclusive" in script, "--mem=0" in script) == (0, True, True)
+
+
+@open_finding("W31: numbers without an upper bound pass validation")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.start_timeout=1e30",
+        "weights.bucket_mb=1e308",
+        "data.reward_memory_gb=1e300",
+        "data.judge_timeout=1e30",
+        "launch.preemption_seconds=1e30",
+        "launch.grace_seconds=1e30",
+    ],
+)
+def test_world_w31_a_number_of_seconds_or_bytes_has_an_upper_bound(override: str) -> None:
+    assert refused(override)
+
+
+@open_finding("W33: .inf and .nan in a reward's parameters arrive as None")
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_world_w33_a_parameter_that_is_not_finite_is_refused(value: str) -> None:
+    assert refused(f"data.reward=[{{name: math, params: {{scale: {value}}}}}]")
+
+
+@open_finding("11: metrics.jsonl is read as text before it is cut into lines")
+def test_world_11_a_torn_last_line_is_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", \xff')
+    torn = 0
+    with contextlib.suppress(UnicodeDecodeError, RlsysError):
+        torn = read_metrics(run).torn_lines
+    assert torn == 1
