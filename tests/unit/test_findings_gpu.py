@@ -442,6 +442,34 @@ def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     assert reads.seen == []
 
 
+# -- P14 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="gpu P14: without SGLang the part checksums fails, and takes golden values and GB/s with it",
+)
+def test_gpu_p14_checksums_without_sglang_have_their_golden_values(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part as on a device, on host memory and on a smaller tensor."""
+    zeros, moved = torch.zeros, torch.Tensor.to
+    monkeypatch.setattr(gpu, "DEVICE", "cuda")
+    monkeypatch.setattr(torch, "zeros", lambda *n, device="cpu", **k: zeros(*(min(i, 2**16) for i in n), **k))
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: t if a == ("cuda",) else moved(t, *a, **k))
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "sglang"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    try:
+        found = gpu.checksums()
+    except ImportError as fault:
+        raise AssertionError(f"the part fails: {fault}") from None
+    assert found["equal"] and found["gb_per_s"] > 0
+
+
 # -- P15, P16 ------------------------------------------------------------------------------------------------
 
 
