@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
@@ -25,8 +26,9 @@ from rlsys.data.tables import read_lines
 from rlsys.engine.chunks import decode_chunk, read_chunk
 from rlsys.errors import UserError
 from rlsys.rewards import Rewards
+from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.functions import FunctionTurns
-from rlsys.rollout.scoring import Scorer
+from rlsys.rollout.streams import Streams
 from rlsys.rollout.tools import ToolTurns, around_answer
 from rlsys.rollout.turn_reader import Call, Turn
 from rlsys.router.turn_ends import TurnEnds
@@ -172,7 +174,7 @@ async def test_rollout_inputs_f6_the_calculator_ends_a_turn_that_a_stop_text_end
 
 CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ANSWERED = {"role": "tool", "tool_call_id": "c", "content": "7"}
-HISTORY = [
+HISTORY: list[Mapping[str, Any]] = [
     {"role": "user", "content": "1"},
     {"role": "assistant", "content": "", "tool_calls": [CALLED]},
     ANSWERED,
@@ -269,10 +271,16 @@ async def slime_truncated(args, sample, **kwargs):  # type: ignore[no-untyped-de
 async def scored(model: Path, reward: Any, ids: Sequence[int]) -> float | None:
     """Of a response of these ids to a prompt of two, as the rollout asks for it."""
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": reward}})
-    made, tokenizer = Rewards(config), Tokenizer(model)
+    made, tokenizer, unused = Rewards(config), Tokenizer(model), mock.Mock()
+    sample = Sample(0, 0, 0, [1, 2], seed=1)
+    sample.append(Segment(list(ids), [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))]))
+    sample.status = Status.FINISHED if ids[-1] == EOS else Status.TRUNCATED
+    scorer = build_scorer(config, made, tokenizer)
+    streams = Streams(config, unused, scorer, unused, unused, unused, unused, flush_tokens=1)
     try:
-        scorer = Scorer(made.open, tokenizer.decode, timeout=60)
-        verdict = await scorer.score(Prompt(0, "", [1, 2], {"answer": "3", "prompt": "1+2="}, "1+2="), ids)
+        verdict = await streams.score(
+            sample, Prompt(0, "", [1, 2], {"answer": "3", "prompt": "1+2="}, "1+2=")
+        )
     finally:
         await made.close()
     assert verdict.reason is None, verdict.reason
