@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -252,7 +253,8 @@ def test_gpu_p5_a_tests_engine_has_the_environment_of_a_runs_engine(
 )
 def test_gpu_p6_an_engine_without_flash_attention_3_gets_another_backend() -> None:
     """SGLang's own choice on Hopper under determinism; it is a file of sgl_kernel, which is not installed here."""
-    assert importlib.util.find_spec("sgl_kernel") is None, "else the backend may be SGLang's own choice"
+    if importlib.util.find_spec("sgl_kernel") is not None:
+        pytest.skip("sgl_kernel is here: the backend may be SGLang's own choice")
     argv, _ = engine_command(config_of(), 0, 30000)
     assert "--attention-backend" in argv, "no backend is given"
 
