@@ -272,6 +272,7 @@ def test_gpu_p7_make_room_collects_the_buckets_that_were_sent(monkeypatch: pytes
     from rlsys.trainer.trainer import Trainer
 
     calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     control = SimpleNamespace(wait_for_all=lambda: None)
