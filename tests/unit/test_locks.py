@@ -61,7 +61,18 @@ def test_the_locks_agree_with_what_is_installed_without_them() -> None:
     assert locked("cpu", "3.11")["torch"] == pinned["torch"]
     assert locked("gpu", "3.11")["sglang"] == pinned["sglang"]
     assert locked("gpu", "3.12")["torch"] == "2.14.1", "SGLang's own pin; docs/gpu.md names it"
-    assert locked("gpu", "3.12")["megatron-core"] == locked("cpu", "3.11")["megatron-core"]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_every_python_gets_the_megatron_core_that_the_trainer_is_written_for(kind: str, python: str) -> None:
+    """The trainer builds megatron-core's layers by their classes; other versions have other ones."""
+    (floor,) = {
+        wanted.specifier
+        for wanted in map(Requirement, PROJECT["optional-dependencies"][kind])
+        if wanted.name == "megatron-core"
+    }
+    assert (str(floor), locked(kind, python)["megatron-core"]) == ("==0.16.1", "0.16.1")
 
 
 @pytest.mark.parametrize("kind", EXTRAS)
