@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.gate]
 STAGES = {
     "layout": (setup.parallel_state, "initialize_model_parallel"),
     "seeds": (setup, "model_parallel_cuda_manual_seed"),
-    "control": (trainer_module, "Control"),
     "layers": (trainer_module, "build_model"),
     "gradient buffers": (setup, "data_parallel"),
     "optimizer": (trainer_module, "get_megatron_optimizer"),
