@@ -53,6 +53,7 @@ from rlsys.obs.symptoms import sentence
 from rlsys.planner.command import add_plan
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
+from rlsys.rehearse.trial import check_build
 from rlsys.tenants.command import add_tenants, key_lines, read_options
 from rlsys.trackers.tracker import check_trackers
 
@@ -214,6 +215,11 @@ def check_plugins(config: Config) -> None:
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 
+def build_the_quickstarts_trainer() -> None:
+    """Raises UserError when the installed packages cannot build it."""
+    check_build(load_config(Path("quickstart"), []))
+
+
 def check_sinks(config: Config) -> None:
     """Raises UserError for a tracker or a receiver of spans that cannot be used."""
     check_trackers(config.run.trackers)
@@ -364,7 +370,7 @@ def make_parser() -> Parser:
         "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
     )
     add_explain(add)
-    add_commands(add, check_plugins, live_status)
+    add_commands(add, check_plugins, live_status, build_the_quickstarts_trainer)
     add_engines(add)
     add_look(add)
     add_import(add)

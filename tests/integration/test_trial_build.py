@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import megatron.core
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,9 @@ BUILT = "return get_moe_module_spec_for_backend("
 def newer_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with megatron-core as its version 0.19.2 describes a dense layer."""
     folder = tmp_path_factory.mktemp("newer")
-    installed = Path(megatron.core.__file__).parent
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    installed = Path(spec.origin).parent
     shutil.copytree(
         installed,
         folder / "megatron/core",
