@@ -168,7 +168,12 @@ def test_a_package_that_was_interrupted_is_installed_again(own_venv: Path) -> No
 
 def test_a_stamp_that_was_cut_off_is_no_stamp(own_venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(bootstrap, "pip", lambda label, *words: asked.append(words))
+
+    def pip(label: str, *words: str) -> None:
+        asked.append(words)
+        bootstrap.PARITY_FOLDER.mkdir()
+
+    monkeypatch.setattr(bootstrap, "pip", pip)
     monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(bootstrap, "PARITY_FOLDER", own_venv / "parity")
     monkeypatch.setattr(bootstrap, "PARITY_STAMP", own_venv / "parity" / "rlsys-parity.json")
