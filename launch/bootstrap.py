@@ -10,8 +10,8 @@ Starts on any Python from 3.8 on, so that one which is too old is told so in a s
 nothing while pyproject.toml, this file and the Python are the same.
 
 An interrupted set-up continues, whatever it was interrupted in: a state on disk counts as complete only by a file
-that is written after it. MADE is written when the environment's pip works, STAMP when all packages are installed, and a
-package without pip's INSTALLER, or without a file of its RECORD, is installed again.
+that is written after it. MADE is written when the environment's pip works, STAMP when all packages are installed.
+A package without pip's INSTALLER, or without a file of its RECORD, is installed again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda
 DISK_GB = {"cpu": 6, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
-# Without what their metadata asks for, which is CUDA; what SGLang needs on a CPU stands in pyproject.toml's extra
-# `cpu`, and torchvision it only imports at start.
-SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
+# Without what its metadata asks for, which is CUDA; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
+SGLANG = "sglang==0.5.23"
+# SGLang imports it at start. It is built for CUDA, so that transformers, which imports any torchvision that it finds,
+# would fail beside a CPU torch: only the engine's processes look into this folder (rlsys/engine/cpu_platform.py).
+TORCHVISION = "torchvision==0.28.0"
+ENGINE_FOLDER = VENV / "engine"
 
 # What tests compare our formulas with, and what that imports: in a folder of its own, without dependencies, so that
 # neither our environment nor torch changes. Packages that the environment has are left out.
@@ -241,6 +244,13 @@ def pip(label: str, *args: str) -> None:
         raise SetupError(f"{label}: {cause(said)} (log: {LOG})")
 
 
+def install_torchvision() -> None:
+    """In a folder of its own; an earlier version of this file installed it among the other packages."""
+    shutil.rmtree(ENGINE_FOLDER, ignore_errors=True)
+    pip("torchvision, for SGLang", "--no-deps", "--target", str(ENGINE_FOLDER), TORCHVISION)
+    run([str(PYTHON), "-m", "pip", "uninstall", "--yes", "torchvision"])
+
+
 def keep_rewritten() -> None:
     """megatron-core's modules as they are rewritten for a CPU: their bytecode, as pip writes that of the others."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -282,7 +292,8 @@ def set_up(dev: bool) -> None:
     target = f".[{','.join(extras)}]"
     pip(f"packages of {target}", "-e", target, *(("-c", str(kept_to)) if kept_to else ()))
     if kind == "cpu" and not have:
-        pip("sglang", "--no-deps", *SGLANG)
+        pip("sglang", "--no-deps", SGLANG)
+        install_torchvision()
         keep_rewritten()
     write_json(STAMP, {"fingerprint": mark, "extras": sorted({*have, *extras})})
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)

@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch import bootstrap
+from rlsys.engine import cpu_platform
 
 
 def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +94,14 @@ def test_a_login_node_can_set_up_for_the_nodes_with_gpus(
     assert installed({"RLSYS_DEVICE": "cuda"}, tmp_path, monkeypatch) == [("-e", ".[gpu]")]
     locked = installed({"RLSYS_DEVICE": "cuda", "RLSYS_LOCKED": "1"}, tmp_path, monkeypatch)
     assert locked == [("-e", ".[gpu]", "-c", str(bootstrap.ROOT / "requirements/cuda.lock"))]
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
+    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
     words = [word for words in installed({}, tmp_path, monkeypatch) for word in words]
     assert bootstrap.TORCH in words and ".[cpu]" in words
+
+
+def test_torchvision_lies_where_only_the_engines_processes_look() -> None:
+    assert bootstrap.ENGINE_FOLDER == bootstrap.VENV / cpu_platform.FOLDER
 
 
 def test_the_lock_for_gpus_holds_what_sglang_pins() -> None:
@@ -196,6 +203,7 @@ def test_an_interrupted_addition_is_not_taken_for_complete(
 
     monkeypatch.setattr(bootstrap, "pip", lambda label, *words: None)
     monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
     monkeypatch.setattr(bootstrap, "make_venv", lambda *_: own_venv.mkdir(exist_ok=True))
     monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
     monkeypatch.setenv("RLSYS_DEVICE", "cpu")

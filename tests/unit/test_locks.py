@@ -57,7 +57,7 @@ def test_every_requirement_is_locked_within_its_range(kind: str, python: str) ->
 
 
 def test_the_locks_agree_with_what_is_installed_without_them() -> None:
-    pinned = dict(package.split("==") for package in (bootstrap.TORCH, *bootstrap.SGLANG))
+    pinned = dict(package.split("==") for package in (bootstrap.TORCH, bootstrap.SGLANG))
     assert locked("cpu", "3.11")["torch"] == pinned["torch"]
     assert locked("gpu", "3.11")["sglang"] == pinned["sglang"]
     assert locked("gpu", "3.12")["torch"] == "2.14.1", "SGLang's own pin; docs/gpu.md names it"
@@ -87,6 +87,7 @@ def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(bootstrap, "make_venv", lambda *_: None)
     monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
     monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
     monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
     monkeypatch.setenv(bootstrap.DEVICE, "cuda")
