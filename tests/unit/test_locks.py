@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from launch import bootstrap
 
@@ -54,6 +56,29 @@ def test_every_requirement_is_locked_within_its_range(kind: str, python: str) ->
         version = versions.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not locked: make locks"
         assert requirement.specifier.contains(version), f"{requirement.name} {version}: make locks"
+
+
+@pytest.mark.parametrize("extra", [None, "cpu", "dev", "ray"])
+def test_no_range_is_wider_than_what_was_run(extra: str | None) -> None:
+    """The locks are what ran: a range begins there, and ends before the next minor version."""
+    lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    for wanted in map(Requirement, lines):
+        ran = [Version(locked("cpu", python)[canonicalize_name(wanted.name)]) for python in PYTHONS]
+        low, high = min(ran), max(ran)
+        beyond = [
+            f"{high.major}.{high.minor + 1}",
+            f"{high.major + 1}.0",
+            f"{low.major - 1}.99" if low.major else None,
+        ]
+        beyond += [f"{low.major}.{low.minor - 1}.99"] if low.minor else []
+        open_to = [v for v in beyond if v is not None and wanted.specifier.contains(v)]
+        assert not open_to, f"{wanted}: {open_to} would be installed, and nobody ran it"
+
+
+def test_the_pythons_of_the_package_are_those_of_set_up() -> None:
+    pythons = SpecifierSet(PROJECT["requires-python"])
+    allowed = [minor for minor in range(9, 20) if pythons.contains(f"3.{minor}.1")]
+    assert allowed == [minor for _, minor in bootstrap.PYTHONS]
 
 
 def test_the_locks_agree_with_what_is_installed_without_them() -> None:
