@@ -86,7 +86,9 @@ def sft(args: argparse.Namespace) -> int:
     check_model(config)
     layout = lay_out(config)
     supervise(
-        config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))
+        config,
+        lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports)),
+        functools.cache(lambda: check_build(config)),
     )
     print(f"model: {config.run.dir / 'model'}")
     return 0
@@ -105,7 +107,7 @@ def tenants(args: argparse.Namespace) -> int:
         ports = choose_ports(config, layout, backend.free_ports)
         return build_tenants_plan(config, layout, backend.nodes, ports, engine_command, options.arguments)
 
-    supervise(config, plan)
+    supervise(config, plan, functools.cache(lambda: check_build(config)))
     return 0
 
 
