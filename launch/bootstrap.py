@@ -41,10 +41,8 @@ DEVICE = "RLSYS_DEVICE"
 KINDS = {"cpu": "cpu", "cuda": "gpu"}  # its words -> our extras
 LOCKED = "RLSYS_LOCKED"
 LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}  # by extra
-DISK_GB = {
-    "cpu": 9,
-    "gpu": 15,
-}  # the registry's torch brings CUDA's libraries: 6.3 GB installed, and its downloads
+# The registry's torch brings CUDA's libraries along: 6.3 GB installed, and what is downloaded meanwhile.
+DISK_GB = {"cpu": 9, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
 # Without what its metadata asks for, which is CUDA; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
