@@ -7,24 +7,33 @@ has none: there, say RLSYS_DEVICE=cuda. With RLSYS_LOCKED=1 every package has th
 names; without it, the newest that pyproject.toml allows.
 
 Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
-nothing while pyproject.toml, this file and the Python are the same; an interrupted set-up goes on.
+nothing while pyproject.toml, this file and the Python are the same.
+
+An interrupted set-up continues, whatever it was interrupted in: a state on disk counts as complete only by a file
+that is written after it. MADE is written when the environment's pip works, STAMP when all packages are installed.
+A package without pip's INSTALLER, or without a file of its RECORD, is installed again.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+MADE = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
@@ -32,12 +41,16 @@ DEVICE = "RLSYS_DEVICE"
 KINDS = {"cpu": "cpu", "cuda": "gpu"}  # its words -> our extras
 LOCKED = "RLSYS_LOCKED"
 LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}  # by extra
-DISK_GB = {"cpu": 6, "gpu": 15}
+# The registry's torch brings CUDA's libraries along: 6.3 GB installed, and what is downloaded meanwhile.
+DISK_GB = {"cpu": 9, "gpu": 15}
 # Before everything else: whatever asks for torch later finds it satisfied.
 TORCH = "torch==2.13.0"
-# Without what their metadata asks for, which is CUDA; what SGLang needs on a CPU stands in pyproject.toml's extra
-# `cpu`, and torchvision it only imports at start.
-SGLANG = ("sglang==0.5.23", "torchvision==0.28.0")
+# Without what its metadata asks for, which is CUDA; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
+SGLANG = "sglang==0.5.23"
+# SGLang imports it at start. It is built for CUDA, so that transformers, which imports any torchvision that it finds,
+# would fail beside a CPU torch: only the engine's processes look into this folder (rlsys/engine/cpu_platform.py).
+TORCHVISION = "torchvision==0.28.0"
+ENGINE_FOLDER = VENV / "engine"
 
 # What tests compare our formulas with, and what that imports: in a folder of its own, without dependencies, so that
 # neither our environment nor torch changes. Packages that the environment has are left out.
@@ -114,22 +127,41 @@ def fingerprint(python: str) -> str:
     return digest.hexdigest()
 
 
+def read_json(path: Path) -> Any:
+    """None for a file that is missing or cut short."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic."""
+    half = path.with_suffix(".part")
+    half.write_text(json.dumps(value))
+    os.replace(half, path)
+
+
 def installed_extras(mark: str) -> list[str]:
     """Extras that an earlier set-up with the same fingerprint installed."""
-    try:
-        stamp = json.loads(STAMP.read_text())
-    except (OSError, ValueError):
-        return []
+    stamp = read_json(STAMP) or {}
     return list(stamp["extras"]) if stamp.get("fingerprint") == mark and PYTHON.exists() else []
 
 
 def venv_kind() -> str | None:
     """The kind of host that .venv was set up for, with whatever packages; None when no set-up came to its end."""
-    try:
-        extras = json.loads(STAMP.read_text())["extras"]
-    except (OSError, ValueError, KeyError):
-        return None
+    extras = (read_json(STAMP) or {}).get("extras", [])
     return next((kind for kind in KINDS.values() if kind in extras), None)
+
+
+def made_for() -> list[str | None] | None:
+    """Python and kind of host of a .venv whose pip works; None for one that is missing or half-made."""
+    if not PYTHON.exists():
+        return None
+    if (made := read_json(VENV / MADE)) is not None:
+        return [made["python"], made["kind"]]
+    # An earlier version of this file wrote STAMP alone.
+    return [os.path.realpath(PYTHON), venv_kind()] if venv_kind() else None
 
 
 def check_disk(kind: str) -> None:
@@ -139,18 +171,52 @@ def check_disk(kind: str) -> None:
 
 
 def make_venv(python: str, kind: str) -> None:
-    """One of another Python, or for the other kind of host (its torch is another build), is made anew."""
-    if PYTHON.exists() and os.path.realpath(PYTHON) == python and venv_kind() in (None, kind):
-        return
-    if VENV.exists():
-        shutil.rmtree(VENV)
-    done = subprocess.run([python, "-m", "venv", str(VENV)], capture_output=True, text=True)
-    if done.returncode:
-        shutil.rmtree(VENV, ignore_errors=True)
-        said = (done.stdout + done.stderr).strip()
-        if "ensurepip" in said:
-            raise SetupError(f"{python} cannot create .venv: its venv package is not installed")
-        raise SetupError(f"{python} cannot create .venv: {said.splitlines()[-1] if said else 'no message'}")
+    """One that is half-made, of another Python, or for the other kind of host (its torch is another build) is made
+    anew. Afterwards pip sees no package that is installed in part."""
+    if made_for() == [python, kind]:
+        if read_json(STAMP) is None:
+            forget_half_installed()
+    else:
+        if VENV.exists():
+            for last in (STAMP, VENV / MADE):  # first: the rest is removed in any order
+                last.unlink(missing_ok=True)
+            shutil.rmtree(VENV)
+        done = run([python, "-m", "venv", str(VENV)])
+        if done.returncode == 0:
+            done = run([str(PYTHON), "-m", "pip", "--version"])
+        if done.returncode:
+            shutil.rmtree(VENV, ignore_errors=True)
+            said = (done.stdout + done.stderr).strip()
+            if "ensurepip" in said:
+                raise SetupError(f"{python} cannot create .venv: its venv package is not installed")
+            raise SetupError(
+                f"{python} cannot create .venv: {said.splitlines()[-1] if said else 'no message'}"
+            )
+    write_json(VENV / MADE, {"python": python, "kind": kind})
+
+
+def forget_half_installed() -> None:
+    """An interrupted pip leaves packages with some of their files, and takes them for installed once METADATA is
+    there. Without their METADATA it installs them again, over what is there. `~name` is what it was replacing."""
+    for replaced in VENV.glob("lib/python3*/site-packages/~*"):
+        shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()
+    for described in VENV.glob("lib/python3*/site-packages/*.dist-info"):
+        record = described / "RECORD"
+        if (described / "INSTALLER").is_file() and record.is_file():
+            with record.open(newline="", encoding="utf-8") as rows:
+                files = [row[0] for row in csv.reader(rows) if row and not row[0].endswith(".pyc")]
+            if all((described.parent / file).exists() for file in files):
+                continue
+        shutil.rmtree(described)
+
+
+def die_with_parent() -> None:
+    """In a child: a pip that outlives a killed set-up would write beside the next one's."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
 
 
 def pip(label: str, *args: str) -> None:
@@ -161,11 +227,17 @@ def pip(label: str, *args: str) -> None:
     print(f"  {label} ...", end="" if live else "\n", flush=True)
     with LOG.open("ab") as log:
         begin = log.tell()
-        process = subprocess.Popen([*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            time.sleep(0.2)
-            if live:
-                print(f"\r  {label} ... {time.monotonic() - start:3.0f} s", end="", flush=True)
+        process = subprocess.Popen(
+            [*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if live:
+                    print(f"\r  {label} ... {time.monotonic() - start:3.0f} s", end="", flush=True)
+        finally:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
     took = f"{label}: {time.monotonic() - start:.0f} s"
     print(f"\r  {took}        " if live else f"  {took}", flush=True)
     if process.returncode:
@@ -173,12 +245,21 @@ def pip(label: str, *args: str) -> None:
         raise SetupError(f"{label}: {cause(said)} (log: {LOG})")
 
 
+def install_torchvision() -> None:
+    """In a folder of its own; an earlier version of this file installed it among the other packages."""
+    shutil.rmtree(ENGINE_FOLDER, ignore_errors=True)
+    pip("torchvision, for SGLang", "--no-deps", "--target", str(ENGINE_FOLDER), TORCHVISION)
+    run([str(PYTHON), "-m", "pip", "uninstall", "--yes", "torchvision"])
+
+
 def keep_rewritten() -> None:
     """megatron-core's modules as they are rewritten for a CPU: their bytecode, as pip writes that of the others."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("ab") as log:
         command = [str(PYTHON), "-m", "megatron_patches"]
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+        )
     if done.returncode:
         raise SetupError(f"megatron-core cannot be imported (log: {LOG})")
 
@@ -206,20 +287,22 @@ def set_up(dev: bool) -> None:
     if not have:
         check_disk(kind)
         make_venv(python, kind)
-        if kind == "cpu":
-            pip("torch", TORCH)
+    STAMP.unlink(missing_ok=True)  # pip changes what an earlier set-up installed
+    if not have and kind == "cpu":
+        pip("torch", TORCH)
     target = f".[{','.join(extras)}]"
     pip(f"packages of {target}", "-e", target, *(("-c", str(kept_to)) if kept_to else ()))
     if kind == "cpu" and not have:
-        pip("sglang", "--no-deps", *SGLANG)
+        pip("sglang", "--no-deps", SGLANG)
+        install_torchvision()
         keep_rewritten()
-    STAMP.write_text(json.dumps({"fingerprint": mark, "extras": sorted({*have, *extras})}))
+    write_json(STAMP, {"fingerprint": mark, "extras": sorted({*have, *extras})})
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def set_up_parity() -> None:
     """After `set_up`: the libraries that parity tests compare with. A folder of other versions is made anew."""
-    if PARITY_STAMP.exists() and json.loads(PARITY_STAMP.read_text()) == PARITY:
+    if read_json(PARITY_STAMP) == PARITY:
         return
     shutil.rmtree(PARITY_FOLDER, ignore_errors=True)
     ask = "import importlib.metadata as m; print(*(d.name.lower() for d in m.distributions()))"
@@ -233,7 +316,7 @@ def set_up_parity() -> None:
         str(PARITY_FOLDER),
         *missing,
     )
-    PARITY_STAMP.write_text(json.dumps(PARITY))
+    write_json(PARITY_STAMP, PARITY)
 
 
 def main() -> int:
@@ -242,6 +325,7 @@ def main() -> int:
     parser.add_argument("--parity", action="store_true", help="also TRL and verl, in a folder of their own")
     try:
         args = parser.parse_args()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends pip, too
         set_up(args.dev)
         if args.parity:
             set_up_parity()
@@ -249,7 +333,7 @@ def main() -> int:
         print(f"rlsys: error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nrlsys: set-up interrupted; the same command goes on", file=sys.stderr)
+        print("\nrlsys: set-up interrupted; the same command continues it", file=sys.stderr)
         return 130
     return 0
 

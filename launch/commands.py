@@ -22,7 +22,7 @@ from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
 from rlsys.errors import UserError
 from rlsys.obs.coordinator import Silent
-from rlsys.obs.doctor import examine
+from rlsys.obs.doctor import Finding, examine
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 Check = Callable[[Config], None]
@@ -31,7 +31,11 @@ LiveStatus = Callable[[Path], dict[str, Any] | None]
 """What the coordinator of a run says of itself; None when there is none. Raises Silent when it does not answer."""
 
 
-def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus) -> None:
+TryBuild = Callable[[], None]
+"""Raises UserError when this environment cannot build a trainer."""
+
+
+def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, try_build: TryBuild) -> None:
     sub = add(
         "submit",
         partial(submit_run, check_plugins),
@@ -50,7 +54,11 @@ def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus) -> Non
     sub.add_argument("--dry-run", action="store_true", help="print the script, send nothing")
     sub = add("status", partial(show_status, live_status), "show what a run is doing")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    sub = add("doctor", consult, "show what this machine has and lacks, or who waits for whom in a run")
+    sub = add(
+        "doctor",
+        partial(consult, try_build),
+        "show what this machine has and lacks, or who waits for whom in a run",
+    )
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
     sub = add("logs", print_logs, "show the logs of a run")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
@@ -89,17 +97,25 @@ def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
     return 0
 
 
-def consult(args: argparse.Namespace) -> int:
+def consult(try_build: TryBuild, args: argparse.Namespace) -> int:
     if args.run is not None:
         must_hold_run(args.run)
         print(ask(args.run), end="")
         return 0
-    findings = examine()
+    findings = [*examine(), examine_trainer(try_build)]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for found in findings:
         table.add_row(found.name, found.value if found.ok else f"[red]{found.value}[/red]", found.note)
     Console().print(table)
     return 0 if all(found.ok for found in findings) else 1
+
+
+def examine_trainer(try_build: TryBuild) -> Finding:
+    try:
+        try_build()
+    except UserError as e:
+        return Finding("trainer", "cannot be built", str(e), ok=False)
+    return Finding("trainer", "its layers can be built", "of the quickstart's model, on the CPU")
 
 
 def print_logs(args: argparse.Namespace) -> int:

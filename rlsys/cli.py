@@ -53,6 +53,7 @@ from rlsys.obs.symptoms import sentence
 from rlsys.planner.command import add_plan
 from rlsys.precision import check_device, device_capability
 from rlsys.rehearse.command import add_rehearse
+from rlsys.rehearse.trial import check_build
 from rlsys.tenants.command import add_tenants, key_lines, read_options
 from rlsys.trackers.tracker import check_trackers
 
@@ -85,7 +86,9 @@ def sft(args: argparse.Namespace) -> int:
     check_model(config)
     layout = lay_out(config)
     supervise(
-        config, lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports))
+        config,
+        lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports)),
+        functools.cache(lambda: check_build(config)),
     )
     print(f"model: {config.run.dir / 'model'}")
     return 0
@@ -104,7 +107,7 @@ def tenants(args: argparse.Namespace) -> int:
         ports = choose_ports(config, layout, backend.free_ports)
         return build_tenants_plan(config, layout, backend.nodes, ports, engine_command, options.arguments)
 
-    supervise(config, plan)
+    supervise(config, plan, functools.cache(lambda: check_build(config)))
     return 0
 
 
@@ -212,6 +215,11 @@ def check_plugins(config: Config) -> None:
     check_sinks(config)
     for line in check_start(config):
         print(f"rlsys: note: {line}", file=sys.stderr)
+
+
+def build_the_quickstarts_trainer() -> None:
+    """Raises UserError when the installed packages cannot build it."""
+    check_build(load_config(Path("quickstart"), []))
 
 
 def check_sinks(config: Config) -> None:
@@ -364,7 +372,7 @@ def make_parser() -> Parser:
         "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
     )
     add_explain(add)
-    add_commands(add, check_plugins, live_status)
+    add_commands(add, check_plugins, live_status, build_the_quickstarts_trainer)
     add_engines(add)
     add_look(add)
     add_import(add)

@@ -1,8 +1,8 @@
 """Before `rlsys train` or `submit`, and by `explain`: a config that passes here starts.
 
 Names, parameters and what has no meaning together first; then each plug-in is made and run once, those of the
-rollout process on the run's own first prompts, those of the trainer on a made-up step. Imports torch; needs no GPU,
-no engine and no network, and writes nothing.
+rollout process on the run's own first prompts, those of the trainer on a made-up step. Last, the trainer's layers are
+built with the installed packages. Imports torch; needs no GPU, no engine and no network, and writes nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from rlsys.algo.preflight import check, notes
 from rlsys.algo.trial import try_objective
 from rlsys.config import Config
+from rlsys.obs.packages import mismatches
+from rlsys.rehearse import trial
 from rlsys.rollout.preflight import check_names
 from rlsys.rollout.trial import try_rollout
 
@@ -24,7 +26,8 @@ def check_start(config: Config) -> list[str]:
     check(config)
     tried = try_rollout(config)
     try_objective(config, tried.rewards)
-    found = [*notes(config), *tried.notes]
+    trial.check_build(config)
+    found = [*notes(config), *tried.notes, *map(str, mismatches().values())]
     if tried.rewards is None:
         found.append(
             f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"

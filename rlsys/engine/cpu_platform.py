@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
+
+FOLDER = "engine"
+"""Of the environment; launch/bootstrap.py installs there what only SGLang's processes import."""
 
 
 def activate() -> str | None:
@@ -27,7 +31,13 @@ def declare_torchvision_ops() -> None:
     The registry's torchvision is linked against CUDA: its compiled ops do not load here, and then its own import
     fails on the two ops that it describes to the compiler. A declaration is all that is missing; nobody calls
     them. Where its ops do load (a CPU build), nothing is declared.
+
+    Set-up installs it in a folder of its own, which only processes that import SGLang look into: transformers imports
+    whatever torchvision it finds, and would fail without the declaration.
     """
+    folder = Path(sys.prefix) / FOLDER
+    if folder.is_dir() and str(folder) not in sys.path:
+        sys.path.append(str(folder))
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -20,6 +19,7 @@ import psutil
 
 from rlsys.obs import filesystem
 from rlsys.obs.lock_probe import examine_locks
+from rlsys.obs.packages import installed, mismatches
 
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
 PROBE_MIB = 32
@@ -41,7 +41,7 @@ def examine() -> list[Finding]:
     gpus = _gpus()
     return [
         Finding("python", platform.python_version(), sys.executable),
-        *(_package(name, optional=name == "ray") for name in PACKAGES),
+        *_packages(),
         Finding("cpu", f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB memory"),
         Finding("disk", f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here"),
         _folder(Path.cwd()),
@@ -56,12 +56,22 @@ def examine() -> list[Finding]:
     ]
 
 
-def _package(name: str, optional: bool) -> Finding:
-    try:
-        return Finding(name, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        note = "only for many machines" if optional else "run `make setup`"
-        return Finding(name, "not installed", note, ok=optional)
+def _packages() -> list[Finding]:
+    """The main ones, and those whose version is another than rlsys asks for."""
+    unmet = mismatches()
+    found = []
+    for name in (*PACKAGES, *(n for n in unmet if n not in PACKAGES)):
+        version = installed(name)
+        if name in unmet:
+            note = f"expected {unmet[name].expected}: run `make setup`"
+            found.append(Finding(name, version or "not installed", note, ok=False))
+        elif version is None:
+            optional = name == "ray"
+            note = "only for many machines" if optional else "run `make setup`"
+            found.append(Finding(name, "not installed", note, ok=optional))
+        else:
+            found.append(Finding(name, version))
+    return found
 
 
 def _gpus() -> list[str]:

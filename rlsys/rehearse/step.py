@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class _Weightless(Trainer):
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
-    def _waiting(self) -> Control:
+    def _waiting(self, undo: ExitStack) -> Control:
         """Nobody is there to wait for, and nobody to make a gloo group with."""
         return Control(dist.group.WORLD)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -31,3 +33,15 @@ def enter(rank: int, size: int) -> None:
     dist.new_group = new_group
     dist.all_gather_object = all_gather_object  # type: ignore[assignment]
     dist.broadcast_object_list = broadcast_object_list
+
+
+@contextmanager
+def of_rank(rank: int, size: int) -> Iterator[None]:
+    """The same while it lasts."""
+    real = dist.new_group, dist.all_gather_object, dist.broadcast_object_list
+    enter(rank, size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        dist.new_group, dist.all_gather_object, dist.broadcast_object_list = real

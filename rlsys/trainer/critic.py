@@ -6,6 +6,7 @@ It is laid out over the ranks as the policy is, and sees the same micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -35,11 +36,11 @@ class Critic(Trainer):
         self.warmup_steps = section.warmup_steps
         self._lr_factor = (section.lr or own.lr) / own.lr
 
-    def _joined(self) -> torch.device:
+    def _joined(self, undo: ExitStack) -> torch.device:
         """The layout is the policy's."""
         return setup.local_device()
 
-    def _waiting(self) -> Control:
+    def _waiting(self, undo: ExitStack) -> Control:
         return self._policy.control
 
     def _built(self) -> Chunks:

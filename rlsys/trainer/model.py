@@ -270,13 +270,18 @@ def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
         fill(chunks, hf, table, beside.read)
 
 
-def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill = load_model) -> Chunks:
-    """This rank's part of the model on `device`, weights put in from `config.model.path` by `load`."""
+def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
+    """This rank's part of the model on `device`, without values."""
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
     engine = uses_transformer_engine(config, hf)
-    chunks = Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
+    return Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
+
+
+def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill = load_model) -> Chunks:
+    """This rank's part of the model on `device`, weights put in from `config.model.path` by `load`."""
+    chunks = build_layers(config, hf, device)
     load(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():

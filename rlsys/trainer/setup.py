@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -51,16 +52,21 @@ def init_distributed(config: Config) -> torch.device:
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-        context_parallel_size=p.cp,
-        expert_model_parallel_size=p.ep,
-        expert_tensor_parallel_size=p.expert_tp,
-    )
-    model_parallel_cuda_manual_seed(config.run.seed)
-    torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
+    if parallel_state.is_initialized():
+        raise RuntimeError("this process already has a trainer's layout; close that trainer first")
+    with ExitStack() as undo:
+        undo.callback(leave_layout)  # Megatron-Core keeps the groups of a layout that it could not complete
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=p.tp,
+            pipeline_model_parallel_size=p.pp,
+            virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+            context_parallel_size=p.cp,
+            expert_model_parallel_size=p.ep,
+            expert_tensor_parallel_size=p.expert_tp,
+        )
+        model_parallel_cuda_manual_seed(config.run.seed)
+        torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
+        undo.pop_all()
     return device
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,8 +112,15 @@ class Trainer:
         """With layers for multi-token prediction where they are trained."""
         check_layout(config, self.hf)
         check_asked(config, self.hf)
-        self._device = self._joined()
-        self.control = self._waiting()
+        with ExitStack() as undo:  # a trainer that cannot be built leaves no group behind: another one can be
+            self._build(owner, undo)
+            undo.pop_all()
+
+    def _build(self, owner: Owner | None, undo: ExitStack) -> None:
+        """`undo` gets what releases what is acquired here."""
+        config, signals = self.config, self._signals
+        self._device = self._joined(undo)
+        self.control = self._waiting(undo)
         self.on_main = self.control.on_main
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0
@@ -125,9 +132,9 @@ class Trainer:
         self.named_parameters = self._chunks.trained_parameters
         """Those of this rank that are trained, by megatron's names."""
         self._transformer = self._chunks.config
-        shared = "values" in self._signals and config.algo.critic is None
+        shared = "values" in signals and config.algo.critic is None
         self._head = self._chunks.add_value_head(self._device) if shared else None
-        self._first_weights = self._copy_of_weights() if "ref" in self._signals else {}
+        self._first_weights = self._copy_of_weights() if "ref" in signals else {}
         self._models = setup.data_parallel(self._chunks, config.parallel.overlap)
         self._expert_biases = [bias for _, bias in self._chunks.named_expert_biases()]
         self._optimizer = get_megatron_optimizer(setup.optimizer_config(config), self._models)
@@ -149,12 +156,16 @@ class Trainer:
             self._optimizer.zero_grad, self._prediction,
         )  # fmt: skip
 
-    def _joined(self) -> torch.device:
+    def _joined(self, undo: ExitStack) -> torch.device:
         """The layout made; this rank's device."""
-        return setup.init_distributed(self.config)
+        device = setup.init_distributed(self.config)
+        undo.callback(setup.leave_layout)
+        return device
 
-    def _waiting(self) -> Control:
-        return Control()
+    def _waiting(self, undo: ExitStack) -> Control:
+        control = Control()
+        undo.callback(control.close)
+        return control
 
     def _built(self) -> Chunks:
         chunks = build_model(self.config, self.hf, self._device)

@@ -1,4 +1,7 @@
-"""The event loop of a test that is a coroutine: the usual one, or one on which waiting takes no time."""
+"""The event loop of a test that is a coroutine: the usual one, or one on which waiting takes no time.
+
+A preflight builds no trainer here, which takes a process of seconds; tests/integration/test_trial_build.py does.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +17,8 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
     if item.get_closest_marker("virtual_clock"):
         return {"virtual clock": VirtualLoop}
     return {"clock": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_trial_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.rehearse.trial.check_build", lambda config: None)

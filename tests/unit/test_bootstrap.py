@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch import bootstrap
+from rlsys.engine import cpu_platform
 
 
 def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +94,14 @@ def test_a_login_node_can_set_up_for_the_nodes_with_gpus(
     assert installed({"RLSYS_DEVICE": "cuda"}, tmp_path, monkeypatch) == [("-e", ".[gpu]")]
     locked = installed({"RLSYS_DEVICE": "cuda", "RLSYS_LOCKED": "1"}, tmp_path, monkeypatch)
     assert locked == [("-e", ".[gpu]", "-c", str(bootstrap.ROOT / "requirements/cuda.lock"))]
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
+    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
     words = [word for words in installed({}, tmp_path, monkeypatch) for word in words]
     assert bootstrap.TORCH in words and ".[cpu]" in words
+
+
+def test_torchvision_lies_where_only_the_engines_processes_look() -> None:
+    assert bootstrap.ENGINE_FOLDER == bootstrap.VENV / cpu_platform.FOLDER
 
 
 def test_the_lock_for_gpus_holds_what_sglang_pins() -> None:
@@ -108,3 +116,100 @@ def test_the_lock_for_gpus_holds_what_sglang_pins() -> None:
         if wanted.marker is None or wanted.marker.evaluate(where):
             name = re.sub(r"[-_.]+", "-", wanted.name).lower()
             assert wanted.specifier.contains(locked[name], prereleases=True), f"{wanted}: {locked[name]}"
+
+
+@pytest.fixture
+def own_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where set-up makes its environment; the folder is not there yet."""
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(bootstrap, "VENV", venv)
+    monkeypatch.setattr(bootstrap, "PYTHON", venv / "bin" / "python")
+    for name, file in (("STAMP", "rlsys-setup.json"), ("LOG", "rlsys-setup.log")):
+        monkeypatch.setattr(bootstrap, name, venv / file)
+    return venv
+
+
+def packages_of(venv: Path) -> set[str]:
+    """What pip finds there; nothing where there is no pip."""
+    command = [str(venv / "bin/python"), "-m", "pip", "list", "--format=freeze"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return {line.partition("==")[0] for line in done.stdout.split()}
+
+
+@pytest.mark.gate
+def test_a_venv_that_was_interrupted_before_it_had_pip_is_made_anew(own_venv: Path) -> None:
+    """`python -m venv` writes bin/python first, and pip seconds later."""
+    python = os.path.realpath(sys.executable)
+    subprocess.run([python, "-m", "venv", "--without-pip", str(own_venv)], check=True)
+    bootstrap.make_venv(python, "cpu")
+    assert "pip" in packages_of(own_venv)
+
+
+@pytest.mark.gate
+def test_a_package_that_was_interrupted_is_installed_again(own_venv: Path) -> None:
+    """pip takes a package for installed as soon as its METADATA is there; many wheels have that first. INSTALLER and
+    the files of RECORD are there when it is whole."""
+    python = os.path.realpath(sys.executable)
+    bootstrap.make_venv(python, "cpu")
+    (site,) = own_venv.glob("lib/python3*/site-packages")
+    for name, files in {
+        "cut": {"METADATA": "", "RECORD": "cut-1.0.dist-info/METADATA,,\n"},
+        "lost": {
+            "METADATA": "",
+            "INSTALLER": "pip\n",
+            "RECORD": "lost-1.0.dist-info/METADATA,,\nlost/core.so,,\n",
+        },
+        "whole": {
+            "METADATA": "",
+            "INSTALLER": "pip\n",
+            "RECORD": "whole-1.0.dist-info/METADATA,,\nx/y.pyc,,\n",
+        },
+    }.items():
+        (site / f"{name}-1.0.dist-info").mkdir()
+        files["METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        for file, text in files.items():
+            (site / f"{name}-1.0.dist-info" / file).write_text(text)
+    bootstrap.make_venv(python, "cpu")
+    assert packages_of(own_venv) & {"cut", "lost", "whole", "pip"} == {"whole", "pip"}
+
+
+def test_a_stamp_that_was_cut_off_is_no_stamp(own_venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def pip(label: str, *words: str) -> None:
+        asked.append(words)
+        bootstrap.PARITY_FOLDER.mkdir()
+
+    monkeypatch.setattr(bootstrap, "pip", pip)
+    monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(bootstrap, "PARITY_FOLDER", own_venv / "parity")
+    monkeypatch.setattr(bootstrap, "PARITY_STAMP", own_venv / "parity" / "rlsys-parity.json")
+    (own_venv / "parity").mkdir(parents=True)
+    bootstrap.PARITY_STAMP.write_text('{"trl": "1.')
+    try:
+        bootstrap.set_up_parity()
+    except ValueError as e:
+        pytest.fail(f"set-up does not read its stamp: {e}")
+    assert len(asked) == 1
+
+
+def test_an_interrupted_addition_is_not_taken_for_complete(
+    own_venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip changes packages that an earlier set-up installed; interrupted, it leaves these half-made as well."""
+
+    def interrupted(label: str, *words: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bootstrap, "pip", lambda label, *words: None)
+    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
+    monkeypatch.setattr(bootstrap, "make_venv", lambda *_: own_venv.mkdir(exist_ok=True))
+    monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
+    monkeypatch.setenv("RLSYS_DEVICE", "cpu")
+    bootstrap.set_up(dev=False)
+    whole = bootstrap.STAMP.read_text()
+    monkeypatch.setattr(bootstrap, "pip", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bootstrap.set_up(dev=True)
+    assert not bootstrap.STAMP.exists() or bootstrap.STAMP.read_text() != whole

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate import baseline, budget
+from tests.gate import baseline, budget, other_python
 from tests.gate.baseline import Result, slow_and_new, tier
 from tests.gate.counts import total
 from tests.gate.selection import ROOT, Reach, modules
@@ -241,3 +241,28 @@ def test_results_are_stored_and_a_skipped_test_has_none(
 
 def test_durations_are_relative_to_a_fixed_computation() -> None:
     assert 0.01 < baseline.calibration() / baseline.REFERENCE_SECONDS < 100
+
+
+def test_commits_take_turns_with_the_other_pythons() -> None:
+    assert other_python.order("0" * 39 + "a", (3, 11)) == [(3, 12), (3, 13)]
+    assert other_python.order("0" * 39 + "b", (3, 11)) == [(3, 13), (3, 12)]
+    assert other_python.order("c1", (3, 13)) == [(3, 12), (3, 11)]
+
+
+def test_a_python_that_is_not_installed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(other_python, "find", lambda version: None)
+    assert other_python.set_up(tmp_path) == other_python.train(tmp_path) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len([line for line in told if line.endswith("NOT INSTALLED here, so it was not tried")]) == 2
+    assert told[-1] == "NO FURTHER PYTHON was tried: none is installed"
+
+
+def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(other_python, "find", lambda version: "/no/python")
+    assert other_python.set_up(tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "(/no/python): set-up FAILED: exit code 2" in told and "/no/python" in told.splitlines()[1]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from launch import bootstrap
 
@@ -56,12 +58,50 @@ def test_every_requirement_is_locked_within_its_range(kind: str, python: str) ->
         assert requirement.specifier.contains(version), f"{requirement.name} {version}: make locks"
 
 
+@pytest.mark.parametrize("extra", [None, "cpu", "dev", "ray"])
+def test_no_range_is_wider_than_what_was_run(extra: str | None) -> None:
+    """The locks are what ran: a range begins there, and ends before the next minor version.
+
+    SGLang for CUDA pins some lower ones; the quickstart ran with them on a CPU.
+    """
+    lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    for wanted in map(Requirement, lines):
+        name, kinds = canonicalize_name(wanted.name), ("cpu", "gpu") if extra is None else ("cpu",)
+        ran = [Version(locked(kind, python)[name]) for python in PYTHONS for kind in kinds]
+        low, high = min(ran), max(ran)
+        beyond = [
+            f"{high.major}.{high.minor + 1}",
+            f"{high.major + 1}.0",
+            f"{low.major - 1}.99" if low.major else None,
+        ]
+        beyond += [f"{low.major}.{low.minor - 1}.99"] if low.minor else []
+        open_to = [v for v in beyond if v is not None and wanted.specifier.contains(v)]
+        assert not open_to, f"{wanted}: {open_to} would be installed, and nobody ran it"
+
+
+def test_the_pythons_of_the_package_are_those_of_set_up() -> None:
+    pythons = SpecifierSet(PROJECT["requires-python"])
+    allowed = [minor for minor in range(9, 20) if pythons.contains(f"3.{minor}.1")]
+    assert allowed == [minor for _, minor in bootstrap.PYTHONS]
+
+
 def test_the_locks_agree_with_what_is_installed_without_them() -> None:
-    pinned = dict(package.split("==") for package in (bootstrap.TORCH, *bootstrap.SGLANG))
+    pinned = dict(package.split("==") for package in (bootstrap.TORCH, bootstrap.SGLANG))
     assert locked("cpu", "3.11")["torch"] == pinned["torch"]
     assert locked("gpu", "3.11")["sglang"] == pinned["sglang"]
     assert locked("gpu", "3.12")["torch"] == "2.14.1", "SGLang's own pin; docs/gpu.md names it"
-    assert locked("gpu", "3.12")["megatron-core"] == locked("cpu", "3.11")["megatron-core"]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_every_python_gets_the_megatron_core_that_the_trainer_is_written_for(kind: str, python: str) -> None:
+    """The trainer builds megatron-core's layers by their classes; other versions have other ones."""
+    (floor,) = {
+        wanted.specifier
+        for wanted in map(Requirement, PROJECT["optional-dependencies"][kind])
+        if wanted.name == "megatron-core"
+    }
+    assert (str(floor), locked(kind, python)["megatron-core"]) == ("==0.16.1", "0.16.1")
 
 
 @pytest.mark.parametrize("kind", EXTRAS)
@@ -76,6 +116,7 @@ def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(bootstrap, "make_venv", lambda *_: None)
     monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
     monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
     monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
     monkeypatch.setenv(bootstrap.DEVICE, "cuda")

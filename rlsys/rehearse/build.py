@@ -1,0 +1,64 @@
+"""Builds the trainer's layers as `python -m rlsys.rehearse.build`: a config as JSON on stdin, no output.
+
+The layers have shapes and no values (torch's device `meta`), and of the layout only the built rank exists: no memory,
+no network, no weights. The first, the fullest middle and the last pipeline stage are built.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import megatron_patches
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import trained_model
+from rlsys.errors import RlsysError
+from rlsys.rehearse import world
+from rlsys.rehearse.kinds import kinds_of_rank
+
+
+def build(config: Config) -> None:
+    """Raises what the construction of a trainer would raise."""
+    megatron_patches.apply()
+    import torch
+
+    from rlsys.trainer import setup
+    from rlsys.trainer.model import build_layers  # imports megatron
+
+    meta = torch.device("meta")
+    hf = trained_model(config)
+    models = [hf, *_teachers(config)]
+    for rank in kinds_of_rank(config, hf):
+        with world.of_rank(rank, config.parallel.world_size):
+            setup.init_distributed(config)
+            try:
+                with meta:
+                    for model in models:
+                        build_layers(config, model, meta)
+            finally:
+                setup.leave_layout()
+
+
+def _teachers(config: Config) -> list[HFConfig]:
+    """Models that the trainer compares the policy with, on the same ranks."""
+    teacher = config.algo.teacher
+    if teacher is None or teacher.engine is not None:
+        return []
+    return [HFConfig.read(folder) for folder in teacher.folders.values()]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    config = Config.model_validate_json(sys.stdin.read())
+    if config.model.fp8 == "both":  # Megatron-Core takes FP8 with Transformer Engine only, which needs a GPU
+        config = config.model_copy(update={"model": config.model.model_copy(update={"fp8": "none"})})
+    try:
+        build(config)
+    except RlsysError as e:
+        print(e, file=sys.stderr)
+        sys.exit(e.exit_code)
+
+
+if __name__ == "__main__":
+    main()

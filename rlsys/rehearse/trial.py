@@ -1,0 +1,53 @@
+"""Whether this environment can build the trainer: its layers are built by a process of its own, in seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.errors import UserError
+from rlsys.obs.packages import installed, mismatches
+
+PACKAGES = ("megatron-core", "torch")
+"""What the trainer's layers are made of."""
+_ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""The GPUs of this host are not touched."""
+_RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+"""How torch begins each line of a traceback."""
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+
+
+def check_build(config: Config) -> None:
+    """Raises UserError, in one line, when the trainer's layers cannot be built with the installed packages."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsys.rehearse.build"],
+        input=config.model_dump_json(), capture_output=True, text=True, env={**os.environ, **_ENV}, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == UserError.exit_code and lines:
+        raise UserError(lines[-1])
+    raise UserError(f"the trainer cannot be built here: {_error(done)}; {_versions()}")
+
+
+def _error(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"the process that tried ended by signal {-done.returncode}"
+    said = _RANK.sub("", done.stderr)
+    lines, frames = said.strip().splitlines(), _FRAME.findall(said)
+    where = f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else ""
+    return (lines[-1] if lines else f"exit code {done.returncode}") + where
+
+
+def _versions() -> str:
+    """The packages to blame: those of another version than rlsys asks for, else those that it is made of."""
+    unmet = mismatches()
+    wrong = [str(unmet[name]) for name in PACKAGES if name in unmet]
+    if wrong:
+        return "; ".join(wrong) + ": run `make setup`"
+    return "installed: " + ", ".join(f"{name} {installed(name)}" for name in PACKAGES)
