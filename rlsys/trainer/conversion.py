@@ -62,7 +62,7 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
     tensors = HFTensors(folder, hf)
     total = _elements(hf)
     done = Done(0, 0, len(tensors.carried))
-    partial, size = partial_of(out), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    partial, size = partial_of(out), tensors.bytes
     with new_folder(out, size), _one_rank(folder) as alone:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
