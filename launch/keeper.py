@@ -14,7 +14,8 @@ sudden death for a crash; when it has ended, SIGTERM to what it left behind; `gr
 SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (torchrun starts each rank in its own session) are found because the keeper
 adopts orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
-a control group of its own where that can be had (launch/cgroup.py).
+a control group of its own where that can be had (launch/cgroup.py). A command that fails leaves a last line about the
+memory that it used (launch/memory_use.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from pathlib import Path
 
 import psutil
 
-from launch import cgroup
+from launch import cgroup, memory_use
 from launch.guard import adopt_orphans, end_with, guarded
+from launch.memory_use import MemoryUse
 
 
 class Keeper:
@@ -95,8 +97,12 @@ class Keeper:
 
     def run(self) -> int:
         """Wait for the command's end or an order to end it; returns its exit code; nothing of it is left."""
+        use = MemoryUse()
         while self._exit_code is None and not (self._end or self._end_now):
-            self._sleep(None)
+            use.look(self._rest())
+            self._sleep(memory_use.SECONDS)
+        if self._exit_code and (line := use.line()):
+            print(line, file=sys.stderr, flush=True)
         deadline = time.monotonic() + self._grace
         if self._exit_code is None:
             os.kill(self._command.pid, signal.SIGTERM)

@@ -8,10 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import memory_use
 from launch.backends import END, END_NOW, STACKS, Backend
 from launch.plan import Role
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.obs.role import parse_error
+from rlsys.obs.role import describe_exit, parse_child_exit, parse_error
 
 LAST_LINES = 15
 _OF_TORCHRUN = 1
@@ -73,12 +74,29 @@ class RoleProcess:
         """After its end: let go of what led to it."""
         self._handle.release()
 
+    def ending(self) -> str:
+        """How it ended: by its exit code, or by the signal that killed it, or first of all a process of its own."""
+        if self.late:
+            return "it did not answer in time"
+        lines = self._output()
+        memory = next((told for line in reversed(lines) if (told := memory_use.parse_line(line))), "")
+        killed = next((code for line in lines if (code := parse_child_exit(line)) is not None), None)
+        assert self.exit_code is not None
+        return describe_exit(self.exit_code if killed is None else killed, memory)
+
+    def ended(self) -> str:
+        """The same as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
+        ending = self.ending()
+        return (
+            ending.replace("exit code", "exited with code") if ending.startswith("exit") else f"was {ending}"
+        )
+
     def failure(self, what: str) -> RlsysError:
-        """The error of a role that `what` ("exited with code 1", ...): its own words where it ended with some.
+        """The error of a role that `what` ("did not answer", ...): its own words where it ended with some.
 
         Such a line of one that was killed, or that still runs, is somebody else's: a tool's or a reward's output.
         """
-        lines = self._output()
+        lines = _without_machinery(self._output())
         for line in reversed(lines):
             if found := parse_error(line):
                 message, code = found
@@ -94,8 +112,12 @@ class RoleProcess:
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
-        lines = [line[:LINE_WIDTH] for line in tail if line]
-        # Where torchrun begins to tell of a rank's death, only its first line is of use.
-        signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
-        end = next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))
-        return lines[:end]
+        return [line[:LINE_WIDTH] for line in tail if line]
+
+
+def _without_machinery(lines: list[str]) -> list[str]:
+    """What a role itself wrote. Where torchrun begins to tell of a rank's death, only its first line is of use."""
+    lines = [line for line in lines if memory_use.parse_line(line) is None]
+    signs = ("elastic/multiprocessing/api.py", "failed (exitcode")
+    end = next((i + 1 for i, line in enumerate(lines) if all(s in line for s in signs)), len(lines))
+    return lines[:end]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.errors import RunError
+from rlsys.obs.role import describe_exit
 from rlsys.rollout.link import Answer, Call, Figures, Link, OfSamples, ToCoordinator, pack, unpack
 from rlsys.router.pool import PinLost
 
@@ -76,7 +77,7 @@ class WorkerProcess:
                 self.of_launch, self.grows_trees = await self._ask("begin", {"writer": writer, **state})
         except (TimeoutError, WorkerGone):
             self.kill()
-            raise RunError(f"{self.name} did not start: exit code {await self.reap()}") from None
+            raise RunError(f"{self.name} did not start: {describe_exit(await self.reap())}") from None
         self._up.set()
 
     @property
