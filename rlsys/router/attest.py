@@ -1,16 +1,28 @@
-"""Do trainer and engine agree after a push? Pure: log-probs of canaries (invariant 8); tensors are in holdings.py."""
+"""Do trainer and engine agree after a push? Pure: log-probs of canaries (invariant 8); tensors are in holdings.py.
+
+The first comparison with an engine measures rounding: checksums say that both hold the same tensors. It is held
+against the most that a model of this precision, depth and vocabulary rounds. Later ones are held against a multiple
+of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from rlsys.config import Config
+from rlsys.model_folder import read_fields
 
 DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
-"""Those of FP8 are a guess: no engine has been compared yet."""
+"""Largest mean and 99.9th percentile: in float32 of one layer and 128 tokens, else of models of up to 4 layers. Those
+of FP8 are a guess: no engine has been compared yet."""
+_TOKENS, _HALF_LAYERS = 128, 4
+REPEATED = 3.0
+"""Later comparisons may show so many times what the first one did: the sequences are others, and weights move."""
 WARNING = 5.0
 """An engine whose tensors agree is quarantined for its canaries only beyond so many times the bounds; below, it is
 warned of. In half precision, experts that score nearly the same are chosen otherwise here and there, and what follows
@@ -35,14 +47,59 @@ class Bounds:
     """Whether both sides compute in float32, or somebody has set the bounds: then what exceeds them is wrong."""
     uncompared: float = 0.0
     """Largest share of an engine's tensors that may be unknown (holdings.py)."""
+    floor: tuple[float, float] | None = None
+    """Least mean and percentile that later comparisons are held against; None: no comparison moves the bounds."""
 
     @classmethod
-    def of(cls, config: Config) -> Bounds:
-        mean, p999 = DEFAULT_BOUNDS["fp8" if config.model.fp8 != "none" else config.model.dtype]
+    def of(cls, config: Config) -> Self:
+        """Of a first comparison, where `weights` sets none."""
+        precision = "fp8" if config.model.fp8 != "none" else config.model.dtype
+        mean, p999 = DEFAULT_BOUNDS[precision]
+        more = growth(precision, *_sizes(config))
         w = config.weights
-        exact = config.model.dtype == "float32" or w.canary_mean is not None or w.canary_p999 is not None
-        uncompared = UNCOMPARED[config.model.fp8 != "none"] if w.uncompared is None else w.uncompared
-        return cls(w.canary_mean or mean, w.canary_p999 or p999, exact, uncompared)
+        set_by_hand = w.canary_mean is not None or w.canary_p999 is not None
+        return cls(
+            w.canary_mean or mean * more,
+            w.canary_p999 or p999 * more,
+            config.model.dtype == "float32" or set_by_hand,
+            UNCOMPARED[config.model.fp8 != "none"] if w.uncompared is None else w.uncompared,
+            None if set_by_hand else (mean, p999),
+        )
+
+    def after(self, first: Agreement | None) -> Self:
+        """Of an engine whose first comparison came out so; None: this is the first."""
+        if first is None or self.floor is None:
+            return self
+        mean, p999 = self.floor
+        return replace(
+            self,
+            mean=min(self.mean, max(mean, REPEATED * first.mean)),
+            p999=min(self.p999, max(p999, REPEATED * first.p999)),
+        )
+
+
+def growth(precision: str, layers: int, vocabulary: int) -> float:
+    """How many times DEFAULT_BOUNDS a model of these sizes may round, at the most.
+
+    float32: every layer adds rounding to the sum of all layers before it, and rounding is relative to the logits,
+    whose size grows as the logarithm of the vocabulary. SmolLM2-135M (30 layers, 49,152 tokens) was seen 4.8e-6 off
+    (bound 6.7e-5), gpt-oss with 4 random layers 2e-6 (4e-6). Half precision: roundings of layers partly cancel, so
+    they grow as the square root; the vocabulary does not show. Random models of 4, 16, 30 and 60 layers were seen
+    0.009, 0.019, 0.026 and 0.044 off (0.02, 0.04, 0.055, 0.077).
+    """
+    if precision != "float32":
+        return math.sqrt(max(1.0, layers / _HALF_LAYERS))
+    return layers * max(1.0, math.log(max(vocabulary, 1)) / math.log(_TOKENS))
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+    """Layers and vocabulary of the model; the smallest, which have the strictest bounds, where its folder is not
+    here."""
+    try:
+        fields = read_fields(config.model.path)
+    except FileNotFoundError:
+        fields = {}
+    return int(fields.get("num_hidden_layers", 1)), int(fields.get("vocab_size", _TOKENS))
 
 
 @dataclass(frozen=True)
