@@ -223,9 +223,7 @@ def test_a_step_with_adapters_reads_no_more_than_a_whole_one(
     assert read["adapters"] <= read["whole"]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"]
-)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_frozen_weight_is_multiplied_token_by_token(
     architecture: str, tied: bool, tmp_path: Path, start: Callable[..., Trainer]
