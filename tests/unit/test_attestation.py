@@ -24,6 +24,7 @@ from rlsys.convert.table import entries
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, DEFAULT_BOUNDS, Bounds, nearness
 from rlsys.router.holdings import MOVED, OTHER, STUCK, Checksums, Match
+from rlsys.tickets import Canary
 from rlsys.trainer.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.held_weights import HeldWeights
@@ -356,3 +357,38 @@ async def test_a_set_bound_is_kept_to_and_moved_by_nothing(tmp_path: Path) -> No
         await push(rig, 9e-6)
         with pytest.raises(RunError, match=r"bound 1e-05: weights\.canary_mean"):
             await push(rig, 2e-5)
+
+
+# -- experts that score nearly the same ----------------------------------------------------------------------
+
+ROUTED = {**SMOLLM2, "num_experts": 128}
+
+
+async def push_tokens(rig: Rig, gaps: list[float]) -> dict[str, float]:
+    """One canary of tokens that differ by so much."""
+    version = rig.version = rig.version + 1
+    await rig.router.begin_push(version)
+    for engine in rig.engines:
+        engine.load(version)
+    ids = [1] * (len(gaps) + 1)
+    logps = [lp * (1 + gap) for lp, gap in zip(canary_logprobs(ids, version), gaps, strict=True)]
+    metrics = await rig.router.end_push(version, [Canary(ids, logps)], [checksums(version)], {})
+    rig.router.resume()
+    return metrics
+
+
+async def test_float32_warns_of_a_few_tokens_that_other_experts_compute(tmp_path: Path) -> None:
+    """In a deep model with many experts some always score the same but for rounding. The other tokens show that the
+    engine computes the same model."""
+    few, most = [1e-6] * 195 + [0.02] * 5, [1e-3] * 195 + [0.02] * 5
+    async with routing(bounds=bounds_of(tmp_path, fields=ROUTED)) as rig:
+        assert (await push_tokens(rig, few))["push_canary_warnings"] == 1
+        assert rig.router.engine_states() == {A: "version 1"}
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, most)
+    async with routing(bounds=bounds_of(tmp_path)) as rig:  # no experts
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, few)
+    async with routing(bounds=bounds_of(tmp_path, fields=ROUTED)) as rig:
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, [1e-6] * 195 + [2.0] * 5)
