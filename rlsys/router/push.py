@@ -252,7 +252,10 @@ class WeightPush:
                 f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than "
                 f"weights.uncompared = {uncompared:g}, first: {match.unknown[0]}"
             )
-        if not agreement.within(bounds, self._patience_with(match)):
+        equal = match is not None and not match.unknown
+        if not agreement.within(bounds, self._patience_with(match)) and not (
+            equal and agreement.of_ties(bounds)
+        ):
             return f"canary log-probs differ from the trainer's: {agreement.against(bounds)}"
         if not self._follows(version, canaries, seen, match):
             return "canary log-probs are nearer to those before the trainer's step than to those after it"

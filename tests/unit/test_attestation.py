@@ -391,4 +391,4 @@ async def test_float32_warns_of_a_few_tokens_that_other_experts_compute(tmp_path
             await push_tokens(rig, few)
     async with routing(bounds=bounds_of(tmp_path, fields=ROUTED)) as rig:
         with pytest.raises(RunError, match=r"canary log-probs differ"):
-            await push_tokens(rig, [1e-6] * 195 + [2.0] * 5)
+            await push_tokens(rig, [1e-6] * 180 + [2.0] * 20)
