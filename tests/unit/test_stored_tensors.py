@@ -402,3 +402,11 @@ def test_four_bits_and_their_scales_belong_together(
     replace(folder, **{weights + name: tensor})
     with pytest.raises(UserError, match=message):
         read(folder)
+
+
+def test_a_folder_that_is_a_megatron_checkpoint_too_is_refused(folder: Path) -> None:
+    """The trainer would load the checkpoint, and engines the safetensors files."""
+    (folder / ".metadata").touch()
+    for call in (lambda: read(folder), lambda: check_model(config_of(folder))):
+        with pytest.raises(UserError, match=r"model: both .*\.metadata.* and .*safetensors"):
+            call()
