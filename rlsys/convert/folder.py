@@ -83,6 +83,11 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
     has a type that is no weight's, or a scale that does not belong to it; the first tensor that is missing, has no
     place in the model, or another shape than config.json says.
     """
+    if (folder / ".metadata").is_file():
+        raise UserError(
+            f"{folder}: both a Megatron checkpoint (.metadata), which the trainer would load, and *.safetensors, which "
+            "engines would load; expected one of them"
+        )
     headers = _read_headers(folder, hf)
     others = {
         hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
