@@ -85,8 +85,8 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
     """
     if (folder / ".metadata").is_file():
         raise UserError(
-            f"{folder}: both a Megatron checkpoint (.metadata), which the trainer would load, and *.safetensors, which "
-            "engines would load; expected one of them"
+            f"{folder}: both a Megatron checkpoint (.metadata), which trainers load, and *.safetensors, which "
+            "engines load; expected one of them"
         )
     headers = _read_headers(folder, hf)
     others = {
