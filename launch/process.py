@@ -75,9 +75,9 @@ class RoleProcess:
         self._handle.release()
 
     def ending(self) -> str:
-        """How it ended: by its exit code, or by the signal that killed it, or first of all a process of its own."""
+        """How it ended, as a noun: its exit code, or the signal that killed it or the first of its own processes."""
         if self.late:
-            return "it did not answer in time"
+            return "no answer in time"
         lines = self._output()
         memory = next((told for line in reversed(lines) if (told := memory_use.parse_line(line))), "")
         killed = next((code for line in lines if (code := parse_child_exit(line)) is not None), None)
@@ -87,9 +87,9 @@ class RoleProcess:
     def ended(self) -> str:
         """The same as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
         ending = self.ending()
-        return (
-            ending.replace("exit code", "exited with code") if ending.startswith("exit") else f"was {ending}"
-        )
+        if ending.startswith("killed"):
+            return f"was {ending}"
+        return "did not answer in time" if self.late else ending.replace("exit code", "exited with code")
 
     def failure(self, what: str) -> RlsysError:
         """The error of a role that `what` ("did not answer", ...): its own words where it ended with some.

@@ -4,7 +4,7 @@ Symptom: a step with adapters takes many times as long as one of the whole model
 of memory (56 MB a token with a vocabulary of 49,152): one product for each token, with a copy of the weight each.
 torch.matmul folds `[tokens, 1, size]` into a matrix only if the strides of all axes fit each other, and a
 transposed `[1, tokens, size]` has tokens * size for the axis of length 1. Where the weight needs a gradient it always
-folds. That concerns the gradient of the head, and the input of the first layer.
+folds. The gradient of the logits is such a tensor, and so is the embedding's output (rlsys/trainer/model.py).
 Upstream: 0.16.1 - 0.19.2 (torch 2.13).
 Why numbers stay equal: the same sums; the order in which a product adds may differ in the last bit.
 Delete when: torch.matmul looks at no stride of an axis of length 1.
@@ -22,25 +22,14 @@ from megatron_patches.registry import Patch, target
 _NAME = "frozen_weight_products"
 
 
-def with_plain_strides(x: Tensor) -> Tensor:
-    """The same values `[..., size]`, as rows one after the other: a view, where they lie so."""
-    return x.flatten(0, -2).view(x.shape)
-
-
 def _edit(module: ModuleType) -> None:
-    linear = target(
-        _NAME, module, "LinearWithFrozenWeight", "output = torch.matmul(input, weight.t())",
-        "grad_input = grad_output.matmul(weight)",
-    )  # fmt: skip
-    upstream_forward, upstream_backward = linear.forward, linear.backward
-
-    def forward(ctx: Any, x: Tensor, *args: Any) -> Any:
-        return upstream_forward(ctx, with_plain_strides(x), *args)
+    linear = target(_NAME, module, "LinearWithFrozenWeight", "grad_input = grad_output.matmul(weight)")
+    upstream = linear.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return upstream_backward(ctx, with_plain_strides(gradient))
+        return upstream(ctx, gradient.flatten(0, -2).view(gradient.shape))
 
-    linear.forward, linear.backward = staticmethod(forward), staticmethod(backward)
+    linear.backward = staticmethod(backward)
 
 
 PATCH = Patch(

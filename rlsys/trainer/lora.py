@@ -226,10 +226,7 @@ def _adding(
 ) -> Callable[[Module, tuple[Tensor, ...], tuple[Tensor, Any]], tuple[Tensor, Any]]:
     def hook(_: Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         y, bias = output
-        # The first layer's input is a transposed [1, T, H], which torch would multiply token by token: the stride of
-        # the axis of length 1 does not fit the others (megatron_patches/frozen_weight_products.py).
-        x = args[0].flatten(0, -2).view(args[0].shape)
-        return y + adapter(x), bias
+        return y + adapter(args[0]), bias
 
     return hook
 

@@ -294,6 +294,7 @@ def test_a_checkpoint_of_whole_numbers_is_refused(tmp_path: Path) -> None:
     old = metadata.state_dict_metadata[key].properties
     metadata.state_dict_metadata[key].properties = replace(old, dtype=torch.int8)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / manifest.NAME).unlink()
     manifest.write(checkpoint, 0, None, {})
     message = rf"{checkpoint}: {key} has type int8; expected float64, float32, bfloat16 or float16"
     with pytest.raises(UserError, match=message):
