@@ -22,6 +22,7 @@ import torch
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.errors import RunError
 from rlsys.obs.metrics import read_metrics
 from rlsys.router.holdings import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
@@ -153,6 +154,34 @@ def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path:
 
     with running_engine(config, tmp_path) as url:
         asyncio.run(all_methods(url))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [{"rope_theta": 9000.0}, {"rms_norm_eps": 1e-5}], ids=["rope", "epsilon"])
+def test_an_engine_that_computes_another_model_of_the_same_tensors_never_serves(
+    wrong: dict[str, float], engine_config: Config, tmp_path: Path
+) -> None:
+    """Its first push is refused, by canaries alone. Two layers, where such a fault shows least."""
+    keep_model(WIDE[0], made := tiny_moe_model(WIDE[0]))
+    made.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    raw = json.loads(file.read_text())
+    raw["rope_parameters"] = {
+        **raw["rope_parameters"],
+        **{k: v for k, v in wrong.items() if k in raw["rope_parameters"]},
+    }
+    assert wrong.keys() <= raw.keys() | raw["rope_parameters"].keys()
+    raw |= {k: v for k, v in wrong.items() if k in raw}
+    file.write_text(json.dumps(raw))
+    config = merged(engine_config, {"model": {"path": tmp_path / "model"}})
+
+    async def first_push(url: str) -> None:
+        async with stack(config, url) as s:
+            with pytest.raises(RunError, match=r"canary log-probs differ from the trainer's"):
+                await s.push(WIDE[0])
+
+    with running_engine(config, tmp_path) as url:
+        asyncio.run(first_push(url))
 
 
 def merged(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
