@@ -313,4 +313,4 @@ def test_verify_compares_bits(tmp_path: Path) -> None:
         save_file(tensors, folder / "model.safetensors")
     assert verify(folders[0], folders[0], quiet).tensors == len(tensors)
     with pytest.raises(RunError, match=r"1 of \d+ tensors differ, first: model\.norm\.weight"):
-        verify(*folders, quiet)
+        verify(folders[0], folders[1], quiet)

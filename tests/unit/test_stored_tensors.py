@@ -54,7 +54,7 @@ def split(folder: Path, parts: int = 2) -> Tensors:
     """Shards and their index in place of the one file; all tensors."""
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
-    places = {}
+    places: dict[str, Any] = {}
     for part in range(parts):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
         some = {name: tensors[name] for name in sorted(tensors)[part::parts]}
