@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.status import is_locked, last_lines
+from rlsys.obs.role import describe_exit
 
 REQUEST, ANSWER, STACKS = ".diagnose", "diagnosis.txt", Path("logs/stacks")
 CLOCK = ".clock"
@@ -100,7 +101,7 @@ def describe(
     for role in roles:
         state = "ready" if role.ready else "not ready"
         if role.exit_code is not None:
-            state = f"ended with code {role.exit_code}"
+            state = describe_exit(role.exit_code)
         lines.append(f"  {role.name:16} on {role.node}, {state}, {role.seconds:.0f} s old: {role.last_line}")
     for name, stack in sorted(stacks.items()):
         lines += ["", f"stack of {name}", *("  " + line for line in stack.strip().splitlines())]

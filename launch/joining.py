@@ -152,7 +152,7 @@ def _until_it_answers(process: RoleProcess, owner: Owner, url: str, stop: StopSi
         if stop.count:
             return False
         if process.exit_code is not None:
-            raise process.failure(f"exited with code {process.exit_code}")
+            raise process.failure(process.ended())
         if limit is not None and process.seconds > limit:
             raise process.failure(f"did not answer within engine.start_timeout = {limit:g} s")
         time.sleep(POLL_SECONDS)
@@ -164,7 +164,7 @@ def _while_wanted(process: RoleProcess, owner: Owner, url: str, stop: StopSignal
     gone_since: float | None = None
     while not stop.count:
         if process.exit_code is not None:
-            raise process.failure(f"exited with code {process.exit_code}")
+            raise process.failure(process.ended())
         if current(owner.run_dir) != owner:  # another launch has taken the run: other keys
             return
         gone = coordinator.published(owner.run_dir) is None

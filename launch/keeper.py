@@ -15,7 +15,8 @@ SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (a reward may start sessions of its own) are found because the keeper adopts
 orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
 a control group of its own where that can be had (launch/cgroup.py). The role's Unix sockets have a folder that lives
-as long as the role (rlsys/sockets.py).
+as long as the role (rlsys/sockets.py). A command that fails leaves a last line about the memory that it used
+(launch/memory_use.py).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from pathlib import Path
 
 import psutil
 
-from launch import cgroup
+from launch import cgroup, memory_use
 from launch.guard import adopt_orphans, end_with, guarded
+from launch.memory_use import MemoryUse
 from rlsys.errors import UserError
 from rlsys.obs.role import format_error
 from rlsys.sockets import FOLDER_VARIABLE, make_folder, remove_folder
@@ -99,8 +101,12 @@ class Keeper:
 
     def run(self) -> int:
         """Wait for the command's end or an order to end it; returns its exit code; nothing of it is left."""
+        use = MemoryUse()
         while self._exit_code is None and not (self._end or self._end_now):
-            self._sleep(None)
+            use.look(self._rest())
+            self._sleep(memory_use.SECONDS)
+        if self._exit_code and (line := use.line()):
+            print(line, file=sys.stderr, flush=True)
         deadline = time.monotonic() + self._grace
         if self._exit_code is None:
             os.kill(self._command.pid, signal.SIGTERM)

@@ -28,8 +28,14 @@ def check_model(config: Config) -> None:
     for needed, what in ((("*.safetensors", ".metadata"), "weights"), (("tokenizer.json",), "tokenizer")):
         if not any(any(path.glob(pattern)) for pattern in needed):
             raise UserError(f"model.path = {path}: no {what} in it ({' or '.join(needed)})")
-    if any(path.glob("*.safetensors")):
-        find_tensors(path, hf)
+    check_tensors(config, hf)
+
+
+def check_tensors(config: Config, hf: HFConfig) -> None:
+    """Raises UserError when tensors of model.path are not those of its config.json, or its teacher does not fit; of a
+    folder without *.safetensors, a checkpoint or a config.json alone, nothing can be said."""
+    if any(config.model.path.glob("*.safetensors")):
+        find_tensors(config.model.path, hf)
     if (teacher := config.algo.teacher) is not None:
         for field, folder in teacher.folders.items():
             check_folder(folder, f"algo.teacher.{field}")

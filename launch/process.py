@@ -8,11 +8,12 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import memory_use
 from launch.backends import END, END_NOW, STACKS, Backend
 from launch.plan import Role
 from launch.ranks import FAILED as RANK_FAILED
 from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.obs.role import parse_error
+from rlsys.obs.role import describe_exit, parse_child_exit, parse_error
 
 LAST_LINES = 15
 _OF_ANOTHER_RANK = 1
@@ -74,12 +75,29 @@ class RoleProcess:
         """After its end: let go of what led to it."""
         self._handle.release()
 
+    def ending(self) -> str:
+        """How it ended, as a noun: its exit code, or the signal that killed it or the first of its own processes."""
+        if self.late:
+            return "no answer in time"
+        lines = self._output()
+        memory = next((told for line in reversed(lines) if (told := memory_use.parse_line(line))), "")
+        killed = next((code for line in lines if (code := parse_child_exit(line)) is not None), None)
+        assert self.exit_code is not None
+        return describe_exit(self.exit_code if killed is None else killed, memory)
+
+    def ended(self) -> str:
+        """The same as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
+        ending = self.ending()
+        if ending.startswith("killed"):
+            return f"was {ending}"
+        return "did not answer in time" if self.late else ending.replace("exit code", "exited with code")
+
     def failure(self, what: str) -> RlsysError:
-        """The error of a role that `what` ("exited with code 1", ...): its own words where it ended with some.
+        """The error of a role that `what` ("did not answer", ...): its own words where it ended with some.
 
         Such a line of one that was killed, or that still runs, is somebody else's: a tool's or a reward's output.
         """
-        lines = self._output()
+        lines = _without_machinery(self._output())
         for line in reversed(lines):
             if found := parse_error(line):
                 message, code = found
@@ -95,7 +113,11 @@ class RoleProcess:
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
-        lines = [line[:LINE_WIDTH] for line in tail if line]
-        # What the other ranks write after a rank's death is of no use.
-        end = next((i + 1 for i, line in enumerate(lines) if line.startswith(RANK_FAILED)), len(lines))
-        return lines[:end]
+        return [line[:LINE_WIDTH] for line in tail if line]
+
+
+def _without_machinery(lines: list[str]) -> list[str]:
+    """What a role itself wrote, up to the line that says which rank failed first: others write of its death."""
+    lines = [line for line in lines if memory_use.parse_line(line) is None]
+    end = next((i + 1 for i, line in enumerate(lines) if line.startswith(RANK_FAILED)), len(lines))
+    return lines[:end]

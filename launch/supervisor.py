@@ -173,7 +173,7 @@ class Supervisor:
         first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
         unit, before = first.role.unit, self._restarts[first.role.unit]
         again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
-        error = first.failure(f"exited with code {first.exit_code}{again}")
+        error = first.failure(f"{first.ended()}{again}")
         says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.own_words)
         never_worked = not first.ready and not before
         if says_why or never_worked or before >= self._config.launch.max_restarts:
@@ -185,7 +185,7 @@ class Supervisor:
             units.add("trainer")
         wait = 2.0**before - 1
         also = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
-        self._say(f"{first.role.name} died (exit code {first.exit_code}); restart {before + 1}{also}")
+        self._say(f"{first.role.name} died ({first.ending()}); restart {before + 1}{also}")
         self._restart(units, wait)
 
     def _lost_nodes(self) -> list[int]:

@@ -24,6 +24,7 @@ from megatron_patches import (
     dispatcher_forgets,
     distributed_optimizer_step,
     expert_bias_padding,
+    frozen_weight_products,
     gloo_device,
     gloo_uneven,
     mla_te_names,
@@ -54,6 +55,7 @@ PATCHES: tuple[Patch, ...] = (
     dispatcher_forgets.PATCH,
     offload_resume.PATCH,
     optimizer_own_parts.PATCH,
+    frozen_weight_products.PATCH,
 )
 
 

@@ -19,7 +19,7 @@ from launch.layout import lay_out
 from launch.memory import Fact, describe_memory, odd_sizes
 from launch.picture import Fold, draw, fold
 from launch.plan import LaunchPlan, Node, Ports, build_plan
-from launch.preflight import read_model
+from launch.preflight import check_tensors, read_model
 from rlsys.config import Config, add_config, dump_config, load_config
 from rlsys.engine.launch_args import engine_command, have_cuda
 from rlsys.errors import UserError
@@ -88,6 +88,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
     sizes, odd = describe_arithmetic(config), []
     if config.model.path.exists():
         hf = read_model(config)
+        check_tensors(config, hf)
         sizes += describe_memory(config, hf)
         odd += odd_sizes(config, hf, gpu_gb)
         intake, too_much = describe_intake(config, hf)

@@ -347,10 +347,11 @@ class WeightsConfig(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: 1e-6
-    for float32, 2e-2 for bfloat16."""
+    """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: at first
+    the most that precision, depth and vocabulary of the model explain, then three times what an engine's first push
+    showed."""
     canary_p999: Annotated[float, Field(gt=0)] | None = None
-    """Largest 99.9th percentile of the same differences. Unset: 1e-4 for float32, 0.5 for bfloat16."""
+    """Largest 99.9th percentile of the same differences. Unset: derived in the same way."""
     uncompared: Annotated[float, Field(ge=0, le=1)] | None = None
     """Largest share of an engine's tensors in layouts that cannot be compared with the trainer's; an engine with
     more does not serve. Such tensors must change when the trainer's do, and only then. Unset: 0, with model.fp8

@@ -128,7 +128,10 @@ class HFConfig:
             raise UserError(f"{file}: not readable as JSON: {e}") from None
         if not isinstance(raw, dict):
             raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
-        return cls.of(raw, str(file))
+        made = cls.of(raw, str(file))
+        if (beside := folder / _BESIDE).is_file() and not made.quantised:
+            raise UserError(f"{beside}: the weights are quantised ({_quantiser(beside)}); {_CAN_BE_READ}")
+        return made
 
     @classmethod
     def of(cls, raw: dict[str, Any], where: str) -> HFConfig:
@@ -371,6 +374,14 @@ def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
             )
 
 
+_BESIDE = "hf_quant_config.json"
+"""Where ModelOpt says that weights are quantised, config.json does not."""
+_CAN_BE_READ = (
+    f"expected bfloat16 or float32, or what can be read: fp8 with weight_block_size [{BLOCK}, {BLOCK}], or mxfp4 of "
+    "gpt-oss"
+)
+
+
 def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "mxfp4", "fp8"]:
     told = raw.get("quantization_config")
     if not told:
@@ -381,11 +392,17 @@ def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "
         return "mxfp4"
     if method == "fp8" and not family.stacks and given.get("weight_block_size") == [BLOCK, BLOCK]:
         return "fp8"
-    kind = " ".join(str(method).split())[:40]
-    raise UserError(
-        f"{where}: the weights are quantised ({kind}); expected bfloat16 or float32, or what can be read: fp8 with "
-        f"weight_block_size [{BLOCK}, {BLOCK}], or mxfp4 of gpt-oss"
-    )
+    kind = " ".join(str(method or given.get("quant_algo")).split())[:40]
+    raise UserError(f"{where}: the weights are quantised ({kind}); {_CAN_BE_READ}")
+
+
+def _quantiser(file: Path) -> str:
+    """What ModelOpt says of its method, in a few words."""
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "ModelOpt"
+    return " ".join(str(told).split())[:40]
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:

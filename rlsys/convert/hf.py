@@ -54,6 +54,11 @@ class HFTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
 
+    @property
+    def bytes(self) -> int:
+        """Of all tensors as they are read: what was quantised counts as bfloat16."""
+        return sum(place.bytes for place in self._places.values())
+
     def read(self, name: str) -> Tensor:
         """Raises UserError when the file is damaged in a way that its header does not show."""
         place = self._places[name]

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from rlsys.errors import UserError
 
 _METADATA = ".metadata"
+_WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -123,6 +125,15 @@ class DistReader:
             (index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()
         }
         self.shapes = {key: tuple(stored.size) for key, stored in self._tensors.items()}
+
+    def check_types(self, keys: Iterable[str]) -> None:
+        """Raises UserError for a tensor of `keys` whose stored type is no weight's."""
+        for key in keys:
+            if (dtype := self._tensors[key].properties.dtype) not in _WEIGHT_TYPES:
+                names = [str(t).removeprefix("torch.") for t in (dtype, *_WEIGHT_TYPES)]
+                raise UserError(
+                    f"{self._folder}: {key} has type {names[0]}; expected {', '.join(names[1:-1])} or {names[-1]}"
+                )
 
     def read(self, key: str, box: Box) -> Tensor:
         """The values of `box`, `[box.size]`. Raises UserError when some are missing or a file is damaged."""

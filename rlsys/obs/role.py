@@ -30,6 +30,31 @@ def parse_error(line: str) -> tuple[str, int] | None:
     return None if found is None else (found["message"], int(found["code"]))
 
 
+_OF_CHILD = re.compile(
+    r"crashed with exit code |scheduler died during initialization \(exit code: "
+    r"|DataParallelController \d+ terminated with "
+)
+"""How SGLang begins to report how the first of its processes to fail has ended."""
+
+
+def describe_exit(code: int, memory: str = "") -> str:
+    """`exit code 3`, or `killed by signal 11 (SIGSEGV)`. `code`: as a shell has it, 128 + n after signal n, or as
+    Python has it, -n. `memory`: what is known of the memory that the process used."""
+    number = -code if code < 0 else code - 128
+    if number not in {s.value for s in signal.Signals}:
+        return f"exit code {code}"
+    killed = f"killed by signal {number} ({signal.Signals(number).name})"
+    if number != signal.SIGKILL:
+        return killed
+    return f"{killed}, probably out of memory{': ' + memory if memory else ''}"
+
+
+def parse_child_exit(line: str) -> int | None:
+    """-n if the line says that signal n killed a process of a role, in the words of what started it."""
+    told = re.match(r"-\d+", line[begins.end() :]) if (begins := _OF_CHILD.search(line)) else None
+    return int(told[0]) if told else None
+
+
 STACKS_VARIABLE = "RLSYS_STACKS"
 """Environment: the file, without its ending, that a role's process writes its stack to on SIGUSR2."""
 

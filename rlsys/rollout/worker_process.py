@@ -13,6 +13,7 @@ from typing import Any
 
 from rlsys.engine_requests import Limits
 from rlsys.errors import RunError
+from rlsys.obs.role import describe_exit
 from rlsys.rollout.link import Answer, Call, Figures, Link, OfSamples, ToCoordinator, pack, unpack
 from rlsys.router.pool import PinLost
 
@@ -80,7 +81,7 @@ class WorkerProcess:
                 self.of_launch, self.grows_trees, self.limits = began
         except (TimeoutError, WorkerGone):
             self.kill()
-            raise RunError(f"{self.name} did not start: exit code {await self.reap()}") from None
+            raise RunError(f"{self.name} did not start: {describe_exit(await self.reap())}") from None
         self._up.set()
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from rlsys.config import Config
 from rlsys.errors import RunError
+from rlsys.obs.role import describe_exit
 from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.commits import Commits
 from rlsys.rollout.link import Failed, Forget, Judged, OfSamples, Row, Run, pack, unpack
@@ -177,7 +178,7 @@ class Workers:
         """Raises RunError when it has died too often."""
         code, samples = await worker.reap(), sum(r.home is worker for r in self._running.values())
         log.warning(
-            "%s: gone, exit code %s; %d samples go on from what was saved", worker.name, code, samples
+            "%s: gone, %s; %d samples go on from what was saved", worker.name, describe_exit(code), samples
         )
         self._buffer.retire(worker.writer)
         self.engines.mourn(worker)

@@ -61,6 +61,8 @@ class WeightPush:
         self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
         """The trainer's log-probs of each canary, of the last two versions."""
         self._figures = Figures()
+        self._first: dict[str, Agreement] = {}
+        """Of each engine, by URL: its first comparison with tensors that were all seen to agree."""
 
     def announce(self) -> None:
         """A push is to begin. Until it has ended, no engine gets weights from another one."""
@@ -225,12 +227,15 @@ class WeightPush:
         if (objection := self._objection(engine, version, reported, canaries, seen)) is not None:
             self._quarantine(engine, objection)
             return
-        if not engine.agreement.within(self._bounds):
+        bounds = self._bounds_of(engine)
+        if not engine.agreement.within(bounds):
             self._figures.warned += 1
-            gaps = engine.agreement.against(self._bounds)
+            gaps = engine.agreement.against(bounds)
             log.warning(
                 "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
             )
+        if canaries and engine.match is not None and not engine.match.unknown:
+            self._first.setdefault(engine.url, engine.agreement)
         self._checksums.attest(engine.url)
         engine.has(version)
 
@@ -244,6 +249,9 @@ class WeightPush:
             log.warning("a canary of %d tokens is left out: %s", len(canary.ids), e)
             return None
 
+    def _bounds_of(self, engine: EngineState) -> Bounds:
+        return self._bounds.after(self._first.get(engine.url))
+
     def _objection(
         self,
         engine: EngineState,
@@ -253,7 +261,8 @@ class WeightPush:
         seen: list[list[float]],
     ) -> str | None:
         """Why it must not serve, in words; None: it is attested."""
-        match, agreement, uncompared = engine.match, engine.agreement, self._bounds.uncompared
+        match, agreement, bounds = engine.match, engine.agreement, self._bounds_of(engine)
+        uncompared = bounds.uncompared
         assert agreement is not None
         if reported != version:
             return f"reports weight version {reported}, {version} was pushed"
@@ -264,8 +273,11 @@ class WeightPush:
                 f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than "
                 f"weights.uncompared = {uncompared:g}, first: {match.unknown[0]}"
             )
-        if not agreement.within(self._bounds, self._patience_with(match)):
-            return f"canary log-probs differ from the trainer's: {agreement.against(self._bounds)}"
+        equal = match is not None and not match.unknown
+        if not agreement.within(bounds, self._patience_with(match)) and not (
+            equal and agreement.of_ties(bounds)
+        ):
+            return f"canary log-probs differ from the trainer's: {agreement.against(bounds)}"
         if not self._follows(version, canaries, seen, match):
             return "canary log-probs are nearer to those before the trainer's step than to those after it"
         return None

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlsys.algo.objective import Objective
 from rlsys.convert.hf import publish
+from rlsys.convert.torch_dist import DistReader
 from rlsys.errors import RunError, disk_errors
 from rlsys.owner import Owner
 from rlsys.trainer import manifest
@@ -87,8 +88,10 @@ def is_checkpoint(path: Path) -> bool:
 
 def load_weights(path: Path, model: Chunks) -> None:
     """Only the model, without layers for multi-token prediction, from a checkpoint that `rlsys convert` made. Raises
-    RunError as Checkpoints.load does."""
+    RunError as Checkpoints.load does, and UserError for a type that is no weight's."""
     _verify(path, [])
+    stored = DistReader(path)
+    stored.check_types(stored.shapes)
     described = {
         chunk: {name: shard for name, shard in weights.items() if not name.startswith(MTP)}
         for chunk, weights in model.sharded_state_dict().items()

@@ -62,7 +62,7 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
     tensors = HFTensors(folder, hf)
     total = _elements(hf)
     done = Done(0, 0, len(tensors.carried))
-    partial, size = partial_of(out), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    partial, size = partial_of(out), tensors.bytes
     with new_folder(out, size), _one_rank(folder) as alone:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -235,6 +235,7 @@ class MegatronTensors:
                 raise UserError(
                     f"{folder}: a checkpoint of another model: {key} has shape {stored[key]}, expected {shape}"
                 )
+        self._reader.check_types(expected)
         rest = sorted(stored.keys() - expected.keys())
         beside = _NOT_THE_MODEL if hf.mtp else (*_NOT_THE_MODEL, MTP)
         if extra := [key for key in rest if not key.startswith(beside)]:
@@ -268,13 +269,18 @@ def verify(a: Path, b: Path, advance: Advance) -> Done:
         for (name, x), (_, y) in zip(*sources, strict=True):
             if x.dtype != y.dtype:
                 differ.append(f"{name} ({x.dtype} and {y.dtype})")
-            elif not torch.equal(x, y):
+            elif not torch.equal(_bits(x), _bits(y)):
                 differ.append(f"{name} (by up to {(x.double() - y.double()).abs().max():.3g})")
             done = Done(done.tensors + 1, done.elements + x.numel())
             advance(done.elements, total)
     if differ:
         raise RunError(f"{len(differ)} of {done.tensors} tensors differ, first: {differ[0]}")
     return done
+
+
+def _bits(x: Tensor) -> Tensor:
+    """As whole numbers: NaN equals itself, and the two zeros differ."""
+    return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 def _has_predictions(where: Path, hf: HFConfig) -> bool:

@@ -320,6 +320,8 @@ def chunk(
         vp_stage=stage,
         **more,
     )
+    if model.pre_process:
+        model.embedding.register_forward_hook(_with_plain_strides)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             set_choice(module, hf)
@@ -328,3 +330,10 @@ def chunk(
         if name.endswith(EXPERT_BIAS):
             buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
     return model
+
+
+def _with_plain_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Of embeddings `[P, 1, H]`, which are a transposed `[1, P, H]`: the stride of the axis of length 1 does not fit
+    the others, and torch would multiply them with a frozen weight token by token
+    (megatron_patches/frozen_weight_products.py)."""
+    return output.flatten(0, -2).view(output.shape)

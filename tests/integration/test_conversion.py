@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rlsys.config import Config
 from rlsys.config.trainer import ModelConfig, ParallelConfig
 from rlsys.convert import output
 from rlsys.convert.torch_dist import DistWriter
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.trainer import manifest, setup
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
@@ -281,3 +283,34 @@ def test_a_killed_conversion_leaves_nothing_that_loads(model: Path, tmp_path: Pa
     assert rlsys(argv) == 0
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
     assert verify(model, out, quiet).elements > 0
+
+
+def test_a_checkpoint_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    """As a quantising tool leaves it: converted back, and loaded by a trainer."""
+    folder, checkpoint = cases.write_model(tmp_path / "model", "Qwen3ForCausalLM"), tmp_path / "checkpoint"
+    hf_to_megatron(folder, checkpoint, {}, quiet)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    key = "decoder.layers.self_attention.linear_proj.weight"
+    old = metadata.state_dict_metadata[key].properties
+    metadata.state_dict_metadata[key].properties = replace(old, dtype=torch.int8)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / manifest.NAME).unlink()
+    manifest.write(checkpoint, 0, None, {})
+    message = rf"{checkpoint}: {key} has type int8; expected float64, float32, bfloat16 or float16"
+    with pytest.raises(UserError, match=message):
+        megatron_to_hf(checkpoint, tmp_path / "back", quiet)
+    with pytest.raises(UserError, match=message):
+        Trainer(cases.config_of(checkpoint, tmp_path / "run")).close()
+    setup.leave_layout()
+
+
+def test_verify_compares_bits(tmp_path: Path) -> None:
+    """A number that is none equals itself; the two zeros differ."""
+    folders = [cases.write_model(tmp_path / name, "Qwen3ForCausalLM") for name in "ab"]
+    for folder, zero in zip(folders, (0.0, -0.0), strict=True):
+        tensors = tensors_of(folder)
+        tensors["model.norm.weight"][:2] = torch.tensor([torch.nan, zero])
+        save_file(tensors, folder / "model.safetensors")
+    assert verify(folders[0], folders[0], quiet).tensors == len(tensors)
+    with pytest.raises(RunError, match=r"1 of \d+ tensors differ, first: model\.norm\.weight"):
+        verify(folders[0], folders[1], quiet)

@@ -76,8 +76,9 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_pa
     session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
     code, output = session.end()
     assert code == 0, output
-    assert "engine-0 died (exit code 137); restart 1" in output
-    assert "rollout died (exit code 137); restart 1, with trainer" in output
+    assert "engine-0 died (killed by signal 9 (SIGKILL), probably out of memory: " in output
+    assert "rollout died (killed by signal 9 (SIGKILL), probably out of memory: " in output
+    assert "restart 1, with trainer" in output
 
     assert check_ledger(run_dir)["trained"] == STEPS * GROUPS
     steps = read_metrics(run_dir).steps

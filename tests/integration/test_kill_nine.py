@@ -136,5 +136,5 @@ def test_the_rollout_process_at_every_boundary(tmp_path: Path) -> None:
         session.kill()
     assert code == 0, output
     assert {p.name for p in (run_dir / saboteur.FOLDER).iterdir()} == set(saboteur.BOUNDARIES)
-    assert output.count("rollout died (exit code 137)") == len(saboteur.BOUNDARIES)
+    assert output.count("rollout died (killed by signal 9 (SIGKILL), ") == len(saboteur.BOUNDARIES)
     check_whole(run_dir, steps)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.config import dump_config
 from rlsys.convert.hf import write_hf
@@ -24,6 +25,26 @@ pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 STATES = ("exp_avg", "exp_avg_sq", "param")
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8}}
+
+
+class Products(TorchDispatchMode):
+    """Counts the elements that matrix products read: of a weight that is repeated for each token, so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.repeated: set[str] = set()
+        """Products with an operand that is repeated in memory or not, instead of one product of all tokens."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            operands = [a for a in args if isinstance(a, Tensor)]
+            self.elements += sum(a.numel() for a in operands)
+            if any(
+                n > 1 and not stride for a in operands for n, stride in zip(a.shape, a.stride(), strict=True)
+            ):
+                self.repeated.add(" x ".join(str(tuple(a.shape)) for a in operands))
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -181,3 +202,41 @@ def test_a_runs_checkpoint_converts_to_the_merged_model(
     expected, made = (load_file(tmp_path / x / "model.safetensors") for x in ("expected", "made"))
     assert expected.keys() == made.keys()
     assert all(torch.equal(expected[name], made[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_with_adapters_reads_no_more_than_a_whole_one(
+    dtype: str, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """Thirty layers and a real vocabulary. One product for all tokens, also where a weight is frozen."""
+    sizes = {"num_hidden_layers": 30, "vocab_size": 50_000, "initializer_range": 0.05}
+    folder = cases.write_model(tmp_path / "model", "LlamaForCausalLM", **sizes)
+    read: dict[str, int] = {}
+    for name, section in (("whole", {}), ("adapters", LORA)):
+        trainer = start(folder, model={"path": folder, "dtype": dtype}, trainer=section)
+        batch = trainer.passes.pack(cases.samples(50_000, 3))
+        with Products() as products:
+            cases.canary_logps(trainer)
+            trainer.update(batch, cases.policy_loss, 1e-3)
+        assert not products.repeated, name
+        read[name] = products.elements
+    assert read["adapters"] <= read["whole"]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_frozen_weight_is_multiplied_token_by_token(
+    architecture: str, tied: bool, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """Under adapters, and where nothing at all is trained: a reference, a teacher, a reward model."""
+    folder = cases.write_model(tmp_path / "model", architecture, tie_word_embeddings=tied)
+    for section in (LORA, {}):
+        trainer = start(folder, trainer=section)
+        batch = trainer.passes.pack(cases.samples())
+        with Products() as products:
+            cases.canary_logps(trainer)
+            trainer.update(batch, cases.policy_loss, 1e-3)
+            for _, weight in trainer.named_parameters():
+                weight.requires_grad_(False)
+            cases.canary_logps(trainer)
+        assert not products.repeated, architecture

@@ -1,4 +1,5 @@
-"""Every family in a real engine, and a real pretrained model from its folder to a trained step. Slow, all but one.
+"""Every family in a real engine, a random model of a real one's depth and vocabulary in whole runs, and a real
+pretrained model from its folder to a trained step. Slow, all but one.
 
 The pretrained model is SmolLM2-135M-Instruct: RLSYS_SMOLLM2 names its Hugging Face folder.
 """
@@ -6,7 +7,9 @@ The pretrained model is SmolLM2-135M-Instruct: RLSYS_SMOLLM2 names its Hugging F
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ import torch
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.errors import RunError
 from rlsys.obs.metrics import read_metrics
 from rlsys.router.holdings import Checksums
 from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
@@ -27,6 +31,7 @@ from rlsys.weights.checksums import EngineChecksums
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import ENGINE_TENSORS, keep_model, model, stack
+from tests.helpers.runs import SYNCHRONOUS, train_locally
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 from tests.helpers.tiny import TINY
 
@@ -151,9 +156,75 @@ def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path:
         asyncio.run(all_methods(url))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [{"rope_theta": 9000.0}, {"rms_norm_eps": 1e-5}], ids=["rope", "epsilon"])
+def test_an_engine_that_computes_another_model_of_the_same_tensors_never_serves(
+    wrong: dict[str, float], engine_config: Config, tmp_path: Path
+) -> None:
+    """Its first push is refused, by canaries alone. Two layers, where such a fault shows least."""
+    keep_model(WIDE[0], made := tiny_moe_model(WIDE[0]))
+    made.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    raw = json.loads(file.read_text())
+    raw["rope_parameters"] = {
+        **raw["rope_parameters"],
+        **{k: v for k, v in wrong.items() if k in raw["rope_parameters"]},
+    }
+    assert wrong.keys() <= raw.keys() | raw["rope_parameters"].keys()
+    raw |= {k: v for k, v in wrong.items() if k in raw}
+    file.write_text(json.dumps(raw))
+    config = merged(engine_config, {"model": {"path": tmp_path / "model"}})
+
+    async def first_push(url: str) -> None:
+        async with stack(config, url) as s:
+            with pytest.raises(RunError, match=r"canary log-probs differ from the trainer's"):
+                await s.push(WIDE[0])
+
+    with running_engine(config, tmp_path) as url:
+        asyncio.run(first_push(url))
+
+
 def merged(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     return config.model_copy(update=sections)
+
+
+def write_deep(folder: Path) -> Path:
+    """Thirty layers and a vocabulary of 50,000, at random; the quickstart's tokenizer with as many tokens."""
+    sizes = {"num_hidden_layers": 30, "vocab_size": 50_000, "max_position_embeddings": 512}
+    tiny.write(folder, TINY["llama"], **TINY["llama"].served, **sizes, initializer_range=0.1)
+    shipped = ROOT / "configs" / "models" / "quickstart-moe"
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(shipped / name, folder / name)
+    tokenizer = json.loads((shipped / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"<{i}>": i for i in range(len(words), 50_000)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.dtype=bfloat16",), ("model.dtype=bfloat16", "trainer.lora={rank: 8}")],
+    ids=["float32", "bfloat16", "bfloat16-lora"],
+)
+def test_a_deep_model_with_a_real_vocabulary_trains_as_configs_come(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """No bound is set by hand; every push is attested, the first one too."""
+    run = tmp_path / "run"
+    train_locally(
+        run, *SYNCHRONOUS, "trainer.steps=2", "parallel.ep=1", "rollout.max_response_tokens=16",
+        f"model.path={write_deep(tmp_path / 'model')}", "data.reward=tests.helpers.length_reward:shorter",
+        *overrides,
+    )  # fmt: skip
+    steps = read_metrics(run).steps
+    names = ("push_canary_mean", "push_canary_p999", "push_canary_warnings", "mismatch_mean", "time_train")
+    print([{name: step.get(name) for name in names} for step in steps])
+    assert len(steps) == 2
+    for step in steps:
+        assert (step["push_tensors_unknown"], step["push_canary_warnings"]) == (0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +253,6 @@ def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_
         "rollout.over_provision": 1, "rollout.max_staleness": 0, "rollout.max_response_tokens": 48,
         "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,
         "engine.max_running_requests": 16, "engine.max_total_tokens": 8192,
-        "weights.canary_mean": 1e-5,  # thirty layers round more than the default's few
     }  # fmt: skip
     command = [sys.executable, "-m", "rlsys.cli", "train", "configs/quickstart.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]

@@ -24,11 +24,12 @@ from rlsys.convert.table import entries
 from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, DEFAULT_BOUNDS, Bounds, nearness
 from rlsys.router.holdings import MOVED, OTHER, STUCK, Checksums, Match
+from rlsys.tickets import Canary
 from rlsys.trainer.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.held_weights import HeldWeights
-from tests.helpers.router_rig import A, check, routing, sample
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.router_rig import CANARY_IDS, A, B, Rig, check, routing, sample
+from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs, checksums
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "quickstart-moe"
 HF = HFConfig.read(MODEL)
@@ -252,3 +253,142 @@ async def test_an_engine_that_stood_still_is_refused_by_its_canaries() -> None:
     async with routing(bounds=bounds) as rig:
         for _ in range(3):
             await rig.push()
+
+
+# -- rounding of deep models ---------------------------------------------------------------------------------
+
+SMOLLM2 = {"num_hidden_layers": 30, "vocab_size": 49152}
+
+
+def bounds_of(
+    folder: Path, dtype: str = "float32", fields: dict[str, Any] = SMOLLM2, **weights: Any
+) -> Bounds:
+    (folder / "config.json").write_text(json.dumps(fields))
+    sections = {"model": {"path": folder, "dtype": dtype}, "weights": weights}
+    return Bounds.of(Config.model_validate(sections))
+
+
+async def push(rig: Rig, gap: float, holds: int | None = None) -> dict[str, float]:
+    """With canaries that differ by `gap` in the mean. `holds`: another version's checksums."""
+    version = rig.version + 1
+    logps = np.abs(canary_logprobs(CANARY_IDS, version))
+    off = gap / float((1 / np.maximum(1.0, logps)).mean())
+    return await rig.push(sums=checksums(holds or version), off=-off)
+
+
+def test_bounds_of_a_first_comparison_grow_with_depth_and_vocabulary(tmp_path: Path) -> None:
+    """SmolLM2-135M was seen 4.8e-6 off in float32 and 0.019 in bfloat16; another constant in a norm is 4e-5 off, a
+    wrong rotary embedding above 0.1."""
+    deep, wide = (
+        bounds_of(tmp_path),
+        bounds_of(tmp_path, fields={"num_hidden_layers": 2, "vocab_size": 49152}),
+    )
+    small = bounds_of(tmp_path, fields={"num_hidden_layers": 2, "vocab_size": 128})
+    assert small.mean < wide.mean < deep.mean
+    assert 1e-5 < deep.mean < 1e-3 and 1e-4 < deep.p999 < 1e-1
+    half = bounds_of(tmp_path, "bfloat16")
+    assert 0.03 < half.mean < 0.1
+    text = {"text_config": SMOLLM2, "model_type": "qwen3_vl_moe"}
+    assert bounds_of(tmp_path, fields=text) == deep
+    assert bounds_of(tmp_path, canary_mean=3e-5).mean == 3e-5
+
+
+async def test_a_deep_model_is_attested_and_a_wrong_engine_is_not(tmp_path: Path) -> None:
+    """At the first push: what thirty layers round, and what a wrong computation makes of the same tensors."""
+    bounds = bounds_of(tmp_path)
+    async with routing(bounds=bounds) as rig:
+        metrics = await push(rig, 4.8e-6)
+        assert 3e-6 < metrics["push_canary_mean"] < 5e-6 and not metrics["push_canary_warnings"]
+        await push(rig, 9e-6)
+    async with routing(bounds=bounds) as rig:
+        with pytest.raises(RunError, match=r"canary log-probs differ .*weights\.canary_mean"):
+            await push(rig, 1e-2)
+    async with routing(bounds=bounds) as rig:
+        with pytest.raises(RunError, match=r"tensor"):
+            await push(rig, 4.8e-6, holds=7)
+
+
+async def test_later_pushes_are_held_against_what_the_first_one_rounded(tmp_path: Path) -> None:
+    bounds = bounds_of(tmp_path)
+    async with routing(bounds=bounds) as rig:
+        await push(rig, 2e-6)
+        await push(rig, 5e-6)
+        with pytest.raises(RunError, match=r"canary log-probs differ .*bound 6e-06"):
+            await push(rig, 3e-5)
+    async with routing(bounds=bounds) as rig:  # the smallest bound is that of small models
+        await push(rig, 0.0)
+        await push(rig, 9e-7)
+        with pytest.raises(RunError, match=r"bound 1e-06"):
+            await push(rig, 3e-6)
+
+
+async def test_half_precision_warns_by_what_the_first_push_rounded(tmp_path: Path) -> None:
+    async with routing(bounds=bounds_of(tmp_path, "bfloat16")) as rig:
+        for gap, warned in ((0.017, 0), (0.03, 0), (0.09, 1)):
+            metrics = await push(rig, gap)
+            assert metrics["push_canary_warnings"] == warned
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push(rig, 0.6)
+
+
+async def test_a_restarted_router_measures_again(tmp_path: Path) -> None:
+    """After a resume, engines hold the folder's weights and get the checkpoint's: a comparison of equal tensors."""
+    for first in (2e-6, 2e-5):
+        async with routing(bounds=bounds_of(tmp_path)) as rig:
+            await push(rig, first)
+            await push(rig, 2 * first)
+
+
+async def test_an_engine_that_joins_is_measured_by_itself(tmp_path: Path) -> None:
+    """Its kernels may round otherwise than those of the others."""
+    async with routing(ScriptedEngine(A), bounds=bounds_of(tmp_path)) as rig:
+        await push(rig, 0.0)
+        rig.engine.restart()
+        rig.join(ScriptedEngine(B))
+        with pytest.raises(RunError, match=rf"{A} quarantined: canary log-probs differ"):
+            await push(rig, 1e-5)
+            raise RunError(f"{A} {rig.router.engine_states()[A]}; {B} {rig.router.engine_states()[B]}")
+        assert rig.router.engine_states()[B] == "version 2"
+
+
+async def test_a_set_bound_is_kept_to_and_moved_by_nothing(tmp_path: Path) -> None:
+    async with routing(bounds=bounds_of(tmp_path, canary_mean=1e-5)) as rig:
+        await push(rig, 0.0)
+        await push(rig, 9e-6)
+        with pytest.raises(RunError, match=r"bound 1e-05: weights\.canary_mean"):
+            await push(rig, 2e-5)
+
+
+# -- experts that score nearly the same ----------------------------------------------------------------------
+
+ROUTED = {**SMOLLM2, "num_experts": 128}
+
+
+async def push_tokens(rig: Rig, gaps: list[float]) -> dict[str, float]:
+    """One canary of tokens that differ by so much."""
+    version = rig.version = rig.version + 1
+    await rig.router.begin_push(version)
+    for engine in rig.engines:
+        engine.load(version)
+    ids = [1] * (len(gaps) + 1)
+    logps = [lp * (1 + gap) for lp, gap in zip(canary_logprobs(ids, version), gaps, strict=True)]
+    metrics = await rig.router.end_push(version, [Canary(ids, logps)], [checksums(version)], {})
+    rig.router.resume()
+    return metrics
+
+
+async def test_float32_warns_of_a_few_tokens_that_other_experts_compute(tmp_path: Path) -> None:
+    """In a deep model with many experts some always score the same but for rounding. The other tokens show that the
+    engine computes the same model."""
+    few, most = [1e-6] * 195 + [0.02] * 5, [1e-3] * 195 + [0.02] * 5
+    async with routing(bounds=bounds_of(tmp_path, fields=ROUTED)) as rig:
+        assert (await push_tokens(rig, few))["push_canary_warnings"] == 1
+        assert rig.router.engine_states() == {A: "version 1"}
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, most)
+    async with routing(bounds=bounds_of(tmp_path)) as rig:  # no experts
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, few)
+    async with routing(bounds=bounds_of(tmp_path, fields=ROUTED)) as rig:
+        with pytest.raises(RunError, match=r"canary log-probs differ"):
+            await push_tokens(rig, [1e-6] * 180 + [2.0] * 20)

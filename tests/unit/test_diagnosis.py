@@ -62,7 +62,10 @@ def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
         "rollout",
         "step 4; 1 group; engines: http://n1:1 dead, http://n2:1 version 3",
     ]
-    assert "  engine-0         on n1, ended with code 137, 12 s old: bye" in lines
+    assert (
+        "  engine-0         on n1, killed by signal 9 (SIGKILL), probably out of memory, 12 s old: bye"
+        in lines
+    )
     assert "does not answer" in describe("silence", [], None, {})
 
 

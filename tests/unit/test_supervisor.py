@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,67 @@ def test_an_engine_is_restarted(stage: Stage) -> None:
     )
     assert "engine-0 died (exit code 9); restart 1" in stage.display.phases
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 2
+
+
+KILLED = "killed by signal 9 (SIGKILL), probably out of memory: "
+RANKS = "launch.ranks: rank 0 exited with code {}"
+SGLANG = "Subprocess scheduler_0 (pid=7) crashed with exit code {}. Triggering SIGQUIT for cleanup..."
+SGLANG_EARLY = (
+    "RuntimeError: Rank 0 scheduler died during initialization (exit code: {}). If exit code is -9,"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", KILLED),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11 (SIGSEGV)"),
+        (f"print({RANKS.format(137)!r}, flush=True); os._exit(137)", KILLED),
+        (f"print({RANKS.format(139)!r}, flush=True); os._exit(139)", "killed by signal 11 (SIGSEGV)"),
+        (f"print({SGLANG.format(-9)!r}, flush=True); os.kill(os.getpid(), 9)", KILLED),
+        (
+            f"print({SGLANG.format(-11)!r}, flush=True); os.kill(os.getpid(), 9)",
+            "killed by signal 11 (SIGSEGV)",
+        ),
+        (f"print({SGLANG_EARLY.format(-9)!r}, flush=True); os._exit(1)", KILLED),
+        (f"print({RANKS.format(1)!r}, flush=True); os._exit(1)", "exit code 1)"),
+    ],
+    ids=[
+        "killed",
+        "segfault",
+        "rank",
+        "rank's segfault",
+        "scheduler",
+        "scheduler's segfault",
+        "start",
+        "error",
+    ],
+)
+def test_a_death_by_a_signal_says_which_and_what_memory_was_used(stage: Stage, end: str, told: str) -> None:
+    """Also where the process that the kernel killed is a child of the role's: a rank, a scheduler."""
+    dies_once = "again = count('engine-0 began') == 2\nserve()\nif again: signal.pause()\n"
+    dies_once += f"wait_for('engine-0 probed')\n{end}"
+    stage.run(
+        stage.role("engine", dies_once, serves=True),
+        stage.role("trainer", "while count('engine-0 probed') < 2: time.sleep(0.01)"),
+    )
+    (said,) = [phase for phase in stage.display.phases if "restart 1" in phase]
+    assert said.startswith(f"engine-0 died ({told}"), said
+    if told == KILLED:
+        assert re.search(
+            r"largest process had \d+\.\d GB; \d+\.\d of \d+\.\d GB of the (host|cgroup)", said
+        ), said
+
+
+def test_a_role_that_is_killed_at_its_start_ends_the_run_with_the_signal(stage: Stage) -> None:
+    with pytest.raises(
+        RoleFailed, match=r"engine-0 was killed by signal 9 .*out of memory: .*; its log: "
+    ) as failed:
+        stage.run(
+            stage.role("engine", "print('loading', flush=True); os.kill(os.getpid(), 9)", serves=True),
+            stage.role("trainer", "signal.pause()"),
+        )
+    assert failed.value.log_lines == ["loading"]
 
 
 def test_an_engine_that_dies_too_often_stops_the_run(stage: Stage) -> None:
