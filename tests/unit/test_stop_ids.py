@@ -22,8 +22,10 @@ from rlsys.rewards.marks import read_mark
 from rlsys.rollout.assembly import build_scorer, turn_ends
 from rlsys.rollout.evaluation import score_all
 from rlsys.rollout.scoring import Verdict
+from rlsys.rollout.tools import ToolTurns, around_answer
 from rlsys.router.request import Turn
-from rlsys.types import Prompt, Sample, Status
+from rlsys.spans import VersionSpan
+from rlsys.types import Prompt, Sample, Segment, Status
 from tests.helpers.stop_families import FAMILIES, edit, write_family
 
 SUM = {"source_dataset": "chain_sum", "difficulty": {}}
@@ -201,3 +203,33 @@ def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
     edit(tmp_path / "config.json", eos_token_id=None, text_config={"eos_token_id": 5})
     config = Config.model_validate({"model": {"path": tmp_path}})
     assert {5, mark} <= turn_ends(config, tokenizer).ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: str, tmp_path: Path) -> None:
+    """The token that ended the turn is not said twice; a turn that a stop text ended gets the template's end."""
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    config = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop": [")"]}})
+    call, end = "<answer>1+1</answer>", family.turn_end
+
+    async def observed(last: str) -> str:
+        async def speak(sample: Sample) -> None:
+            ids = tokenizer.encode(call + last)
+            sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
+            sample.status = Status.FINISHED
+
+        async def tool(text: str) -> str:
+            return "2"
+
+        turns = ToolTurns(
+            speak, tokenizer, tool, ends=turn_ends(config, tokenizer), call=("<answer>", "</answer>"),
+            answer=around_answer(tokenizer, "user"), max_turns=2, max_response_tokens=99,
+        )  # fmt: skip
+        sample = Sample(0, 0, 0, [1], seed=0)
+        await turns(sample, Prompt(0, "", [1], {}))
+        (said,) = sample.observed
+        return tokenizer.decode(sample.response_ids[said.start : said.end])
+
+    assert await observed(")") == f"{end}{family.user}2<assistant>"
+    assert await observed(end or family.user) == f"{family.user if end else ''}2<assistant>"
