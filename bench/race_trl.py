@@ -43,7 +43,7 @@ from rlsys.data import Tokenizer, build_source  # noqa: E402
 from rlsys.data.source import PromptSource  # noqa: E402
 from rlsys.rewards import make_score  # noqa: E402
 from rlsys.rewards.marks import read_mark  # noqa: E402
-from rlsys.types import Prompt  # noqa: E402
+from rlsys.types import Prompt, Response  # noqa: E402
 
 
 class Lines:
@@ -66,7 +66,9 @@ class Task:
         return self.tokenizer.decode(prompt.ids)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        return read_mark(self._score(prompt, self.tokenizer.decode(response))).reward
+        finished = bool(response) and response[-1] in self.tokenizer.stop_ids
+        text = self.tokenizer.decode(response[:-1] if finished else response)
+        return read_mark(self._score(prompt, Response(text, finished=finished, ids=response))).reward
 
 
 class Evaluation(TrainerCallback):  # type: ignore[misc]

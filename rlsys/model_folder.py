@@ -1,4 +1,4 @@
-"""What config.json of a model folder says of the language model, whatever other parts the model has."""
+"""What a model folder says of the language model, whatever other parts the model has."""
 
 from __future__ import annotations
 
@@ -30,6 +30,28 @@ def read_fields(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return language_part(raw, str(folder)) if isinstance(raw.get(_TEXT), dict) else raw
+
+
+def read_stop_ids(folder: Path) -> frozenset[int]:
+    """`eos_token_id` of config.json, of its text part, and of generation_config.json: an id or a list each.
+
+    Raises UserError when a file is unreadable or a value is neither.
+    """
+    stop_ids: set[int] = set()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.exists():
+            continue
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            values = [part.get("eos_token_id") for part in (raw, raw.get(_TEXT) or {})]
+        except (OSError, ValueError, AttributeError) as e:
+            raise UserError(f"{file}: cannot read eos_token_id: {type(e).__name__} {e}") from None
+        for value in values:
+            ids = value if isinstance(value, list) else [value] if value is not None else []
+            if not all(isinstance(i, int) for i in ids):
+                raise UserError(f"{file}: eos_token_id = {value!r}: expected an id or a list of ids")
+            stop_ids.update(ids)
+    return frozenset(stop_ids)
 
 
 def of_language_alone(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,9 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.errors import UserError
+from rlsys.model_folder import read_stop_ids
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""
+_QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
 class Tokenizer:
@@ -70,6 +73,27 @@ class Tokenizer:
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
         self._template: jinja2.Template | None = None
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids with which the model ends a response, whatever a config says: those that the folder names, the
+        tokenizer's eos, and the end of a turn in the chat template.
+
+        Raises UserError when the folder's are unreadable.
+        """
+        return read_stop_ids(self.path) | {self.eos_id, self.turn_end_id}
+
+    @cached_property
+    def turn_end_id(self) -> int:
+        """The special token that the chat template writes directly behind an answer; eos where it writes none."""
+        try:
+            chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+            before, _, behind = self.apply_chat(chat, generate=False).partition(_ANSWER)
+        except UserError:  # no template, or none for such a chat
+            return self.eos_id
+        ids = self.encode(behind.lstrip())
+        opens_a_turn = before.endswith(behind)  # of templates that open another turn whatever they are asked
+        return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` as it stands: no bos or eos is added."""

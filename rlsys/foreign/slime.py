@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError
-from rlsys.foreign.draft import Draft
+from rlsys.foreign.draft import Draft, Row
 from rlsys.foreign.shell import Script
 from rlsys.foreign.sizes import Sizes, put_anchor, put_sizes, source_of
+from rlsys.model_folder import read_stop_ids
 
 SLIME = {
     "--hf-checkpoint": "model.path",
@@ -97,7 +98,7 @@ NEEDLESS = (
     (r"^--(use-wandb|wandb|use-tensorboard|tb-|log-|use-tracking|debug|dump|save-debug|load-debug|profile|record|"
      r"use-pytorch-profiler|custom-(eval-)?rollout-log)",
      "the run folder has metrics and samples; run.trackers sends them on"),
-    (r"^--(apply-chat|rollout-shuffle|rollout-seed|seed|num-epoch|start-rollout|skip-eval|group-rm|rollout-stop-token|"
+    (r"^--(apply-chat|rollout-shuffle|rollout-seed|seed|num-epoch|start-rollout|skip-eval|group-rm|"
      r"rollout-max-(prompt|context)|eval-(temperature|top|max-context|min)|rollout-skip)",
      "the chat template is the model's; prompts are shuffled by data.seed"),
 )  # fmt: skip
@@ -214,6 +215,7 @@ def _rollout(d: Draft) -> None:
     d.cut("--rollout-top-p", "--rollout-top-k")
     if stops := d.get("--rollout-stop"):
         d.put("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
+    _stop_ids(d)
     groups = int(d.get("--rollout-batch-size", 1))
     over = int(d.get("--over-sampling-batch-size", groups)) / groups
     if d.get("--partial-rollout"):
@@ -238,6 +240,26 @@ def _rollout(d: Draft) -> None:
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
     ):  # fmt: skip
         d.refuse(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
+
+
+def _stop_ids(d: Draft) -> None:
+    """The model's own ids need no field; others are named by their texts."""
+    option, folder = "--rollout-stop-token-ids", Path(str(d.get("--hf-checkpoint", "")))
+    if (stops := d.get(option)) is None:
+        return
+    ids = [int(i) for i in (stops if isinstance(stops, list) else [stops])]
+    if not (folder / "config.json").is_file():
+        d.refuse(
+            option,
+            f"{folder} is not here: ids that the model does not stop at need their texts in rollout.stop",
+        )
+    elif others := sorted(set(ids) - read_stop_ids(folder)):
+        d.refuse(
+            option,
+            f"the model does not stop at {min(others)}: name the texts of such ids in rollout.stop",
+        )
+    else:
+        d.needless.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
 
 
 def _algorithm(d: Draft) -> None:

@@ -19,7 +19,7 @@ from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.engines import Engines
 from rlsys.rollout.generator import build_generator, unanswered
 from rlsys.rollout.pass_at import pass_figures
-from rlsys.rollout.scoring import Verdict, asked_about
+from rlsys.rollout.scoring import Verdict
 from rlsys.rollout.turns import probing_turns
 from rlsys.router.router import EVALUATION
 from rlsys.types import Prompt, Sample, Status
@@ -82,11 +82,7 @@ class AskedSet:
 
     async def _verdict(self, sample: Sample, prompt: Prompt, reason: str | None) -> Verdict:
         """`reason`: why there is no response."""
-        return (
-            await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
-            if reason is None
-            else Verdict(reason=reason)
-        )
+        return await self._scorer.score(prompt, sample) if reason is None else Verdict(reason=reason)
 
     def _sample(self, prompt: Prompt, number: int) -> Sample:
         """Each response has a seed of its own, the same in every evaluation."""

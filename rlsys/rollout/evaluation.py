@@ -35,7 +35,7 @@ from rlsys.rollout.engines import Engines
 from rlsys.rollout.eval_sets import AskedSet, one_version
 from rlsys.rollout.generator import Generator, build_generator, unanswered
 from rlsys.rollout.protocol import EvalResult
-from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.turns import Speak, greedy_turns
 from rlsys.router.router import EVALUATION, Router
 from rlsys.types import Prompt, Sample, Status
@@ -66,7 +66,7 @@ async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
 
 async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
     """In their order."""
-    return await asyncio.gather(*(scorer.score(asked_about(p, s), s.judged_ids) for s, p in answered))
+    return await asyncio.gather(*(scorer.score(p, s) for s, p in answered))
 
 
 def judge(answered: list[Probe], verdicts: list[Verdict]) -> EvalResult:

@@ -8,7 +8,7 @@ import logging
 from rlsys.algo.planners import LARGEST_GROUP
 from rlsys.rollout.generator import Generator, unanswered
 from rlsys.rollout.schedule import sample_seed
-from rlsys.rollout.scoring import Scorer, asked_about
+from rlsys.rollout.scoring import Scorer
 from rlsys.router.router import EVALUATION, NobodyExplores, RefusedPrompt
 from rlsys.types import Prompt, Sample
 
@@ -43,4 +43,4 @@ class Explorer:
         self._alone = False
         if reason is not None:
             return None
-        return (await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)).reward
+        return (await self._scorer.score(prompt, sample)).reward

@@ -15,7 +15,7 @@ from rlsys.rollout.generator import Generator
 from rlsys.rollout.repeat import Stops
 from rlsys.rollout.sample_spans import SampleSpans
 from rlsys.rollout.schedule import resume_key
-from rlsys.rollout.scoring import Scorer, Verdict, asked_about
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import looking_turns
@@ -148,7 +148,7 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.score(asked_about(prompt, sample), sample.judged_ids)
+        return await self._scorer.score(prompt, sample)
 
     def go(self, trained_steps: int) -> None:
         """Engines have weights of so many train steps: a sample that follows a record goes on to its next stop."""

@@ -185,7 +185,7 @@ def first_prompt(config: Config, tokenizer: Tokenizer, planning: Planning, group
 
 async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:
     """One response by the run's generator, of a model that says RESPONSE at each turn."""
-    said = [*tokenizer.encode(RESPONSE), tokenizer.eos_id]
+    said = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
 
     async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
         room = within(config.rollout.max_response_tokens, most) - sample.tokens
@@ -229,7 +229,9 @@ async def _score(
     own = any(spec.name == "agent" for spec in config.data.reward)
     if own or config.rollout.generator in ("environment", "replayed"):
         prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
-    verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
+    answer = Sample(0, 0, 0, list(prompt.ids), seed=0, status=Status.FINISHED)
+    answer.response_ids.extend([*tokenizer.encode(RESPONSE), tokenizer.turn_end_id])
+    verdict = await scorer.score(prompt, answer)
     if verdict.reward is None:
         raise UserError(
             f"data.reward = {config.data.reward_name!r}: the response {RESPONSE} to the first prompt gets none: "

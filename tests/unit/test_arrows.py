@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"types", "errors", "config", "imports"},
     "starter": {"errors", "imports"},
     "config": BASE | {"foreign"},
-    "foreign": {"errors"},
+    "foreign": {"errors", "model_folder"},
     "algo": {"arrays", "spans", "types", "errors", "config", "plugins", "imports"},
     "rewards": {
         "types",
@@ -51,8 +51,8 @@ ALLOWED: dict[str, set[str]] = {
         "imports",
         "workers",
         "data",
-    },  # the eos token ends an answer
-    "data": {"types", "errors", "config", "plugins", "imports"},
+    },
+    "data": {"types", "errors", "config", "plugins", "imports", "model_folder"},
     "relay": set(),
     "engine": BASE | {"relay"},
     "router": BASE | {"engine"},
