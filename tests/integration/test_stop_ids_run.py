@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlsys.obs.metrics import read_metrics
-from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, train_locally
+from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, curve, same_curve, train_locally
 from tests.helpers.stop_families import edit
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -17,11 +16,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 QUICKSTART = ROOT / "configs" / "models" / "quickstart-moe"
 
 
-def rewards(run: Path, folder: Path) -> list[tuple[float, float]]:
-    """Of each step: reward and mean length."""
-    train_locally(run, *SYNCHRONOUS, f"model.path={folder}", "data.reward=reasoning_gym")
+def steps_of(run: Path, folder: Path) -> list[dict[str, Any]]:
+    train_locally(run, *SYNCHRONOUS, f"model.path={folder}")
     checked_ledger(run)
-    return [(step["reward_mean"], step["response_length_mean"]) for step in read_metrics(run).steps]
+    return curve(run)
 
 
 def test_rewards_are_those_of_the_model_whose_eos_ends_it(tmp_path: Path) -> None:
@@ -30,8 +28,7 @@ def test_rewards_are_those_of_the_model_whose_eos_ends_it(tmp_path: Path) -> Non
     edit(other / "tokenizer_config.json", eos_token="<unk>")
     for name in ("config.json", "generation_config.json"):
         edit(other / name, eos_token_id=[3, 2])
-    assert json.loads((other / "config.json").read_text())["eos_token_id"] == [3, 2]
-    found, expected = rewards(tmp_path / "run", other), rewards(tmp_path / "expected", QUICKSTART)
+    found, expected = steps_of(tmp_path / "run", other), steps_of(tmp_path / "expected", QUICKSTART)
     print(found, expected)
-    assert found == expected
-    assert any(reward > 0 for reward, _ in expected)
+    assert any(step["reward"] > 0 for step in expected)
+    assert same_curve(found, expected)
