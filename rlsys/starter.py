@@ -56,7 +56,7 @@ START = HERE / {start}  # where rlsys starts: the paths in the config are seen f
 def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(START)
     config = load_config(HERE / "config.yaml")
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     prompt = build_source(config, tokenizer).train(0)
     score = resolve("data.reward", f"{{HERE / 'reward.py'}}:reward", {{}})(config)
     right = f"<think></think><answer>{{prompt.entry['answer']}}</answer>"

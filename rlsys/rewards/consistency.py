@@ -41,7 +41,7 @@ def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response],
             "of its own, http://HOST:PORT or path/to/file.py:function"
         )
     judge: Any = call("data.judge", find_judge(config.data.judge), config, _nobody)
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
 
     async def score(prompt: Prompt, text: Response) -> float:
         answer = final_answer(text, form_of(prompt))

@@ -24,7 +24,7 @@ def regex(config: Config, pattern: str | None = None, key: str = "pattern", whol
     `whole`: all of it has to match. The response is its text without special tokens; `.` is any character, new lines
     too. Raises UserError for a pattern that is none.
     """
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     if pattern is not None:
         _compiled(pattern)
 
@@ -51,7 +51,7 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
     """
     import jsonschema
 
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     if isinstance(schema, str):
         try:
             schema = json.loads(Path(schema).read_text(encoding="utf-8"))

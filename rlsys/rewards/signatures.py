@@ -15,7 +15,7 @@ from rlsys.config.data import RewardSpec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import call, expect_function
-from rlsys.rewards.slime_names import Options, Sample
+from rlsys.rewards.slime_names import Options, Sample, provide
 from rlsys.types import Prompt, Response
 
 Score = Callable[[Prompt, Response], Any]
@@ -40,7 +40,8 @@ def adapt(
         field = f"{field_name} = {spec.name!r}"
         expect_function(field, function, made, "config", "a function score(prompt, text)")
         return made
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
+    provide(tokenizer)
     own = _ARGUMENTS[signature](function, spec, config)
     further = _taken(function, further)
 

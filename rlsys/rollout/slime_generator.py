@@ -20,7 +20,7 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.errors import UserError
-from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
+from rlsys.rewards.slime_names import ENDED, Options, conversations, provide, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed
@@ -76,6 +76,7 @@ class SlimeGenerator:
     ) -> None:
         self._function, self._config, self._tokenizer = function, config, tokenizer
         self._speak, self._ends, self._params = speak, ends, dict(params)
+        provide(tokenizer)
         self._tells_evaluation = "evaluation" in inspect.signature(function).parameters
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:

@@ -19,6 +19,7 @@ from rlsys.config.data import EvalSet
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import check_teachers
 from rlsys.errors import UserError
+from rlsys.model_folder import vocabulary_files
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
@@ -80,10 +81,10 @@ def try_rollout(config: Config) -> Tried:
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     """Tokenizer and prompt source, which has enough held-out prompts; None where the folder has no tokenizer."""
-    if not (config.model.path / "tokenizer.json").is_file():
+    if not vocabulary_files(config.model.path):
         _build_without_tokenizer(config)
         return None
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    tokenizer = Tokenizer.of(config)
     with tried(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)

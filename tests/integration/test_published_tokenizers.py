@@ -169,8 +169,11 @@ def test_a_folder_that_was_converted_both_ways_loads(tmp_path: Path) -> None:
     (folder / "additional_chat_templates" / "plain.jinja").write_text("{{ messages[0].content }}")
     edit(folder / "config.json", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
     megatron, back = tmp_path / "megatron", tmp_path / "back"
-    for words in (("hf-to-megatron", folder, megatron), ("megatron-to-hf", megatron, back)):
-        told = rlsys("convert", words[0], str(words[1]), "--out", str(words[2]))
+    for words in (
+        ("hf-to-megatron", "--hf", folder, "--out", megatron),
+        ("megatron-to-hf", "--checkpoint", megatron, "--out", back),
+    ):
+        told = rlsys("convert", *map(str, words))
         assert told.returncode == 0, told.stderr
     theirs, found = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, back))
     assert [found.encode(t) for t in TEXTS] == [theirs.encode(t) for t in TEXTS]
