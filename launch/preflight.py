@@ -31,7 +31,7 @@ def check_model(config: Config) -> None:
         raise UserError(f"model.path = {path}: no weights in it ({' or '.join(weights)})")
     if not vocabulary_files(path):
         raise UserError(
-            f"model.path = {path}: no tokenizer in it (tokenizer.json, or what AutoTokenizer reads)"
+            f"model.path = {path}: no tokenizer in it (tokenizer.json), and no vocabulary that AutoTokenizer reads"
         )
     if any(path.glob("*.safetensors")):
         find_tensors(path, hf)

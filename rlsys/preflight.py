@@ -27,6 +27,6 @@ def check_start(config: Config) -> list[str]:
     found = [*notes(config), *tried.notes]
     if tried.rewards is None:
         found.append(
-            f"NOT CHECKED: {config.model.path} has no tokenizer: the first prompt, its generator and its reward"
+            f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"
         )
     return found

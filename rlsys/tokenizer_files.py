@@ -38,8 +38,8 @@ def tokenizer_folder(path: Path, trust_remote_code: bool = False) -> Path:
         return path
     if not vocabulary_files(path):
         raise UserError(
-            f"model.path = {str(path)!r}: no tokenizer there (tokenizer.json, tokenizer.model, tiktoken.model, "
-            "vocab.json)"
+            f"model.path = {str(path)!r}: no tokenizer.json there, and no vocabulary in another form "
+            "(tokenizer.model, tiktoken.model, vocab.json)"
         )
     code = remote_code(path)
     if code is not None and not trust_remote_code:

@@ -106,7 +106,9 @@ def test_ids_are_those_of_autotokenizer(form: str, tmp_path: Path, monkeypatch: 
 
 
 def test_code_of_a_folder_runs_with_consent_only(tmp_path: Path) -> None:
-    folder = write_form(tmp_path / "model", "kimi", reads="open('ran', 'w').write(text) and text")
+    folder, ran = write_form(tmp_path / "model", "kimi"), tmp_path / "ran"
+    code = folder / "tokenization_ranks.py"
+    code.write_text(f"{code.read_text()}\nopen({str(ran)!r}, 'w')\n")
     for command in ("explain", "train"):
         told = rlsys(
             command, "configs/quickstart.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={folder}"
@@ -114,7 +116,7 @@ def test_code_of_a_folder_runs_with_consent_only(tmp_path: Path) -> None:
         assert told.returncode == 2
         (line,) = told.stderr.strip().splitlines()
         assert "tokenization_ranks.RankTokenizer" in line and "model.trust_remote_code=true" in line
-    assert not list(ROOT.glob("ran"))
+    assert not ran.exists()
 
 
 def test_a_tokenizer_that_no_tokenizer_json_equals_is_one_line(tmp_path: Path) -> None:
