@@ -197,4 +197,55 @@ def write_llama(folder: Path) -> int:
     return int(model.vocab_size())
 
 
-FORMS = {"kimi": write_kimi, "gpt2": write_gpt2, "llama": write_llama}
+PIECES = '''"""A tokenizer on sentencepiece, as Ernie's."""
+
+import sentencepiece
+from transformers import PreTrainedTokenizer
+
+
+class PieceTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tokenizer.model"}
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, vocab_file, **kwargs):
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return self.pieces.vocab_size()
+
+    def get_vocab(self):
+        return {self.pieces.id_to_piece(i): i for i in range(self.vocab_size)}
+
+    def _tokenize(self, text, **kwargs):
+        return self.pieces.encode_as_pieces(text)
+
+    def _convert_token_to_id(self, token):
+        return self.pieces.piece_to_id(token)
+
+    def _convert_id_to_token(self, index):
+        return self.pieces.id_to_piece(index)
+
+    def convert_tokens_to_string(self, tokens):
+        return self.pieces.decode(tokens)
+
+    def save_vocabulary(self, save_directory, filename_prefix=None):
+        return ()
+'''
+
+
+def write_ernie(folder: Path) -> int:
+    """As write_llama, read by code of the folder."""
+    size = write_llama(folder)
+    (folder / "tokenization_pieces.py").write_text(PIECES)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PieceTokenizer"
+    settings["auto_map"] = {"AutoTokenizer": ["tokenization_pieces.PieceTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return size
+
+
+FORMS = {"kimi": write_kimi, "gpt2": write_gpt2, "llama": write_llama, "ernie": write_ernie}
+CODE_FORMS = ("kimi", "ernie")
+"""Those that are read by code of the folder."""
