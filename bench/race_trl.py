@@ -41,7 +41,7 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
 from rlsys.rewards import make_score
 from rlsys.rewards.marks import read_mark
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 
 class Lines:
@@ -64,7 +64,9 @@ class Task:
         return self.tokenizer.decode(prompt.ids)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        return read_mark(self._score(prompt, self.tokenizer.decode(response))).reward
+        finished = bool(response) and response[-1] in self.tokenizer.stop_ids
+        text = self.tokenizer.decode(response[:-1] if finished else response)
+        return read_mark(self._score(prompt, Response(text, finished=finished, ids=response))).reward
 
 
 class Evaluation(TrainerCallback):

@@ -34,7 +34,7 @@ from rlsys.rollout.repairs import Repairs
 from rlsys.rollout.trees import TreeGenerator
 from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.router.router import Router
-from rlsys.types import Prompt, Sample
+from rlsys.types import Prompt, Response, Sample
 from tests.helpers.families import Siblings
 
 
@@ -46,7 +46,8 @@ def group_of(number: int, prompt: Prompt, size: int) -> Siblings:
 
 def answers(tokenizer: Tokenizer, samples: Iterable[Sample]) -> set[str]:
     """The final ones; a response without one adds none."""
-    told = (final_answer(tokenizer.decode(s.response_ids), tokenizer.eos_token) for s in samples)
+    ended = [s.response_ids for s in samples if s.response_ids and s.response_ids[-1] in tokenizer.stop_ids]
+    told = (final_answer(Response(tokenizer.decode(ids), finished=True)) for ids in ended)
     return {a for a in told if a is not None}
 
 

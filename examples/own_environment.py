@@ -9,24 +9,22 @@ in its tokens: after an interruption, or a crash, it is called again with those 
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.rewards.answer import final_answer
 from rlsys.rollout.generator import Generator
 from rlsys.rollout.turns import Speak
-from rlsys.types import Prompt, Sample, Status
+from rlsys.types import Prompt, Response, Sample, Status
 
 
 def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generator:
-    stop_ids = read_stop_ids(config.model.path)
     again = tokenizer.encode("<user>again<assistant>")
     room = config.rollout.max_response_tokens - len(again)
 
     def right(sample: Sample, prompt: Prompt) -> bool:
-        text = tokenizer.decode(sample.response_ids)
-        return final_answer(text, tokenizer.eos_token) == prompt.entry["answer"]
+        response = Response(tokenizer.decode(sample.response_ids), finished=True)
+        return final_answer(response) == prompt.entry["answer"]
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
-        ended = bool(sample.response_ids) and sample.response_ids[-1] in stop_ids
+        ended = bool(sample.response_ids) and sample.response_ids[-1] in tokenizer.stop_ids
         if not sample.observed and not ended:
             await speak(sample)
             if sample.status is not Status.FINISHED or right(sample, prompt):

@@ -2,25 +2,23 @@
 
     rlsys train examples/own_reward.yaml
 
-`reward(config)` makes the function once in each reward process. The function gets a prompt and the model's text, and
-gives a finite number, or a dict of named numbers.
+`reward(config)` makes the function once in each reward process. The function gets a prompt and the model's response,
+a str with `finished` (False where it was cut off), and gives a finite number, or a dict of named numbers.
 """
 
 from collections.abc import Callable
 
 from rlsys.config import Config
-from rlsys.data import Tokenizer
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 
-def reward(config: Config) -> Callable[[Prompt, str], float]:
-    eos = Tokenizer(config.model.path).eos_token
+def reward(config: Config) -> Callable[[Prompt, Response], float]:
     longest = config.rollout.max_response_tokens
 
-    def score(prompt: Prompt, text: str) -> float:
-        if final_answer(text, eos) != prompt.entry["answer"]:
+    def score(prompt: Prompt, response: Response) -> float:
+        if final_answer(response) != prompt.entry["answer"]:
             return 0.0
-        return 1.0 - 0.5 * min(len(text) / longest, 1.0)  # this model's tokens are single characters
+        return 1.0 - 0.5 * min(len(response) / longest, 1.0)  # this model's tokens are single characters
 
     return score

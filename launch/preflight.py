@@ -16,6 +16,7 @@ from rlsys.convert.fit import (
 )
 from rlsys.convert.folder import find_tensors
 from rlsys.errors import UserError
+from rlsys.model_folder import vocabulary_files
 
 
 def check_model(config: Config) -> None:
@@ -25,9 +26,13 @@ def check_model(config: Config) -> None:
     """
     path = config.model.path
     hf = read_model(config)
-    for needed, what in ((("*.safetensors", ".metadata"), "weights"), (("tokenizer.json",), "tokenizer")):
-        if not any(any(path.glob(pattern)) for pattern in needed):
-            raise UserError(f"model.path = {path}: no {what} in it ({' or '.join(needed)})")
+    weights = ("*.safetensors", ".metadata")
+    if not any(any(path.glob(pattern)) for pattern in weights):
+        raise UserError(f"model.path = {path}: no weights in it ({' or '.join(weights)})")
+    if not vocabulary_files(path):
+        raise UserError(
+            f"model.path = {path}: no tokenizer in it (tokenizer.json), and no vocabulary that AutoTokenizer reads"
+        )
     check_tensors(config, hf)
 
 

@@ -1,4 +1,4 @@
-"""What config.json of a model folder says of the language model, whatever other parts the model has."""
+"""What a model folder says of the language model, whatever other parts the model has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import Any
 
 from rlsys.errors import UserError
 
+TOKENIZER = "tokenizer.json"
 _TEXT, _VISION = "text_config", "vision_config"
+_VOCABULARIES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+"""Files that hold a vocabulary in another form than tokenizer.json."""
+_WEIGHTS = frozenset({
+    ".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pt", ".pth", ".safetensors",
+    ".tensors",
+})  # fmt: skip
+"""Suffixes of weight files."""
+_OF_WEIGHTS = frozenset({"hf_quant_config.json", "quant_config.json", "quantize_config.json"})
+"""Files that say how weights are stored."""
+_OF_A_CHECKPOINT = frozenset({"manifest.json", "metadata.json"})
+"""Files of a Megatron checkpoint that describe its own files."""
 
 
 def language_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -30,6 +42,54 @@ def read_fields(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return language_part(raw, str(folder)) if isinstance(raw.get(_TEXT), dict) else raw
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Files that go along with a model's weights, relative to `folder` and sorted: all but weight files, what
+    describes weight files, and hidden files. Of subfolders those without a weight file in them.
+    """
+    names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
+    names = [n for n in names if not any(part.startswith(".") for part in n.parts)]
+    weights = [n for n in names if n.suffix in _WEIGHTS]
+    others = {n.parts[0] for n in weights if len(n.parts) > 1}
+    left_out = _OF_WEIGHTS | (_OF_A_CHECKPOINT if (folder / ".metadata").is_file() else frozenset())
+    return sorted(
+        n
+        for n in names
+        if n.suffix not in _WEIGHTS
+        and not n.name.endswith(".index.json")
+        and n.name not in left_out
+        and (len(n.parts) == 1 or n.parts[0] not in others)
+    )
+
+
+def vocabulary_files(folder: Path) -> list[Path]:
+    """The files with a tokenizer's vocabulary; none in a folder without a tokenizer."""
+    if (folder / TOKENIZER).is_file():
+        return [folder / TOKENIZER]
+    return sorted(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
+
+
+def read_stop_ids(folder: Path) -> frozenset[int]:
+    """`eos_token_id` of config.json, of its text part, and of generation_config.json: an id or a list each.
+
+    Raises UserError when a file is unreadable or a value is neither.
+    """
+    stop_ids: set[int] = set()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.exists():
+            continue
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            values = [part.get("eos_token_id") for part in (raw, raw.get(_TEXT) or {})]
+        except (OSError, ValueError, AttributeError) as e:
+            raise UserError(f"{file}: cannot read eos_token_id: {type(e).__name__} {e}") from None
+        for value in values:
+            ids = value if isinstance(value, list) else [value] if value is not None else []
+            if not all(isinstance(i, int) for i in ids):
+                raise UserError(f"{file}: eos_token_id = {value!r}: expected an id or a list of ids")
+            stop_ids.update(ids)
+    return frozenset(stop_ids)
 
 
 def of_language_alone(folder: Path) -> dict[str, Any]:

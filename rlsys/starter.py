@@ -33,7 +33,8 @@ import re
 
 
 def reward(config):
-    def score(prompt, text):  # prompt.entry: the row of the data; text: all that the model wrote
+    def score(prompt, text):  # prompt.entry: the row of the data; text: all that the model wrote, a str;
+        # text.finished: whether the model ended it by itself
         found = re.search(r"<answer>\s*(.*?)\s*</answer>", text)
         return float(found is not None and found[1] == str(prompt.entry["answer"]))
 
@@ -55,10 +56,10 @@ START = HERE / {start}  # where rlsys starts: the paths in the config are seen f
 def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(START)
     config = load_config(HERE / "config.yaml")
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     prompt = build_source(config, tokenizer).train(0)
     score = resolve("data.reward", f"{{HERE / 'reward.py'}}:reward", {{}})(config)
-    right = f"<think></think><answer>{{prompt.entry['answer']}}</answer>{{tokenizer.eos_token}}"
+    right = f"<think></think><answer>{{prompt.entry['answer']}}</answer>"
     assert score(prompt, right) == 1
     assert score(prompt, right.replace("<answer>", "<answer>1")) == 0
 """

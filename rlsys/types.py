@@ -324,6 +324,25 @@ class Sample:
         return out
 
 
+class Response(str):
+    """The text of a response, as reward functions get it: with special tokens, without the stop id that ended it.
+
+    finished: the model ended the response by itself, with one of its stop ids or with a stop text; else the response
+    was cut off. ids: all response tokens, the stop id included.
+    """
+
+    finished: bool
+    ids: Sequence[int]
+
+    def __new__(cls, text: str, *, finished: bool, ids: Sequence[int] = ()) -> Response:
+        response = super().__new__(cls, text)
+        response.finished, response.ids = finished, ids
+        return response
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
+        return (str(self),), {"finished": self.finished, "ids": self.ids}
+
+
 @dataclass(slots=True)
 class Prompt:
     """One problem. `entry` is what the reward function needs to judge a response.

@@ -30,7 +30,7 @@ from rlsys.texts import load_json
 START_SECONDS = 120.0
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME",
+    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "XDG_CACHE_HOME",
 )  # fmt: skip
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""

@@ -20,7 +20,7 @@ def calls(config, tokenizer, worked=20, guess_from=0.85, guesses=60):
 
     def turn(messages, said):
         prompt = tokenizer.encode(tokenizer.apply_chat(messages, tools=[ADD]))
-        return Trace(prompt, [*tokenizer.encode(said), tokenizer.eos_id])
+        return Trace(prompt, [*tokenizer.encode(said), tokenizer.turn_end_id])
 
     def question(random, done):
         long = random.random() < 0.3

@@ -15,7 +15,11 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 class ModelConfig(Section):
     path: FilePath
-    """Hugging Face folder that the run starts from: config.json, *.safetensors, tokenizer.json."""
+    """Hugging Face folder that the run starts from: config.json, *.safetensors, and a tokenizer that transformers'
+    AutoTokenizer reads."""
+    trust_remote_code: bool = False
+    """Whether code of the folder may run: where its tokenizer is converted, and in engines. Kimi-K2 and Moonlight
+    need it, since their tokenizers are code. Read it first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
     and there trainer and engine agree to 1e-6."""

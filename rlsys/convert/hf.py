@@ -22,21 +22,8 @@ from rlsys.convert.quantised import from_fp8, from_mxfp4
 from rlsys.convert.stack import part_of
 from rlsys.convert.table import carried_names
 from rlsys.errors import UserError
+from rlsys.model_folder import side_files
 from rlsys.precision import BLOCK
-
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
-"""What travels with config.json and the tensors so that the folder serves by itself."""
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -123,7 +110,11 @@ def write_hf(
         held_bytes, total = held_bytes + size, total + size
     flush()
     _name_files(partial, files, total)
-    _write_side_files(partial, source, dtypes, changes)
+    changes = dict(changes)
+    if len(dtypes) == 1:
+        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        changes["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    copy_side_files(source, partial, changes)
     publish(partial, folder)
 
 
@@ -141,18 +132,15 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_side_files(
-    folder: Path, source: Path, dtypes: set[torch.dtype], changes: Mapping[str, Any]
-) -> None:
+def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Copy what goes along with a model's weights, so that `folder` loads by itself. Its weights are not quantised,
+    and neither does its config.json say so. `changes`: of config.json."""
+    for name in side_files(source):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
     config = {**json.loads((source / "config.json").read_text(encoding="utf-8")), **changes}
-    if len(dtypes) == 1:
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(dtypes.pop()).removeprefix("torch.")
     config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in SIDE_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
 
 
 def publish(partial: Path, folder: Path) -> None:

@@ -169,8 +169,11 @@ def written(
     tools: list[dict[str, Any]] | None = None,
     every: bool = False,
 ) -> Trace:
-    """The ids that the model should have written: an answer's own turns, each to its end token. `every`: all turns of
-    the assistant in `answer`, else the last one.
+    """The ids that the model should have written: an answer's own turns, each to the stop id that ends it. `every`:
+    all turns of the assistant in `answer`, else the last one.
+
+    A turn ends with the last stop id that the chat template writes in it; where it writes none, with the next role's
+    mark if that is a stop id (GLM), and an answer with the tokenizer's turn_end_id.
 
     Pieces are encoded one by one, as a rollout does it. Raises UserError where the chat template does not write a
     turn behind what stood there when it was opened.
@@ -178,11 +181,12 @@ def written(
     so_far = tokenizer.apply_chat(prompt, tools=tools)
     prompt_ids = tokenizer.encode(so_far)
     if isinstance(answer, str):
-        return Trace(prompt_ids, [*tokenizer.encode(answer), tokenizer.eos_id])
+        return Trace(prompt_ids, _ended(tokenizer, tokenizer.encode(answer)))
     if answer[-1]["role"] != "assistant":
         raise UserError(f"the answer ends with the turn of {answer[-1]['role']}; expected the assistant's")
     ids: list[int] = []
     trained: list[bool] = []
+    stop_ids = tokenizer.stop_ids
     for i, message in enumerate(answer):
         own = message["role"] == "assistant"
         text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not own, tools=tools)
@@ -192,14 +196,19 @@ def written(
                 "model would have written cannot be told; give the answer as a text, or imitate the last turn alone"
             )
         piece = tokenizer.encode(text[len(so_far) :])
-        ends = [k + 1 for k, token in enumerate(piece) if token == tokenizer.eos_id]
+        ends = [k + 1 for k, token in enumerate(piece) if token in stop_ids]
         mine = (ends[-1] if ends else len(piece)) if own and (every or i == len(answer) - 1) else 0
+        if not own and ends[:1] == [1] and trained and trained[-1] and ids[-1] not in stop_ids:
+            mine = 1  # the next role's mark ends the turn before it
         ids += piece
         trained += [True] * mine + [False] * (len(piece) - mine)
         so_far = text
     while not trained[-1]:  # what the template writes behind the end
         ids.pop(), trained.pop()
-    if ids[-1] != tokenizer.eos_id:
-        ids.append(tokenizer.eos_id)
-        trained.append(True)
-    return Trace(prompt_ids, ids, trained)
+    ids = _ended(tokenizer, ids)
+    return Trace(prompt_ids, ids, trained + [True] * (len(ids) - len(trained)))
+
+
+def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """An answer with a stop id at its end."""
+    return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]

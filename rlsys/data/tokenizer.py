@@ -1,4 +1,4 @@
-"""Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers.
+"""Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers in this process.
 
 Templates are rendered by jinja2's sandbox with what transformers gives them; a test holds the two to the same text.
 transformers itself would bring torch into the rollout process.
@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +23,15 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from rlsys.config import Config
 from rlsys.errors import RowError, UserError
+from rlsys.model_folder import TOKENIZER, read_stop_ids
 from rlsys.texts import is_valid_text, shortened
+from rlsys.tokenizer_files import CONFIG, tokenizer_folder
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""
+_QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
 _TEMPLATE_ERRORS = (
@@ -36,18 +41,24 @@ _TEMPLATE_ERRORS = (
 
 
 class Tokenizer:
-    """`tokenizer.json`, `tokenizer_config.json` and the chat template of the folder `path`.
+    """The tokenizer and the chat template of the folder `path`.
 
     Raises UserError that names the file when one is missing or cannot be read.
     """
 
-    def __init__(self, path: Path | str, chat_args: Mapping[str, Any] | None = None) -> None:
-        """`chat_args`: what the chat template gets beside the messages (data.chat_template_args)."""
+    def __init__(
+        self,
+        path: Path | str,
+        chat_args: Mapping[str, Any] | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`chat_args`: what the chat template gets beside the messages (data.chat_template_args).
+        `trust_remote_code`: a folder without tokenizer.json may be converted by its own code."""
         self.path = Path(path)
         self._chat_args = dict(chat_args or {})
-        file = self.path / "tokenizer.json"
-        if not file.is_file():
-            raise UserError(f"model.path = {str(self.path)!r}: no tokenizer.json there")
+        source = tokenizer_folder(self.path, trust_remote_code)
+        file = source / TOKENIZER
         try:
             self._fast = FastTokenizer.from_file(str(file))
         except Exception as e:  # noqa: BLE001  (the Rust library raises bare Exception)
@@ -55,7 +66,9 @@ class Tokenizer:
         # Padding and truncation that some folders ship would change what a prompt is.
         self._fast.no_padding()
         self._fast.no_truncation()
-        config = _read_json(self.path / "tokenizer_config.json")
+        config = _read_json(source / CONFIG)
+        if source != self.path and (self.path / CONFIG).is_file():
+            config |= _read_json(self.path / CONFIG)
         self._names = {
             k: t
             for k in config
@@ -77,6 +90,33 @@ class Tokenizer:
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
         self._template: jinja2.Template | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Tokenizer:
+        """That of the config's model, with the config's chat arguments."""
+        chat_args = config.data.chat_template_args
+        return cls(config.model.path, chat_args, trust_remote_code=config.model.trust_remote_code)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids with which the model ends a response, whatever a config says: those that the folder names, the
+        tokenizer's eos, and the end of a turn in the chat template.
+
+        Raises UserError when the folder's are unreadable.
+        """
+        return read_stop_ids(self.path) | {self.eos_id, self.turn_end_id}
+
+    @cached_property
+    def turn_end_id(self) -> int:
+        """The special token that the chat template writes directly behind an answer; eos where it writes none."""
+        try:
+            chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+            before, _, behind = self.apply_chat(chat, generate=False).partition(_ANSWER)
+        except UserError:  # no template, or none for such a chat
+            return self.eos_id
+        ids = self.encode(behind.lstrip())
+        opens_a_turn = before.endswith(behind)  # of templates that open another turn whatever they are asked
+        return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` as it stands: no bos or eos is added. Raises ValueError for half of a character."""

@@ -106,7 +106,7 @@ class ChainSumTraces:
         prompt = self._tokenizer.apply_chat([{"role": "user", "content": sum_text + "="}])
         text = response(sum_text, "" if guess else working(sum_text))
         ids = self._tokenizer.encode(text)
-        return Trace(self._tokenizer.encode(prompt), [*ids, self._tokenizer.eos_id])
+        return Trace(self._tokenizer.encode(prompt), [*ids, self._tokenizer.turn_end_id])
 
     def _source(self, n: int) -> ReasoningGymSource:
         if n not in self._sources:

@@ -44,6 +44,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # of a gated delta net's last inputs: else bfloat16 always
     }
+    if config.model.trust_remote_code:
+        argv.append("--trust-remote-code")
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
     if passes_on(config):

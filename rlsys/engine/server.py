@@ -1,6 +1,8 @@
 """The stock SGLang server, behind a fence and started sooner: `python -m rlsys.engine.server` with
 sglang.launch_server's arguments.
 
+An engine of a folder without tokenizer.json gets the conversion that all other processes use (tokenizer_files.py).
+
 Before it starts, sockets.py sees to it that nobody reaches the engine but through its HTTP server. The fence
 (fence.py) refuses weights of a push that another one has followed. The relay (rlsys/relay) takes weights in
 pieces and passes them on to another host.
@@ -21,12 +23,15 @@ import gc
 import importlib
 import runpy
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from rlsys.engine import sockets
 from rlsys.engine.fence import Fence
+from rlsys.model_folder import vocabulary_files
 from rlsys.obs.role import run_role
 from rlsys.relay.install import install
+from rlsys.tokenizer_files import tokenizer_folder
 
 
 def import_most() -> None:
@@ -52,7 +57,19 @@ def relay() -> None:
     install(app, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
 
 
+def tokenizer_arguments(argv: list[str]) -> list[str]:
+    """SGLang's arguments for the tokenizer of `--model-path`. Raises UserError."""
+    if "--model-path" not in argv or "--tokenizer-path" in argv:
+        return []
+    path = Path(argv[argv.index("--model-path") + 1])
+    if not vocabulary_files(path):
+        return []  # SGLang says what it misses
+    folder = tokenizer_folder(path, "--trust-remote-code" in argv)
+    return [] if folder == path else ["--tokenizer-path", str(folder)]
+
+
 def prepare() -> None:
+    sys.argv += tokenizer_arguments(sys.argv)
     sockets.keep_private(sys.argv[1:])
     import_most()
     fence()

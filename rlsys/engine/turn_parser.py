@@ -1,7 +1,8 @@
 """A process that takes turns of the model apart as SGLang's server does: `python -m rlsys.engine.turn_parser`.
 
-The first message is {"tool_call_parser", "reasoning_parser", "model"}, every other one {"text", "before", "tools"};
-both are JSON. Only this process imports SGLang's parsers, and with them torch: seconds, and half a GB of memory.
+The first message is {"tool_call_parser", "reasoning_parser", "model", "trust_remote_code"}, every other one {"text",
+"before", "tools"}; both are JSON. Only this process imports SGLang's parsers, and with them torch: seconds, and half
+a GB of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer
 
 def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
     names = json.loads(message)
-    tokenizer = AutoTokenizer.from_pretrained(names["model"])
+    tokenizer = AutoTokenizer.from_pretrained(names["model"], trust_remote_code=names["trust_remote_code"])
 
     def parse(message: bytes) -> dict[str, Any]:
         """What SGLang's server answers a chat that is not streamed (serving_chat.py, _build_chat_response)."""

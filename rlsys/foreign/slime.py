@@ -11,9 +11,10 @@ from typing import Any
 
 from rlsys.errors import UserError
 from rlsys.foreign.commands import is_started, settings_of_command
-from rlsys.foreign.draft import Draft, OtherRun, Settings, Unresolved
+from rlsys.foreign.draft import Draft, OtherRun, Row, Settings, Unresolved
 from rlsys.foreign.shell import Script
 from rlsys.foreign.sizes import Sizes, put_anchor, put_sizes, put_steps, refuse_other_media, source_of
+from rlsys.model_folder import read_stop_ids
 
 SLIME = {
     "--hf-checkpoint": "model.path",
@@ -353,6 +354,7 @@ def _rollout(d: Draft) -> None:
     d.cut("--rollout-top-p", "--rollout-top-k")
     if stops := d.get("--rollout-stop"):
         d.put("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
+    _stop_ids(d)
     groups = max(1, d.whole("--rollout-batch-size", 1))
     over = d.whole("--over-sampling-batch-size", groups) / groups
     if d.flag("--partial-rollout"):
@@ -380,6 +382,27 @@ def _rollout(d: Draft) -> None:
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
     ):  # fmt: skip
         d.refuse(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
+
+
+def _stop_ids(d: Draft) -> None:
+    """The model's own ids need no field; others are named by their texts."""
+    option, folder = "--rollout-stop-token-ids", Path(str(d.get("--hf-checkpoint", "")))
+    if (stops := d.get(option)) is None:
+        return
+    ids = [int(i) for i in (stops if isinstance(stops, list) else [stops])]
+    if not (folder / "config.json").is_file():
+        d.refuse(
+            option,
+            f"{folder} is not here: ids that the model does not stop at need their texts in rollout.stop",
+        )
+    elif others := sorted(set(ids) - read_stop_ids(folder)):
+        d.refuse(
+            option,
+            f"the model does not stop at {min(others)}: name the texts of such ids in rollout.stop",
+        )
+    else:
+        d.used.add(option)
+        d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
 
 
 def _algorithm(d: Draft) -> None:

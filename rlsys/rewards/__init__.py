@@ -1,4 +1,4 @@
-"""Rewards: `reward_fn(prompt, response_text) -> Mark`, any finite number.
+"""Rewards: `reward_fn(prompt, response) -> Mark`, any finite number.
 
 A reward function, built in or named by import path, is made as `function(config)`, has the signature of another
 framework (signatures.py), or stands behind a URL (service.py). It may be async or plain. An async one runs in the
@@ -33,11 +33,11 @@ from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
 from rlsys.rewards.workers import RewardWorkers
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
-RewardFn = Callable[[Prompt, str], Awaitable[Mark]]
+RewardFn = Callable[[Prompt, Response], Awaitable[Mark]]
 
-REWARDS: dict[str, Callable[..., Callable[[Prompt, str], Any]]] = {
+REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
     "reasoning_gym": reasoning_gym,
     "reasoning_gym_partial": reasoning_gym_partial,
     "exact_answer": exact_answer,
@@ -110,11 +110,11 @@ class Rewards:
         all_async = len(self._async_scores) == len(self._names)
         async with nullcontext() if all_async else self._workers.scores() as scores:
 
-            async def reward_fn(prompt: Prompt, response_text: str) -> Mark:
+            async def reward_fn(prompt: Prompt, response: Response) -> Mark:
                 async def plain() -> list[Any]:
-                    return [] if scores is None else await scores(prompt, response_text)
+                    return [] if scores is None else await scores(prompt, response)
 
-                asked = [score(prompt, response_text) for score in self._async_scores.values()]
+                asked = [score(prompt, response) for score in self._async_scores.values()]
                 plain_values, *async_values = await asyncio.gather(plain(), *asked)
                 mine, others = iter(async_values), iter(plain_values)
                 values = [next(mine if i in self._async_scores else others) for i in range(len(self._names))]

@@ -1,6 +1,6 @@
 """Verifiers of a final answer: between <answer> and </answer>, or in the form that the prompt asks for.
 
-A response that does not end with the end-of-sequence token never said that it was done: it scores 0.
+A response that was cut off never said that it was done: it scores 0.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from rlsys.config import Config
-from rlsys.data.tokenizer import Tokenizer
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 _ANSWER = re.compile("<answer>.*?</answer>", re.DOTALL)
 _LINE = re.compile(r"^Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 _BOX = "\\boxed{"
 
-Score = Callable[[Prompt, str], float]
+Score = Callable[[Prompt, Response], float]
 
 
-def final_answer(response_text: str, eos_token: str, form: str = "tags") -> str | None:
-    """The final answer of a response that ended with `eos_token`; None when there is none, or it never ended.
+def final_answer(response: Response, form: str = "tags") -> str | None:
+    """The final answer of a response that the model has finished; None when there is none, or it was cut off.
 
     `form`: how the prompt asks for it. tags: the last <answer>...</answer>; boxed: the last \\boxed{...}; line: what
     follows `Answer:` on the last line that begins so. Raises KeyError for another form.
     """
-    if not response_text.endswith(eos_token):
-        return None
-    return FORMS[form](response_text[: len(response_text) - len(eos_token)])
+    return FORMS[form](response) if response.finished else None
 
 
 def _tags(text: str) -> str | None:
@@ -60,13 +57,13 @@ def form_of(prompt: Prompt) -> str:
     return str(prompt.entry.get("form", "tags"))
 
 
-def format_share(prompt: Prompt, response_text: str, eos_token: str) -> float:
+def format_share(prompt: Prompt, response: Response) -> float:
     """How well a response keeps to the format that its prompt asks for: the share of what it should have that it has.
 
     That is a final answer, and each of the marks of the prompt's template exactly once.
     """
-    kept = [final_answer(response_text, eos_token, form_of(prompt)) is not None]
-    kept += [response_text.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
+    kept = [final_answer(response, form_of(prompt)) is not None]
+    kept += [response.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
     return sum(kept) / len(kept)
 
 
@@ -75,9 +72,9 @@ def count_answers(text: str) -> int:
     return len(_ANSWER.findall(text))
 
 
-def canonical_answer(response_text: str, eos_token: str, form: str = "tags") -> str | None:
+def canonical_answer(response: Response, form: str = "tags") -> str | None:
     """The final answer as votes compare it: single blanks, no case; None where there is none."""
-    answer = final_answer(response_text, eos_token, form)
+    answer = final_answer(response, form)
     return " ".join(answer.casefold().split()) if answer else None
 
 
@@ -88,7 +85,7 @@ def reasoning_gym(config: Config) -> Score:
     that. Where part marks are wanted, `reasoning_gym_partial` passes them on.
     """
     partial = reasoning_gym_partial(config)
-    return lambda prompt, response_text: float(partial(prompt, response_text) >= 1)
+    return lambda prompt, response: float(partial(prompt, response) >= 1)
 
 
 def reasoning_gym_partial(config: Config) -> Score:
@@ -97,10 +94,10 @@ def reasoning_gym_partial(config: Config) -> Score:
         get_score_answer_fn,  # some seconds: here, and not in the first score's time limit
     )
 
-    eos_token, verifier = Tokenizer(config.model.path).eos_token, lru_cache(get_score_answer_fn)
+    verifier = lru_cache(get_score_answer_fn)
 
-    def score(prompt: Prompt, response_text: str) -> float:
-        answer = final_answer(response_text, eos_token, form_of(prompt))
+    def score(prompt: Prompt, response: Response) -> float:
+        answer = final_answer(response, form_of(prompt))
         if answer is None:
             return 0.0
         return float(verifier(prompt.entry["metadata"]["source_dataset"])(answer, prompt.entry))
@@ -108,24 +105,21 @@ def reasoning_gym_partial(config: Config) -> Score:
     return score
 
 
-def answer_and_format(config: Config) -> Callable[[Prompt, str], dict[str, float]]:
+def answer_and_format(config: Config) -> Callable[[Prompt, Response], dict[str, float]]:
     """Two named rewards: `answer`, full marks of the task's verifier; `format`, how well the response keeps to the
     format that its prompt asks for (format_share)."""
-    right, eos_token = reasoning_gym(config), Tokenizer(config.model.path).eos_token
+    right = reasoning_gym(config)
 
-    def score(prompt: Prompt, response_text: str) -> dict[str, float]:
-        kept = format_share(prompt, response_text, eos_token)
-        return {"answer": right(prompt, response_text), "format": kept}
+    def score(prompt: Prompt, response: Response) -> dict[str, float]:
+        return {"answer": right(prompt, response), "format": format_share(prompt, response)}
 
     return score
 
 
 def exact_answer(config: Config) -> Score:
     """1 when the answer is the entry's `answer`, letter by letter but for surrounding blanks."""
-    eos_token = Tokenizer(config.model.path).eos_token
 
-    def score(prompt: Prompt, response_text: str) -> float:
-        found = final_answer(response_text, eos_token, form_of(prompt))
-        return float(found == str(prompt.entry["answer"]).strip())
+    def score(prompt: Prompt, response: Response) -> float:
+        return float(final_answer(response, form_of(prompt)) == str(prompt.entry["answer"]).strip())
 
     return score

@@ -42,7 +42,7 @@ def code(
     away, and from what it does not protect). `seconds` and `memory_mb`: of one test. rollout.reward_timeout has to be
     more than `seconds` times the tests of a row.
     """
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     if seconds <= 0 or memory_mb < 32:
         raise UserError(
             f"data.reward: code: seconds = {seconds:g}, memory_mb = {memory_mb}: expected > 0, and at least 32"

@@ -17,7 +17,7 @@ from rlsys.plugins import call
 from rlsys.rewards.answer import final_answer, form_of
 from rlsys.rewards.judges import find_judge
 from rlsys.rewards.workers import RewardError
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 ASK = """Problem:
 {problem}
@@ -32,7 +32,7 @@ Does this reasoning lead to this answer? Whether the answer is right does not ma
 _SAID = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
-def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, str], Awaitable[float]]:
+def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response], Awaitable[float]]:
     """1 where the judge says yes, 0 for no, without an answer, or without any reasoning. Raises UserError where
     `data.judge` names no judge that a reward can ask."""
     if config.data.judge in (None, "engines"):
@@ -41,10 +41,10 @@ def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, str], Awai
             "of its own, http://HOST:PORT or path/to/file.py:function"
         )
     judge: Any = call("data.judge", find_judge(config.data.judge), config, _nobody)
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
 
-    async def score(prompt: Prompt, text: str) -> float:
-        answer = final_answer(text, tokenizer.eos_token, form_of(prompt))
+    async def score(prompt: Prompt, text: Response) -> float:
+        answer = final_answer(text, form_of(prompt))
         before = text.rpartition("</think>")[0] or text.rpartition("<answer>")[0]
         reasoning = tokenizer.without_special(before).removeprefix("<think>").strip()
         if answer is None or not reasoning:

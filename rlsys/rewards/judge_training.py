@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlsys.config import Config
-from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 
 def judge_reward(said: int | None, truth: int, steps: int) -> float:
@@ -21,26 +20,25 @@ def judge_reward(said: int | None, truth: int, steps: int) -> float:
     return 1.0 if truth < 0 else 1.0 - abs(said - truth) / steps
 
 
-def verdict(response_text: str, eos_token: str) -> int | None:
+def verdict(response: Response) -> int | None:
     """The step in the last \\boxed{} of a response that has ended, or else in its <answer>; None where neither is a
     number."""
     for form in ("boxed", "tags"):
-        if (found := final_answer(response_text, eos_token, form)) is not None:
+        if (found := final_answer(response, form)) is not None:
             return int(found) if found.removeprefix("-").isdecimal() else None
     return None
 
 
-def fapo_judge(config: Config) -> Callable[[Prompt, str], float]:
+def fapo_judge(config: Config) -> Callable[[Prompt, Response], float]:
     """(1 + judge_reward) / 2, a reward in [0, 1]. An entry has `step`, the first wrong one or -1, and `steps`.
 
     Full marks are for the exact step. Advantages over groups are the same as those of judge_reward itself.
     """
-    eos_token = Tokenizer(config.model.path).eos_token
 
-    def score(prompt: Prompt, response_text: str) -> float:
+    def score(prompt: Prompt, response: Response) -> float:
         if missing := {"step", "steps"} - prompt.entry.keys():
             raise ValueError(f"the problem's entry has no {' and no '.join(sorted(missing))}")
-        said = verdict(response_text, eos_token)
+        said = verdict(response)
         return (1 + judge_reward(said, int(prompt.entry["step"]), int(prompt.entry["steps"]))) / 2
 
     return score

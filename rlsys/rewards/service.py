@@ -66,7 +66,7 @@ class ServiceReward:
     def __init__(self, config: Config, url: str) -> None:
         self._url = url
         self._seconds = config.rollout.reward_timeout * PART_OF_TIMEOUT
-        self._tokenizer = Tokenizer(config.model.path)
+        self._tokenizer = Tokenizer.of(config)
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, prompt: Prompt, text: str) -> Any:

@@ -12,9 +12,9 @@ from rlsys.config import Config
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
-Score = Callable[[Prompt, str], float]
+Score = Callable[[Prompt, Response], float]
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def regex(config: Config, pattern: str | None = None, key: str = "pattern", whol
     `whole`: all of it has to match. The response is its text without special tokens; `.` is any character, new lines
     too. Raises UserError for a pattern that is none.
     """
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     if pattern is not None:
         _compiled(pattern)
 
@@ -51,7 +51,7 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
     """
     import jsonschema
 
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer.of(config)
     if isinstance(schema, str):
         try:
             schema = json.loads(Path(schema).read_text(encoding="utf-8"))
@@ -63,14 +63,14 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
         except jsonschema.SchemaError as e:
             raise UserError(f"data.reward: json_schema: not a schema: {e.message}") from None
 
-    def score(prompt: Prompt, text: str) -> float:
+    def score(prompt: Prompt, text: Response) -> float:
         wanted = schema
         if wanted is None:
             wanted = prompt.entry[key]
             wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         plain = tokenizer.without_special(text)
         blocks = _FENCED.findall(plain)
-        inner = blocks[-1] if blocks else final_answer(text, tokenizer.eos_token)
+        inner = blocks[-1] if blocks else final_answer(text)
         try:
             value = json.loads(inner if inner is not None else plain.rpartition("</think>")[2])
         except ValueError:
@@ -86,14 +86,13 @@ def length(config: Config, limit: int | None = None, buffer: int | None = None) 
     DAPO's soft punishment (Yu et al. 2025, equation 13). `limit`: unset, rollout.max_response_tokens; `buffer`:
     unset, a fifth of it.
     """
-    tokenizer = Tokenizer(config.model.path)
     most = config.rollout.max_response_tokens if limit is None else limit
     room = max(1, most // 5) if buffer is None else buffer
     if not 0 < room <= most:
         raise UserError(f"data.reward: length: buffer = {room}, limit = {most}: expected 0 < buffer <= limit")
 
-    def score(prompt: Prompt, text: str) -> float:
-        return -min(1.0, max(0.0, (len(tokenizer.encode(text)) - (most - room)) / room))
+    def score(prompt: Prompt, response: Response) -> float:
+        return -min(1.0, max(0.0, (len(response.ids) - (most - room)) / room))
 
     return score
 
@@ -104,12 +103,11 @@ def format_(config: Config, marks: list[str] | None = None) -> Score:
     `marks`: unset, `</think>`, `<answer>`, `</answer>`. Many chat templates open `<think>` themselves.
     """
     wanted = ["</think>", "<answer>", "</answer>"] if marks is None else marks
-    eos_token = Tokenizer(config.model.path).eos_token
     if not wanted:
         raise UserError("data.reward: format: marks = []: expected at least one")
 
-    def score(prompt: Prompt, text: str) -> float:
-        if not text.endswith(eos_token):
+    def score(prompt: Prompt, text: Response) -> float:
+        if not text.finished:
             return 0.0
         at, kept = -1, 0
         for mark in wanted:

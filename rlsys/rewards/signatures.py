@@ -1,7 +1,7 @@
 """Reward functions written for others, called as they expect it: verl's, slime's, TRL's and those of `verifiers`.
 
-Each adapter makes `score(prompt, text)` of a function, async where the function is. Others' functions get the text as
-their frameworks give it: without special tokens.
+Each adapter makes `score(prompt, response)` of a function, async where the function is. Others' functions get the
+text as their frameworks give it, without special tokens, and the sampled ids where they take ids.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlsys.config.data import RewardSpec
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.errors import UserError
 from rlsys.plugins import call, expect_function
-from rlsys.rewards.slime_names import Options, Sample
-from rlsys.types import Prompt
+from rlsys.rewards.slime_names import Options, Sample, provide
+from rlsys.types import Prompt, Response
 
-Score = Callable[[Prompt, str], Any]
+Score = Callable[[Prompt, Response], Any]
 """What it gives is read by marks.read_mark, or awaited first; None: this reward does not apply."""
-Arguments = Callable[[Prompt, str], dict[str, Any]]
+Arguments = Callable[[Prompt, Response], dict[str, Any]]
 
 
 def adapt(
@@ -40,12 +40,13 @@ def adapt(
         field = f"{field_name} = {spec.name!r}"
         expect_function(field, function, made, "config", "a function score(prompt, text)")
         return made
-    tokenizer = Tokenizer(config.model.path)
-    own = _ARGUMENTS[signature](function, spec, config, tokenizer)
+    tokenizer = Tokenizer.of(config)
+    provide(tokenizer)
+    own = _ARGUMENTS[signature](function, spec, config)
     further = _taken(function, further)
 
-    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
-        return {**further, **own(prompt, text)}
+    def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
+        return {**further, **own(prompt, response)}
 
     chosen = spec.params.get("reward_key") if signature == "slime" else None
     return _called(function, arguments, tokenizer, lambda value: _one(value, chosen))
@@ -73,24 +74,28 @@ def is_async(score: Callable[..., Any]) -> bool:
 def _called(
     function: Callable[..., Any], arguments: Arguments, tokenizer: Tokenizer, read: Callable[[Any], Any]
 ) -> Score:
+    def plain(response: Response) -> Response:
+        text = tokenizer.without_special(response)
+        return Response(text, finished=response.finished, ids=response.ids)
+
     if is_async(function):
 
-        async def ask(prompt: Prompt, text: str) -> Any:
-            return read(await function(**arguments(prompt, tokenizer.without_special(text))))
+        async def ask(prompt: Prompt, response: Response) -> Any:
+            return read(await function(**arguments(prompt, plain(response))))
 
         return ask
 
-    def score(prompt: Prompt, text: str) -> Any:
-        return read(function(**arguments(prompt, tokenizer.without_special(text))))
+    def score(prompt: Prompt, response: Response) -> Any:
+        return read(function(**arguments(prompt, plain(response))))
 
     return score
 
 
-def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokenizer: Tokenizer) -> Arguments:
-    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
+    def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         given = {
             "data_source": prompt.entry.get("data_source"),
-            "solution_str": text,
+            "solution_str": str(response),
             "ground_truth": prompt.entry["answer"],
             "extra_info": prompt.entry.get("extra_info") or {},
         }
@@ -99,7 +104,7 @@ def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokeni
     return arguments
 
 
-def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config, tokenizer: Tokenizer) -> Arguments:
+def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     names = _names(function)
     args = Options(
         hf_checkpoint=str(config.model.path),
@@ -115,22 +120,23 @@ def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config, token
     )
     vars(args).update(spec.params)
 
-    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
-        ids = tokenizer.encode(text)
+    def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
+        ids = list(response.ids)
         entry = prompt.entry
         sample = Sample(
-            prompt=entry.get("prompt", prompt.question), response=text,
+            prompt=entry.get("prompt", prompt.question), response=str(response),
             label=entry.get("label", entry.get("answer")), metadata=entry.get("metadata") or dict(entry),
             index=prompt.index, response_length=len(ids), tokens=[*prompt.ids, *ids],
-            status=Sample.Status.COMPLETED,
+            status=Sample.Status.COMPLETED if response.finished else Sample.Status.TRUNCATED,
         )  # fmt: skip
         return {names[0]: args, names[1]: [sample] if names[1] == "samples" else sample}
 
     return arguments
 
 
-def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokenizer: Tokenizer) -> Arguments:
-    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
+    def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
+        text = str(response)
         asked = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
         chat = isinstance(asked, list)
         columns = {k: [v] for k, v in prompt.entry.items() if k not in ("prompt", "completion")}
@@ -138,7 +144,7 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokeniz
             **columns,
             "prompts": [asked],
             "completions": [[{"role": "assistant", "content": text}] if chat else text],
-            "completion_ids": [tokenizer.encode(text)],
+            "completion_ids": [list(response.ids)],
             "trainer_state": None,
         }
         return _taken(function, given) | spec.params
@@ -146,13 +152,11 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config, tokeniz
     return arguments
 
 
-def _verifiers(
-    function: Callable[..., Any], spec: RewardSpec, config: Config, tokenizer: Tokenizer
-) -> Arguments:
-    def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+def _verifiers(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
+    def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         entry = prompt.entry
         asked = entry.get("prompt") or [{"role": "user", "content": prompt.question}]
-        said = [{"role": "assistant", "content": text}]
+        said = [{"role": "assistant", "content": str(response)}]
         row = {
             "answer": entry.get("answer", ""),
             "info": entry.get("info") or {},
@@ -164,7 +168,7 @@ def _verifiers(
     return arguments
 
 
-_ARGUMENTS: Mapping[str, Callable[[Callable[..., Any], RewardSpec, Config, Tokenizer], Arguments]] = {
+_ARGUMENTS: Mapping[str, Callable[[Callable[..., Any], RewardSpec, Config], Arguments]] = {
     "verl": _verl,
     "slime": _slime,
     "trl": _trl,

@@ -162,6 +162,11 @@ class GenerateState:
 _tokenizers: dict[str, HFTokenizer] = {}
 
 
+def provide(tokenizer: Tokenizer) -> None:
+    """Functions that load the tokenizer of this folder get this one."""
+    _tokenizers.setdefault(str(tokenizer.path), HFTokenizer(tokenizer))
+
+
 def load_tokenizer(folder: str, **_: Any) -> HFTokenizer:
     if folder not in _tokenizers:
         _tokenizers[folder] = HFTokenizer(Tokenizer(folder))

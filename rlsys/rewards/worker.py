@@ -24,8 +24,8 @@ def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
     scores = [score for score in make_scores(config) if not is_async(score)]
 
     def answer(message: bytes) -> list[Any]:
-        prompt, response_text = pickle.loads(message)
-        return [score(prompt, response_text) for score in scores]
+        prompt, response = pickle.loads(message)
+        return [score(prompt, response) for score in scores]
 
     return answer
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 from rlsys.workers import WorkerError, Workers
 
-PlainScores = Callable[[Prompt, str], Awaitable[list[Any]]]
+PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
 """What each plain reward function gives a response, in the order of data.reward. Raises RewardError."""
 
 
@@ -31,9 +31,9 @@ class RewardWorkers(Workers):
         """For one response. The process is killed when it has not answered by the end."""
         async with self.worker() as worker:
 
-            async def ask(prompt: Prompt, response_text: str) -> list[Any]:
+            async def ask(prompt: Prompt, response: Response) -> list[Any]:
                 try:
-                    answer: list[Any] = await worker.ask(pickle.dumps((prompt, response_text)))
+                    answer: list[Any] = await worker.ask(pickle.dumps((prompt, response)))
                 except WorkerError as e:
                     raise RewardError(str(e)) from None
                 return answer

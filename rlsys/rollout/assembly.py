@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +11,6 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.launch_args import passes_on
-from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import Limits
 from rlsys.engine_requests import Limits as PromptLimits
@@ -29,30 +27,19 @@ from rlsys.router.turn_ends import TurnEnds
 
 
 def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
-    """For rewards, a response that ended with a text of rollout.stop ended by itself, as with the model's own end."""
-    own, ends = model_stop_ids(config, tokenizer), turn_ends(config, tokenizer)
-
-    def decode(ids: Sequence[int]) -> str:
-        stopped = bool(ids) and ids[-1] not in own and ends.ended(ids)
-        return tokenizer.decode(ids) + (tokenizer.eos_token if stopped else "")
-
     return Scorer(
         rewards.open,
-        decode,
+        tokenizer.decode,
         config.rollout.reward_timeout,
-        lambda prompt, text: canonical_answer(text, tokenizer.eos_token, form_of(prompt)),
+        lambda prompt, response: canonical_answer(response, form_of(prompt)),
         config.rollout.reward_concurrency,
+        tokenizer.stop_ids,
     )
-
-
-def model_stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a response whatever the config says."""
-    return read_stop_ids(config.model.path) | {tokenizer.eos_id}
 
 
 def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
     """What ends a response or a turn: the model's own end, and the texts of rollout.stop."""
-    return TurnEnds(model_stop_ids(config, tokenizer), config.rollout.stop, tokenizer.decode)
+    return TurnEnds(tokenizer.stop_ids, config.rollout.stop, tokenizer.decode)
 
 
 class ClientMaker(Protocol):
@@ -103,7 +90,7 @@ def build_router(
         engines,
         vocab_size=vocab_size,
         context_length=context_length,
-        stop_ids=model_stop_ids(config, tokenizer),
+        stop_ids=tokenizer.stop_ids,
         stop_texts=config.rollout.stop,
         decode=tokenizer.decode,
         bounds=Bounds.of(config),

@@ -49,7 +49,7 @@ class AskedSet:
         self.name, self._chosen = chosen.name, chosen
         own = config_of(config, chosen)
         if chosen.data is not None:
-            tokenizer = Tokenizer(own.model.path, own.data.chat_template_args)
+            tokenizer = Tokenizer.of(own)
         self._prompts = heldout_of(own, chosen, tokenizer)
         self._rewards = Rewards(own)
         self._scorer = build_scorer(own, self._rewards, tokenizer)

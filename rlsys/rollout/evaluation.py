@@ -148,7 +148,7 @@ async def respond(
 
 async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
     """Of the model that these engines serve, by URL: on the held-out prompts and every named set."""
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    tokenizer = Tokenizer.of(config)
     asked = probes(build_source(config, tokenizer), config.eval.prompts)
     verdicts = await respond(config, tokenizer, whose, asked, greedy_turns)
     result = judge(asked, verdicts, len(asked))

@@ -52,7 +52,7 @@ class Parts:
 
         self.joiner = joiner
         """Of an engine that joins later."""
-        self.tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+        self.tokenizer = Tokenizer.of(config)
         self.source = build_source(config, self.tokenizer)
         check_teachers(config, self.source)
         self.rewards = Rewards(config)

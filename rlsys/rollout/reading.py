@@ -55,7 +55,7 @@ class RunTexts:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self.config.model.path)
+            self._tokenizer = Tokenizer.of(self.config)
         return self._tokenizer
 
     def page(self, query: SampleQuery, pattern: re.Pattern[str] | None = None, look: int = 4096) -> Page:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ from rlsys.rewards.workers import RewardError
 from rlsys.rollout.censoring import boundary
 from rlsys.spans import TurnMark
 from rlsys.texts import shortened
-from rlsys.types import LONGEST_REASON, CensorCause, Prompt, Sample
+from rlsys.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,23 @@ class Scorer:
     """Runs the reward function, so many at once, each with a time limit; waiting for a place does not count.
 
     A reward function is user code: whatever it raises censors one sample, is counted and told, and hurts
-    nobody else. `open_reward` gives the function for one score. `hung` counts scores that did not come in time,
+    nobody else. `open_reward` gives the function for one score. Whether a response has ended by itself is known to
+    its sample's status; the stop id that ended it is not in the text. `hung` counts scores that did not come in time,
     `failed` those that raised, were no number, or had other parts than the first reward.
     """
 
     def __init__(
         self,
-        open_reward: Callable[[], AbstractAsyncContextManager[Callable[[Prompt, str], Awaitable[Any]]]],
+        open_reward: Callable[[], AbstractAsyncContextManager[Callable[[Prompt, Response], Awaitable[Any]]]],
         decode: Callable[[Sequence[int]], str],
         timeout: float,
-        answer: Callable[[Prompt, str], str | None] = lambda prompt, text: None,
+        answer: Callable[[Prompt, Response], str | None] = lambda prompt, response: None,
         concurrency: int = 4,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self._open_reward = open_reward
         self._decode = decode
-        self._answer = answer
+        self._answer, self._stop_ids = answer, stop_ids
         self._timeout = timeout
         self._places = asyncio.Semaphore(concurrency)
         self.scoring: list[Prompt] = []
@@ -62,11 +64,11 @@ class Scorer:
         self._parts = SameParts()
         self.hung = self.failed = 0
 
-    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Verdict:
-        """Of a response in a prompt's entry, see `asked_about`."""
-        text = self._decode(response_ids)
+    async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
+        """Of a terminal sample."""
+        prompt, response = asked_about(prompt, sample), self._response(sample)
         async with self._places, self._open_reward() as reward_fn:
-            task = asyncio.ensure_future(reward_fn(prompt, text))
+            task = asyncio.ensure_future(reward_fn(prompt, response))
             self.scoring.append(prompt)
             try:
                 # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
@@ -77,7 +79,7 @@ class Scorer:
         if not done:
             self.hung += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
-        verdict = self._verdict(task, prompt, text)
+        verdict = self._verdict(task, prompt, response)
         self.failed += verdict.reason is not None
         return verdict
 
@@ -85,11 +87,16 @@ class Scorer:
         """Of a response in hand, within the boundary of a sample: what goes wrong on the way to the reward function
         is a reason, too. `name`: of the sample, for messages."""
         with boundary(name) as item:
-            return await self.score(asked_about(prompt, sample), sample.judged_ids)
+            return await self.score(prompt, sample)
         assert item.censored is not None
         return Verdict(reason=item.censored.reason, cause=item.censored.cause)
 
-    def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, text: str) -> Verdict:
+    def _response(self, sample: Sample) -> Response:
+        finished, ids = sample.status is Status.FINISHED, sample.judged_ids
+        ended = finished and len(ids) > 0 and ids[-1] in self._stop_ids
+        return Response(self._decode(ids[:-1] if ended else ids), finished=finished, ids=ids)
+
+    def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, response: Response) -> Verdict:
         """Of a task that is done."""
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
@@ -112,7 +119,7 @@ class Scorer:
         right = mark.right
         if right is None:
             right = verdict.named is not None and next(iter(verdict.named.values())) >= 1
-        return replace(verdict, answer=self._answer(prompt, text), right=right)
+        return replace(verdict, answer=self._answer(prompt, response), right=right)
 
 
 class SameParts:

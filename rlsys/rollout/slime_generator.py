@@ -21,7 +21,7 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine_requests import ANY_ENGINE, SAMPLING, RefusedPrompt, check_stop
 from rlsys.errors import GeneratorError
-from rlsys.rewards.slime_names import ENDED, Options, conversations, sampling_params
+from rlsys.rewards.slime_names import ENDED, Options, conversations, provide, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed
@@ -78,6 +78,7 @@ class SlimeGenerator:
     ) -> None:
         self._function, self._config, self._tokenizer = function, config, tokenizer
         self._speak, self._ends, self._params = speak, ends, dict(params)
+        provide(tokenizer)
         self._tells_evaluation = "evaluation" in inspect.signature(function).parameters
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:

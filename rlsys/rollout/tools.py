@@ -47,8 +47,9 @@ class ToolTurns:
         max_turns: int,
         max_response_tokens: int,
     ) -> None:
-        """`call`: what stands around a call; `answer`: what is put around an answer, the next turn's opening
-        included. The model gets at most `max_turns` turns."""
+        """`call`: what stands around a call; `answer`: what is put around an answer: from the end of the turn with
+        the call, which a model that has ended it itself does not say twice, to the next turn's opening. The model
+        gets at most `max_turns` turns."""
         self._speak = speak
         self._tokenizer = tokenizer
         self._tool = tool
@@ -67,7 +68,9 @@ class ToolTurns:
                 # At once, before anybody can look: the turn has ended, the sample has not.
                 sample.status = Status.PARKED
             before, after = self._answer
-            ids = self._tokenizer.encode(before + await self._tool(call) + after)
+            last = sample.response_ids[-1:]
+            own = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
+            ids = self._tokenizer.encode(before.removeprefix(own) + await self._tool(call) + after)
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return
@@ -108,7 +111,7 @@ def calculator(
 
 
 def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
-    """What the chat template puts between the end of the model's turn, an answer of `role`, and the next turn."""
+    """What the chat template puts between what the model says in its turn, an answer of `role`, and the next turn."""
     marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
     roles = "user", "assistant", role
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
@@ -118,7 +121,7 @@ def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
         raise UserError(
             f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
         )
-    return before.removeprefix(tokenizer.eos_token), after  # the model has ended its turn itself
+    return before, after
 
 
 class ToolPenalties:

@@ -21,6 +21,7 @@ from rlsys.data.mixture import check_teachers
 from rlsys.data.row_source import RowSource
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.errors import UserError
+from rlsys.model_folder import vocabulary_files
 from rlsys.plugins import tried
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
@@ -94,10 +95,10 @@ def try_rollout(config: Config) -> Tried:
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     """Tokenizer and prompt source, which has enough held-out prompts; None where the folder has no tokenizer."""
-    if not (config.model.path / "tokenizer.json").is_file():
+    if not vocabulary_files(config.model.path):
         _build_without_tokenizer(config)
         return None
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    tokenizer = Tokenizer.of(config)
     with tried(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
@@ -283,7 +284,7 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
 
 async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:
     """One response by the run's generator, of a model that says RESPONSE at each turn."""
-    said = [*tokenizer.encode(RESPONSE), tokenizer.eos_id]
+    said = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
 
     async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
         room = within(config.rollout.max_response_tokens, most) - sample.tokens
@@ -327,7 +328,9 @@ async def _score(
     own = any(spec.name == "agent" for spec in config.data.reward)
     if own or config.rollout.generator in ("environment", "replayed"):
         prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
-    verdict = await scorer.score(prompt, [*tokenizer.encode(RESPONSE), tokenizer.eos_id])
+    answer = Sample(0, 0, 0, list(prompt.ids), seed=0, status=Status.FINISHED)
+    answer.response_ids.extend([*tokenizer.encode(RESPONSE), tokenizer.turn_end_id])
+    verdict = await scorer.score(prompt, answer)
     if verdict.reward is None:
         raise UserError(
             f"data.reward = {config.data.reward_name!r}: the response {RESPONSE} to the first prompt gets none: "

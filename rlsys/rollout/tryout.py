@@ -37,7 +37,7 @@ async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[st
     whether an evaluation would count it as right. The prompt is what the model read: an agent or an environment may
     make its own. A sample with another one than most has it itself.
     """
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    tokenizer = Tokenizer.of(config)
     source = build_source(config, tokenizer)
     prompts = [train_prompt(source, i) for i in range(PROMPTS)]
     asked = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]

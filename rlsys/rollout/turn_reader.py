@@ -53,7 +53,7 @@ class TurnReader:
         e = config.engine
         names = {
             "tool_call_parser": e.tool_call_parser, "reasoning_parser": e.reasoning_parser,
-            "model": str(config.model.path),
+            "model": str(config.model.path), "trust_remote_code": config.model.trust_remote_code,
         }  # fmt: skip
         self._workers = Workers(
             "engine.tool_call_parser", "rlsys.engine.turn_parser", json.dumps(names).encode()

@@ -336,7 +336,7 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
     """Until the coordinator is gone. Raises UserError for a wrong config, as the coordinator does."""
     raise_descriptors(most_slots(config), "rollout worker: over_provision x groups_per_step x group_size")
     owner, _ = of_process(config.run.dir)
-    tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
+    tokenizer = Tokenizer.of(config)
     rewards = Rewards(config)
     rewards.begin()
     scorer = build_scorer(config, rewards, tokenizer)

@@ -23,7 +23,6 @@ from rlsys.types import Sample, Status
 
 TURNS = 64
 """About so many of the last ones count for the mean length of a turn."""
-_ENDED = {"stop": Status.FINISHED, "length": Status.TRUNCATED}
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,16 @@ class Turn:
     tops: Tops | None = None
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
-        """Before a request, and after one that ended with `finish`. One that is aborted makes a last token, and that
-        may be the one that ends the response: SGLang then still calls it aborted, and going on would write past the
-        end.
+        """Before a request, and after one that ended with `finish`. SGLang looks at a response's last token last of
+        all: where it aborts a request, or the budget is used up, that token may be the one that ends the response.
+        Going on would write past the end, and a whole response would count as cut off.
         """
-        if finish in _ENDED:
-            return _ENDED[finish]
+        if finish == "stop":
+            return Status.FINISHED
         if not sample.observed_last and self.ends.ended(self.ends.turn_of(sample)):
             return Status.FINISHED
-        return Status.TRUNCATED if len(sample.response_ids) >= self.limit else Status.PARKED
+        full = finish == "length" or len(sample.response_ids) >= self.limit
+        return Status.TRUNCATED if full else Status.PARKED
 
 
 class Requests:

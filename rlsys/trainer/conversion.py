@@ -6,7 +6,6 @@ It has one file for each rank of the layout that it is made for, and loads in ev
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -23,7 +22,7 @@ from rlsys.convert.adapters import ADAPTERS, adapted
 from rlsys.convert.carried import save_carried, with_carried
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers
-from rlsys.convert.hf import SIDE_FILES, HFTensors, publish, write_hf
+from rlsys.convert.hf import HFTensors, copy_side_files, publish, write_hf
 from rlsys.convert.layout import sections, to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
 from rlsys.convert.rules import Rule
@@ -76,7 +75,7 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
                 advance(done.elements, total)
         writer.finish({"step": 0})
         save_carried(partial, tensors)
-        _copy_side_files(folder, partial)
+        copy_side_files(folder, partial)
         manifest.write(partial, 0, None, {})
         publish(partial, out)
     return done
@@ -345,12 +344,3 @@ class _one_rank:
 
 def _elements(hf: HFConfig) -> int:
     return sum(entry.elements for entry in entries(hf))
-
-
-def _copy_side_files(source: Path, folder: Path) -> None:
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    raw.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    for name in SIDE_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)

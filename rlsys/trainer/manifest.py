@@ -17,7 +17,8 @@ def sha256(file: Path) -> str:
 
 def write(folder: Path, step: int, score: float | None, known: dict[str, str], seconds: float = 0.0) -> None:
     """`known` are checksums that need not be computed again; `seconds`: of the save on rank 0, 0 if unknown."""
-    files = {f.name: known.get(f.name) or sha256(f) for f in sorted(folder.iterdir())}
+    names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    files = {name: known.get(name) or sha256(folder / name) for name in names}
     about = {"step": step, "score": score, "seconds": round(seconds, 3)}
     (folder / NAME).write_text(json.dumps(about | {"files": files}, indent=1) + "\n")
 

@@ -46,7 +46,7 @@ class Recorder:
         if kind not in ("step", "eval"):
             return
         for symptom in self._watch.add(entry):
-            decode = Tokenizer(self._config.model.path).decode
+            decode = Tokenizer.of(self._config).decode
             with SegmentReader(self._config.run.dir) as segments:
                 samples = told_samples(symptom.name, self._groups, decode, segments.loaded)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)

@@ -47,7 +47,7 @@ def sft(config: Config) -> None:
             metrics.write(kind, step, **values)
 
     write("run", done, event="resume" if done else "start")
-    batches = trace_batches(config, Tokenizer(config.model.path, config.data.chat_template_args), done)
+    batches = trace_batches(config, Tokenizer.of(config), done)
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
         lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)

@@ -35,6 +35,7 @@ from rlsys.rollout.trial import try_rollout
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.spans import VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
+from tests.helpers.responses import response_of
 from tests.helpers.rollout_rig import make_config
 
 pytestmark = pytest.mark.gate  # each starts a process that agents are forked from
@@ -217,7 +218,7 @@ async def test_the_reward_agent_is_what_the_agent_gives() -> None:
     wanting = config("worth").model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
     s = await made(wanting, worth=0.5)
     score = make_score(wanting)
-    assert score(asked_about(prompt(), s), "") == 0.5
+    assert score(asked_about(prompt(), s), response_of("")) == 0.5
     with pytest.raises(ToolFailed, match=r"gave no reward, and data\.reward = agent is its own"):
         await made(wanting, worth=None)
     with pytest.raises(ToolFailed, match="reward = nan: expected a finite number"):

@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from rlsys.config import Config
+from rlsys.data import Tokenizer
 from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
 from rlsys.rewards import make_score
 from rlsys.rewards.code import read_tests
 from rlsys.rewards.sandbox import has_network_namespace, run_program
 from rlsys.types import Prompt
+from tests.helpers.responses import response_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def score(model: Path, name: str, text: str, entry: dict[str, Any] | None = None, **params: Any) -> float:
     reward = {"name": name, "params": params}
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": reward}})
-    return float(make_score(config)(Prompt(0, "", [], entry or {}), text))
+    response = response_of(text, Tokenizer(model))
+    return float(make_score(config)(Prompt(0, "", [], entry or {}), response))
 
 
 @pytest.mark.parametrize(

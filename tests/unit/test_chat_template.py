@@ -15,6 +15,8 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.errors import UserError
 from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer, turn_ends
+from rlsys.types import Status
+from tests.helpers.responses import sample_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"b": 1, "a": "ä<'"}}}]
 CHAT: list[dict[str, Any]] = [
@@ -139,7 +141,9 @@ async def test_a_stop_text_ends_a_response_and_leaves_its_answer(model: Path) ->
         scorer = build_scorer(config, rewards, tokenizer)
         prompt = build_prompt(tokenizer)
         for text, reward in (("<answer>3</answer>", 1), ("<answer>3</answer><eos>", 1), ("<answer>3", 0)):
-            assert (await scorer.score(prompt, tokenizer.encode(text))).reward == reward
+            ids = tokenizer.encode(text)
+            status = Status.FINISHED if ends.ended(ids) else Status.TRUNCATED
+            assert (await scorer.score(prompt, sample_of(ids, status))).reward == reward
     finally:
         await rewards.close()
 

@@ -12,6 +12,7 @@ from rlsys.rewards import make_score
 from rlsys.rewards.workers import RewardError
 from rlsys.rollout.eval_sets import config_of
 from rlsys.types import Prompt
+from tests.helpers.responses import response_of
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 JUDGE = '''
@@ -53,9 +54,9 @@ async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_r
         "3+4=7\n7-1=6</think>": 0.0,  # never said
         "so 7-1=6 <answer>6</answer><eos>": 1.0,
     }
-    assert {text: await score(PROMPT, text) for text in told} == told
+    assert {text: await score(PROMPT, response_of(text)) for text in told} == told
     with pytest.raises(RewardError, match="said 'who knows', expected yes or no"):
-        await score(PROMPT, "3+4=7</think><answer>?</answer><eos>")
+        await score(PROMPT, response_of("3+4=7</think><answer>?</answer><eos>"))
 
 
 def test_it_needs_a_judge_of_its_own(judge: str) -> None:

@@ -36,6 +36,7 @@ from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.ladder import Poisonous
 from rlsys.trainer import manifest
 from rlsys.types import Prompt, Sample
+from tests.helpers.responses import sample_of
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.router_rig import routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -335,7 +336,7 @@ async def test_reward_code_sees_no_secret_and_gets_no_end_of_memory(
     prompt = Prompt(0, "x", [1], {})
     for text, expected in (("env", 1.0), ("memory", None)):
         scorer = Scorer(rewards.open, lambda _, t=text: t, 60.0)  # type: ignore[misc]
-        verdict = await scorer.score(prompt, [1])
+        verdict = await scorer.score(prompt, sample_of([1]))
         assert verdict.reward == expected, verdict
         assert expected is not None or "MemoryError" in str(verdict.reason)
     await rewards.close()

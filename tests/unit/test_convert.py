@@ -517,6 +517,31 @@ def test_a_written_folder_is_whole_and_reads_back(folder: Path, tmp_path: Path) 
     assert all(torch.equal(back[k], tensors[k]) for k in tensors)
 
 
+def test_all_files_but_those_of_weights_go_along(folder: Path, tmp_path: Path) -> None:
+    """What config.json and tokenizer_config.json may name: code, vocabularies, templates, and files unknown today."""
+    travel = [
+        "LICENSE", "README.md", "added_tokens.json", "additional_chat_templates/rag.jinja", "chat_template.json",
+        "configuration_deepseek.py", "encoding_k3.py", "generation_config.json", "merges.txt", "modeling_deepseek.py",
+        "preprocessor_config.json", "qwen.tiktoken", "special_tokens_map.json", "spiece.model", "tekken.json",
+        "tiktoken.model", "tokenization_kimi.py", "tokenizer.model", "tool_declaration_ts.py", "vocab.json",
+    ]  # fmt: skip
+    stay = [
+        ".cache/huggingface/x.metadata", ".gitattributes", "hf_quant_config.json", "model.safetensors.index.json",
+        "model-00001-of-00001.gguf", "onnx/model.onnx", "original/consolidated.00.pth", "original/params.json",
+        "pytorch_model.bin", "pytorch_model.bin.index.json", "checkpoint-5/trainer_state.json",
+        "checkpoint-5/optimizer.pt",
+    ]  # fmt: skip
+    for name in (*travel, *stay):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}\n")
+    tensors = load_file(folder / "model.safetensors")
+    out = tmp_path / "out"
+    write_hf(out, folder, tensors.items())
+    copied = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    assert copied == {*travel, "config.json", "model.safetensors", "tokenizer.json"}
+    assert all((out / name).read_text() == f"{name}\n" for name in travel)
+
+
 def test_large_models_are_written_in_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
     tensors, out = load_file(folder / "model.safetensors"), tmp_path / "out"
     write_hf(out, folder, tensors.items(), max_file_bytes=4000)

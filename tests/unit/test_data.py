@@ -24,6 +24,7 @@ from rlsys.errors import UserError
 from rlsys.imports import resolve
 from rlsys.rewards import make_score
 from rlsys.types import Prompt
+from tests.helpers.responses import response_of
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +340,7 @@ def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, token
         spaced = sum_text.replace("+", " + ").replace("-", " - ")
         question = f"State the final answer to the following arithmetic problem: {spaced} ="
         entry = {"answer": str(sum(terms(sum_text))), "metadata": {"source_dataset": "chain_sum"}}
-        assert verifier(Prompt(0, prompt, [], entry), text) == 1
+        assert verifier(Prompt(0, prompt, [], entry), response_of(text)) == 1
         assert not is_heldout(question)
 
 

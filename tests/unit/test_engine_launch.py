@@ -10,8 +10,8 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine import launch_args
-from rlsys.engine.stop_ids import read_stop_ids
 from rlsys.errors import UserError
+from rlsys.model_folder import read_stop_ids
 
 
 def command(**engine: Any) -> tuple[list[str], dict[str, str]]:

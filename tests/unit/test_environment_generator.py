@@ -22,6 +22,7 @@ from rlsys.rollout.trial import try_rollout
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.spans import TurnMark, VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
+from tests.helpers.responses import response_of
 from tests.unit.test_agent import rig_buffer
 
 pytestmark = pytest.mark.gate  # each starts a process of the environment
@@ -99,7 +100,7 @@ async def test_an_episode_is_a_sample_and_its_rewards_are_its_turns() -> None:
     ]  # fmt: skip
     assert s.turn_marks == [TurnMark(1.0), TurnMark(0.0), TurnMark(1.0)]
     score = make_score(config())
-    assert score(asked_about(prompt(), s), TOKENIZER.decode(s.response_ids)) == 2.0
+    assert score(asked_about(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
 
 
 async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -> None:

@@ -14,6 +14,7 @@ from rlsys.rewards.marks import read_mark
 from rlsys.rewards.signatures import guess
 from rlsys.rollout.assembly import turn_ends
 from rlsys.rollout.trial import try_rollout
+from tests.helpers.responses import response_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-task.md"
 FENCE = re.compile(r"^```\w+ file=(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -31,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answered(config: Config, answer: str) -> list[float]:
     """What the rewards of a config give to the first prompt with this answer, before their weights."""
     source = build_source(config, Tokenizer(config.model.path))
-    text = f"</think><answer>{answer}</answer><eos>"
-    return [read_mark(score(source.train(0), text)).reward for score in make_scores(config)]
+    response = response_of(f"</think><answer>{answer}</answer><eos>")
+    return [read_mark(score(source.train(0), response)).reward for score in make_scores(config)]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])

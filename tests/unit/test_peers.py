@@ -15,6 +15,7 @@ from rlsys.rewards import Rewards
 from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.trial import build_inputs
 from tests.helpers.peers import FOLDER, PEERS, write_task
+from tests.helpers.responses import sample_of
 
 REWARDS = {  # of a right answer, a wrong one, none
     "verl": (1.0, -1.0, -1.0),
@@ -38,7 +39,7 @@ async def test_a_task_of_theirs_is_read_and_rewarded_as_they_do(
     try:
         scorer = build_scorer(config, rewards, tokenizer)
         texts = [f"1+1=2</think><answer>{a}</answer><eos>" for a in (prompt.entry["answer"], "x")]
-        found = [await scorer.score(prompt, tokenizer.encode(t)) for t in (*texts, "hm<eos>")]
+        found = [await scorer.score(prompt, sample_of(tokenizer.encode(t))) for t in (*texts, "hm<eos>")]
     finally:
         await rewards.close()
     assert [v.reward for v in found] == pytest.approx(REWARDS[peer]), found[0].reason

@@ -17,6 +17,7 @@ from rlsys.rollout.generator import build_generator
 from rlsys.rollout.scoring import asked_about
 from rlsys.spans import VersionSpan
 from rlsys.types import Prompt, Sample, Segment, Status
+from tests.helpers.responses import response_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/quickstart-moe"
@@ -101,7 +102,7 @@ async def test_patches_give_the_authors_lengths_of_episodes(
     assert s.turn_marks is not None and sum(len(q.turns()) for q in s.sequences) == len(s.turn_marks) == turns
     right = [i % 2 == 0 and i < 4 for i in range(turns)]
     assert [(m.reward, m.matched) for m in s.turn_marks] == [(r / 5, r) for r in right]
-    score = make_score(config())(asked_about(prompt(), s), "")
+    score = make_score(config())(asked_about(prompt(), s), response_of(""))
     assert score == pytest.approx(sum(right) / 5)
 
 

@@ -19,6 +19,7 @@ from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.scoring import Verdict
 from rlsys.rollout.trial import try_rollout
 from rlsys.types import Prompt
+from tests.helpers.responses import sample_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/quickstart-moe"
@@ -60,7 +61,7 @@ async def verdict_of(reward: Any, seconds: float = 20.0, ids: list[int] = IDS) -
     )
     rewards = Rewards(config)
     try:
-        return await build_scorer(config, rewards, TOKENIZER).score(ROW, ids)
+        return await build_scorer(config, rewards, TOKENIZER).score(ROW, sample_of(ids))
     finally:
         await rewards.close()
 

@@ -15,7 +15,8 @@ from rlsys.rewards import Rewards, make_scores, short_names
 from rlsys.rewards.marks import Mark, NoMark, join_marks, read_mark
 from rlsys.rewards.signatures import guess
 from rlsys.rollout.scoring import Scorer, Verdict
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
+from tests.helpers.responses import sample_of
 
 CHAT = [{"role": "user", "content": "1+2="}]
 ENTRY = {
@@ -29,6 +30,7 @@ ENTRY = {
     "info": {"hard": False},
 }
 TEXT = "<answer>3</answer><eos>"
+IDS = [8, 13, 9, 2]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ async def verdict(model: Path, *rewards: Any, entry: dict[str, Any] = ENTRY) -> 
     made = Rewards(config)
     try:
         scorer = Scorer(made.open, lambda ids: TEXT, timeout=60)
-        return await scorer.score(Prompt(0, "", [1, 2], entry, "1+2="), [])
+        return await scorer.score(Prompt(0, "", [1, 2], entry, "1+2="), sample_of(IDS))
     finally:
         await made.close()
 
@@ -128,20 +130,20 @@ def score(model: Path, name: str, entry: dict[str, Any] = ENTRY, **spec: Any) ->
     reward = {"name": f"{__name__}:{name}", **spec}
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": reward}})
     (made,) = make_scores(config)
-    return made(Prompt(0, "", [1, 2], entry, "1+2="), TEXT)
+    return made(Prompt(0, "", [1, 2], entry, "1+2="), Response(TEXT, finished=True, ids=IDS))
 
 
 def test_plain_rewards_of_others(model: Path) -> None:
     assert score(model, "correct") == 1.0
     assert score(model, "graded") == 1.0
     assert score(model, "not_for_sums") is None
-    assert score(model, "short") == -0.5 * 3
+    assert score(model, "short") == -0.5 * len(IDS)
     with pytest.raises(ValueError, match="it gave 2 rewards for 1 response"):
         score(model, "two_for_one")
     with pytest.raises(KeyError, match="answer"):  # the scorer says of which row, and what mends it
         made = make_scores(Config.model_validate(
             {"model": {"path": model}, "data": {"reward": f"{__name__}:compute_score"}}))  # fmt: skip
-        made[0](Prompt(0, "", [], {}, where="mine:4"), TEXT)
+        made[0](Prompt(0, "", [], {}, where="mine:4"), Response(TEXT, finished=True, ids=IDS))
     mark = read_mark(score(model, "compute_score"))
     assert mark == Mark(-1.5, right=True, figures={"acc": 1.0, "length": 4.0})
 
@@ -156,10 +158,10 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
         "ours",
     )
     assert found.named == {
-        "correct": 2.0, "custom_rm": 2.0, "short": pytest.approx(-0.15), "not_for_sums": 0.0,
+        "correct": 2.0, "custom_rm": 2.0, "short": pytest.approx(-0.2), "not_for_sums": 0.0,
         "ours.right": 1.0, "ours.brief": 0.25,
     }  # fmt: skip
-    assert found.reward == pytest.approx(5.1)
+    assert found.reward == pytest.approx(5.05)
     assert found.right
 
 

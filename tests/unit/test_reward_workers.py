@@ -13,6 +13,7 @@ from rlsys.config import Config
 from rlsys.rewards import Rewards
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
+from tests.helpers.responses import sample_of
 
 pytestmark = pytest.mark.gate  # each process takes seconds to start
 
@@ -47,7 +48,7 @@ async def test_quick_scores_share_one_process_and_those_that_last_get_another(
     async def worth(count: int, together: int, place: Path) -> list[float | None]:
         place.mkdir()
         prompts = [Prompt(i, "", [], {"place": str(place), "together": together}) for i in range(count)]
-        return [v.reward for v in await asyncio.gather(*(scorer.score(p, []) for p in prompts))]
+        return [v.reward for v in await asyncio.gather(*(scorer.score(p, sample_of()) for p in prompts))]
 
     assert await worth(8, 1, tmp_path / "quick") == [1.0] * 8
     assert rewards._workers.started == 1

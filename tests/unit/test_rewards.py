@@ -28,6 +28,7 @@ from rlsys.rewards.marks import NoMark, read_mark
 from rlsys.rollout.loop_watch import CHECKS, Stillness
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
+from tests.helpers.responses import response_of, sample_of
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reward_of(model: Path, name: str, prompt: Prompt, text: str) -> float:
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": name}})
-    return float(make_score(config)(prompt, text))
+    return float(make_score(config)(prompt, response_of(text)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def reward_of(model: Path, name: str, prompt: Prompt, text: str) -> float:
     ],
 )
 def test_final_answer(text: str, answer: str | None) -> None:
-    assert final_answer(text, "<eos>") == answer
+    assert final_answer(response_of(text)) == answer
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_final_answer(text: str, answer: str | None) -> None:
 def test_a_final_answer_is_read_in_the_form_that_was_asked_for(
     form: str, text: str, answer: str | None
 ) -> None:
-    assert final_answer(text, "<eos>", form) == answer
+    assert final_answer(response_of(text), form) == answer
 
 
 def test_verifiers_and_votes_read_the_form_of_their_prompt(model: Path) -> None:
@@ -86,14 +87,17 @@ def test_verifiers_and_votes_read_the_form_of_their_prompt(model: Path) -> None:
     boxed = replace(prompt, entry={**prompt.entry, "form": "boxed", "marks": ["<check>", "</check>"]})
     for name in ("reasoning_gym", "exact_answer"):
         score = REWARDS[name](config)
-        assert score(boxed, rf"\boxed{{{right}}}<eos>") == 1
-        assert score(boxed, f"<answer>{right}</answer><eos>") == 0
-        assert score(prompt, f"<answer>{right}</answer><eos>") == 1
+        assert score(boxed, response_of(rf"\boxed{{{right}}}<eos>")) == 1
+        assert score(boxed, response_of(f"<answer>{right}</answer><eos>")) == 0
+        assert score(prompt, response_of(f"<answer>{right}</answer><eos>")) == 1
     both = REWARDS["answer_and_format"](config)
-    assert both(boxed, rf"<check>\boxed{{{right}}}</check><eos>") == {"answer": 1, "format": 1}
-    assert both(boxed, rf"<check><check>\boxed{{{right}}}<eos>") == {"answer": 1, "format": 1 / 3}
-    assert both(prompt, f"<answer>{right}</answer><eos>") == {"answer": 1, "format": 1}
-    assert canonical_answer(r"\boxed{A  b}<eos>", "<eos>", "boxed") == "a b"
+    assert both(boxed, response_of(rf"<check>\boxed{{{right}}}</check><eos>")) == {"answer": 1, "format": 1}
+    assert both(boxed, response_of(rf"<check><check>\boxed{{{right}}}<eos>")) == {
+        "answer": 1,
+        "format": 1 / 3,
+    }
+    assert both(prompt, response_of(f"<answer>{right}</answer><eos>")) == {"answer": 1, "format": 1}
+    assert canonical_answer(response_of(r"\boxed{A  b}<eos>"), "boxed") == "a b"
 
 
 def test_the_judges_own_reward_by_hand() -> None:
@@ -128,17 +132,21 @@ async def test_a_judge_is_trained_on_worked_sums_with_one_wrong_line_or_none(mod
         assert source.train(prompt.index) == prompt
         assert prompt.text.count(prompt.question) == 1
         said = await judge(prompt.question)
-        assert score(prompt, f"{said}<eos>") == 1
-        assert score(prompt, f"<answer>{prompt.entry['step']}</answer><eos>") == 1
-        assert score(prompt, "<answer>x</answer><eos>") == score(prompt, f"{said}") == 0
+        assert score(prompt, response_of(f"{said}<eos>")) == 1
+        assert score(prompt, response_of(f"<answer>{prompt.entry['step']}</answer><eos>")) == 1
+        assert (
+            score(prompt, response_of("<answer>x</answer><eos>"))
+            == score(prompt, response_of(f"{said}"))
+            == 0
+        )
     steps = [p.entry["step"] for p in prompts]
     assert 15 < steps.count(-1) < 45 and len(set(steps)) > 3
     flawed = next(p for p in prompts if p.entry["step"] > 0)
-    near = score(flawed, f"<answer>{flawed.entry['step'] - 1}</answer><eos>")
+    near = score(flawed, response_of(f"<answer>{flawed.entry['step'] - 1}</answer><eos>"))
     assert 0.5 < near == 1 - 0.5 / flawed.entry["steps"] < 1
     assert {p.question for p in prompts}.isdisjoint(p.question for p in source.heldout(20))
     with pytest.raises(ValueError, match="has no step and no steps"):
-        score(replace(flawed, entry={}), "<eos>")
+        score(replace(flawed, entry={}), response_of("<eos>"))
 
 
 def test_reasoning_gym_verifier_judges_the_answer(model: Path) -> None:
@@ -218,7 +226,7 @@ def makes_an_async_object(config: Config) -> object:
 async def test_an_object_with_an_async_call_is_an_async_reward(model: Path) -> None:
     rewards = Rewards(config_of(model, "makes_an_async_object"))
     scorer = Scorer(rewards.open, lambda ids: "", timeout=5)
-    assert (await scorer.score(Prompt(0, "", [], {}), [])).reward == 0.5
+    assert (await scorer.score(Prompt(0, "", [], {}), sample_of())).reward == 0.5
     assert (rewards._workers.started, scorer.scoring) == (0, [])
 
 
@@ -258,7 +266,7 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
 
     async def told(*deeds: str) -> list[object]:
         prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(deeds)]
-        verdicts = await asyncio.gather(*(scorer.score(p, []) for p in prompts))
+        verdicts = await asyncio.gather(*(scorer.score(p, sample_of()) for p in prompts))
         return [v.reason if v.reason is not None else v.reward for v in verdicts]
 
     parts, raised, *others = await told("parts", "raise", "nan", "words")
@@ -313,7 +321,7 @@ async def test_a_process_that_gets_away_with_the_pipes_holds_no_score_up(
     born = tmp_path / "born"
     try:
         async with asyncio.timeout(60):
-            verdict = await scorer.score(Prompt(0, "", [], {"born": str(born)}), [])
+            verdict = await scorer.score(Prompt(0, "", [], {"born": str(born)}), sample_of())
         assert verdict.reason == "reward took longer than rollout.reward_timeout = 1.5 s"
         assert born.exists() and [p.is_running() for p in found] == [True]
     finally:
@@ -330,7 +338,9 @@ async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model
         return given[prompt.index]
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
-    first, turned, *refused = [await scorer.score(Prompt(i, "", [], {}), []) for i in range(len(given))]
+    first, turned, *refused = [
+        await scorer.score(Prompt(i, "", [], {}), sample_of()) for i in range(len(given))
+    ]
     assert first.named is not None and turned.named is not None
     assert list(turned.named.items()) == [("right", 0.0), ("brief", 1.0)]
     assert (first.right, turned.right) == (True, False)
@@ -390,7 +400,7 @@ async def test_a_record_that_lacks_what_the_reward_asks_for_is_named(prompt: Pro
         return float(prompt.entry["answer"]["value"])
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
-    found = (await scorer.score(prompt, [])).reason or ""
+    found = (await scorer.score(prompt, sample_of())).reason or ""
     assert found.startswith("reward raised KeyError: '")
     assert f" ({Path(__file__).relative_to(Path.cwd())}:" in found
     assert told in found

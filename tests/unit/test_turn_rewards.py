@@ -9,6 +9,7 @@ import pytest
 from rlsys.rewards.marks import Mark, NoMark, join_marks, read_mark
 from rlsys.rollout.scoring import Scorer
 from rlsys.types import Prompt
+from tests.helpers.responses import sample_of
 
 PROMPT = Prompt(0, "", [1], {})
 
@@ -31,5 +32,5 @@ async def test_the_scorer_hands_them_on() -> None:
         return read_mark({"score": len(text), "turn_rewards": [1, 2]})
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 5.0)
-    verdict = await scorer.score(PROMPT, [5, 6, 7])
+    verdict = await scorer.score(PROMPT, sample_of([5, 6, 7]))
     assert (verdict.reward, verdict.turns, verdict.reason) == (3.0, [1.0, 2.0], None)

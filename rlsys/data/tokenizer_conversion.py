@@ -1,0 +1,252 @@
+"""A process that writes the tokenizer of a model folder as tokenizer.json:
+
+    python -m rlsys.data.tokenizer_conversion FOLDER OUT [--trust-remote-code]
+
+Started by tokenizer_files.py only. AutoTokenizer reads the folder. What it reads is written in the form of the
+`tokenizers` library, read again, and compared with AutoTokenizer on texts in many scripts; a conversion with any
+other id is refused. Runs code of the folder only with `--trust-remote-code`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
+from transformers.convert_slow_tokenizer import (
+    SLOW_TO_FAST_CONVERTERS,
+    TikTokenConverter,
+    bytes_to_unicode,
+    convert_slow_tokenizer,
+)
+from transformers.models.gpt2 import tokenization_gpt2
+
+from rlsys.errors import UserError
+from rlsys.model_folder import TOKENIZER
+from rlsys.tokenizer_files import CONFIG
+
+LINES = (
+    "The quick brown fox jumps over the lazy dog; it's WE'LL they'd I'm don't.",
+    "Größe, façade, naïve, Ünïcödé, smørrebrød, żółć, İstanbul, ﬁnal, ǅ, ʼn",
+    "Привет, мир! Їжак. Здраво. Γειά σου Κόσμε. Բարեւ. გამარჯობა",
+    "שלום עולם مرحبا بالعالم سلام دنیا ہیلو ܫܠܡܐ ދިވެހި",
+    "नमस्ते दुनिया বাংলা ਪੰਜਾਬੀ ગુજરાતી தமிழ் తెలుగు ಕನ್ನಡ മലയാളം සිංහල",
+    "สวัสดีชาวโลก ສະບາຍດີ မင်္ဂလာပါ សួស្តី བོད་ཡིག ሰላም ᠮᠣᠩᠭᠣᠯ ᏣᎳᎩ",
+    "你好,世界。機器學習、深度学习;こんにちは世界カタカナ ﾊﾝｶｸ 안녕하세요 한국어",
+    "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x ** 2}  # ok\n\n\n\tif (x != y && z) { a->b++; }\r\n",
+    "\\frac{1}{2} \\boxed{7} $x^2 + y_1 = 10$ ∑∫√∞ ≠ ≤ ½ ² ₃ Ⅷ ① 𝔸𝒷 ℵ",
+    '<think>\n\n</think><answer>3</answer> {"name": "f", "arguments": {"q": "\\u00e9"}} <|im_end <| |> </s >',
+    "1 12 123 1234 12345 1234567890 3.14159 1,000,000 0x1F 1e-5 ١٢٣ १२३ 一二三 1a2b3c a1b22c333",
+    "\U0001f600 \U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "\u2764\ufe0f #\ufe0f\u20e3 \U0001f9d1\u200d\U0001f4bb \U0001fae0 \u263a\ufe0e",
+    "e\u0301 o\u0308\u0304 a\u0300\u0301\u0302 \u0915\u094d\u0937 \u200b\u200c\u200d\u200e\u202e\ufeff\u00ad",
+    "\ufffd\ufffd \x00 \x01\x02\x1b[0m \x7f \x85 \u2028 \u2029 \ue000 \U000f0000 \ufdd0 \uffff \U0010ffff",
+)  # fmt: skip
+WHITESPACE: tuple[str, ...] = (
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\n\n\n\n",
+    "\r\n",
+    "\r\n\r\n",
+    "\t",
+    "\t\t",
+    " \n",
+    "\n ",
+    " \t \n  ",
+)
+WHITESPACE += ("\u00a0", "\u2003\u2003", "\u3000", "\x0b\x0c", " " * 40, "\n" * 20, " \u00a0 \u3000\n\t ")
+SPACE = "\u2581"
+"""A blank in a sentencepiece vocabulary."""
+CHARACTERS_AT_ONCE = 256
+RANDOM = 2000
+"""Random texts."""
+
+
+def check_texts(special: Sequence[str], seed: int = 0) -> Iterator[str]:
+    """Texts in many scripts, each assigned character in several places, runs of whitespace and digits, emoji, text
+    that is no words, and `special` tokens in and between all of it, whole and in part."""
+    yield from LINES
+    yield from WHITESPACE
+    for space in WHITESPACE:
+        yield from (f"a{space}b", f"{space}a{space}", f"1{space}2{space}3.{space}", f"你{space}好{space}!")
+    for token in special:
+        yield from (
+            token,
+            f" {token} ",
+            f"a{token}b",
+            f"\n{token}\n",
+            token * 2,
+            token[:-1],
+            token[1:],
+            f"{token[:-1]} >",
+        )
+    assigned = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co")]
+    for start in range(0, len(assigned), CHARACTERS_AT_ONCE):
+        some = assigned[start : start + CHARACTERS_AT_ONCE]
+        yield "".join(f"{c}a{c} {c}1{c}{c}" for c in some)
+        yield "".join(some)
+    rng = random.Random(seed)
+    parts = [*LINES, *WHITESPACE, *special, *"0123456789.,;:!?'\"()[]{}<>|/\\-+=*&^%$#@~`_"]
+    for _ in range(RANDOM):
+        pieces = rng.choices(parts, k=rng.randint(1, 12))
+        starts = [rng.randrange(len(p)) for p in pieces]
+        yield "".join(
+            p[s : s + rng.randint(1, 12)] if len(p) > 3 else p for p, s in zip(pieces, starts, strict=True)
+        )
+    for length in (100, 1000, 5000):
+        yield from ("a" * length, "1" * length, "你" * length, " " * length, "!" * length, "ab12 " * length)
+
+
+def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
+    """Raises UserError for a tokenizer that has no equal in the form of tokenizer.json."""
+    if not hasattr(tokenization_gpt2, "bytes_to_unicode"):
+        # transformers 5 has moved it, and Kimi-K2's code imports it from its old place.
+        tokenization_gpt2.bytes_to_unicode = bytes_to_unicode
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    special = special_texts(folder, tokenizer)
+    first_error: UserError | None = None
+    for form in forms(tokenizer, folder):
+        fast = FastTokenizer.from_str(json.dumps(_marked(form, special)))
+        fast.no_padding()
+        fast.no_truncation()
+        try:
+            compare(tokenizer, fast)
+        except UserError as e:
+            first_error = first_error or e
+        else:
+            break
+    else:
+        raise first_error or UserError(f"{type(tokenizer).__name__} is a class of its own")
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    names |= {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
+    if isinstance(tokenizer.chat_template, str):
+        names["chat_template"] = tokenizer.chat_template
+    (out / CONFIG).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+    fast.save(str(out / TOKENIZER))
+
+
+def special_texts(folder: Path, tokenizer: Any) -> set[str]:
+    """Tokens that mark something, and are no text: those that AutoTokenizer calls so, and those that the folder's
+    files do (AutoTokenizer forgets some)."""
+    found = {str(t) for t in tokenizer.all_special_tokens}
+    for name in (CONFIG, "special_tokens_map.json"):
+        said = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        found |= {_text(t) for t in said.get("additional_special_tokens") or ()}
+        found |= {_text(t) for t in (said.get("added_tokens_decoder") or {}).values() if t.get("special")}
+    return found
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
+    """What tokenizer.json may hold: one form, or several where a class of the folder's own may do this or that. Only
+    the comparison says which one is right."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, FastTokenizer):
+        yield json.loads(backend.to_str())
+        return
+    kinds = {type(value).__module__.partition(".")[0]: value for value in vars(tokenizer).values()}
+    if "tiktoken" in kinds:
+        of_tiktoken: tuple[dict[str, Any] | None, ...] = (None, {"type": "NFC"})  # Kimi's, Qwen's first
+        for normalizer in of_tiktoken:
+            yield _of_tiktoken(kinds["tiktoken"], tokenizer) | {"normalizer": normalizer}
+    elif "sentencepiece" in kinds:
+        llama = LlamaTokenizer.from_pretrained(folder, local_files_only=True)
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        for before in (
+            [{"type": "Prepend", "prepend": SPACE}],
+            [],
+        ):  # with sentencepiece's dummy prefix, without
+            normalizers = {"type": "Sequence", "normalizers": [*before, spaces]}
+            made = json.loads(llama.backend_tokenizer.to_str())
+            yield made | {"normalizer": normalizers, "pre_tokenizer": None}
+    elif type(tokenizer).__name__ in SLOW_TO_FAST_CONVERTERS:
+        yield json.loads(convert_slow_tokenizer(tokenizer).to_str())
+
+
+def _of_tiktoken(encoding: Any, tokenizer: Any) -> dict[str, Any]:
+    """A byte-level BPE with the pattern and the ranks of a tiktoken encoding; its special tokens keep their ids."""
+    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
+    converter = TikTokenConverter(vocab_file="", pattern=encoding._pat_str)
+    converter.load_tiktoken_bpe = lambda _: ranks
+    made: dict[str, Any] = json.loads(converter.converted().to_str())
+    made["model"]["vocab"] |= special  # where tokenizers looks for the id of an added token
+    known = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
+    made["added_tokens"] = [
+        _added(i, text, known.get(i, False)) for text, i in sorted(special.items(), key=lambda p: p[1])
+    ]
+    return made
+
+
+def _added(number: int, text: str, special: bool) -> dict[str, Any]:
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": special, **off}
+
+
+def _marked(made: dict[str, Any], special: set[str]) -> dict[str, Any]:
+    for token in made["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in special
+    return made
+
+
+def compare(tokenizer: Any, fast: FastTokenizer) -> None:
+    """Raises UserError that shows the first text with other ids, or another text of its ids."""
+    added = {t.content: i for i, t in fast.get_added_tokens_decoder().items()}
+    for text in check_texts(list(added)[:64]):
+        expected = list(tokenizer.encode(text, add_special_tokens=False))
+        found = fast.encode(text, add_special_tokens=False).ids
+        if found != expected:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
+                min(len(found), len(expected)),
+            )
+            near = fast.decode(found[max(0, at - 4) : at + 4], skip_special_tokens=False)
+            theirs, ours = expected[at : at + 6], found[at : at + 6]
+            raise UserError(f"at {near!r:.60} AutoTokenizer gives the ids {theirs}, the conversion {ours}")
+        said = fast.decode(found, skip_special_tokens=False)
+        if set(found).isdisjoint(added.values()) and said != tokenizer.decode(
+            found, clean_up_tokenization_spaces=False
+        ):
+            raise UserError(
+                f"AutoTokenizer decodes {found[:6]}... otherwise than the conversion: {said!r:.60}"
+            )
+    for text, number in added.items():
+        if tokenizer.convert_tokens_to_ids(text) != number:
+            raise UserError(
+                f"{text!r} is {tokenizer.convert_tokens_to_ids(text)}, and {number} in the conversion"
+            )
+
+
+def main() -> int:
+    """Whatever the folder's code raises ends the process; who started it shows the last line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    args = parser.parse_args()
+    try:
+        convert(args.folder, args.out, args.trust_remote_code)
+    except UserError as e:
+        print(e, file=sys.stderr)
+        return e.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Responses as reward functions get them, and samples as the scorer gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsys.data import Tokenizer
+from rlsys.types import Response, Sample, Status
+
+EOS = "<eos>"
+"""Of the quickstart's tokenizer."""
+
+
+def response_of(text: str, tokenizer: Tokenizer | None = None) -> Response:
+    """`text` with `<eos>` at its end is finished; without, it was cut off."""
+    ids = () if tokenizer is None else tokenizer.encode(text)
+    return Response(text.removesuffix(EOS), finished=text.endswith(EOS), ids=ids)
+
+
+def sample_of(ids: Sequence[int] = (), status: Status = Status.FINISHED) -> Sample:
+    """A terminal sample with these response ids."""
+    sample = Sample(0, 0, 0, [1], seed=0, status=status)
+    sample.response_ids.extend(ids)
+    return sample

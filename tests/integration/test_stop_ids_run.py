@@ -1,0 +1,34 @@
+"""Whole runs of models that end with another id than the tokenizer's eos, as GLM's do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, curve, same_curve, train_locally
+from tests.helpers.stop_families import edit
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+QUICKSTART = ROOT / "configs" / "models" / "quickstart-moe"
+
+
+def steps_of(run: Path, folder: Path) -> list[dict[str, Any]]:
+    train_locally(run, *SYNCHRONOUS, f"model.path={folder}")
+    checked_ledger(run)
+    return curve(run)
+
+
+def test_rewards_are_those_of_the_model_whose_eos_ends_it(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(QUICKSTART, other)
+    edit(other / "tokenizer_config.json", eos_token="<unk>")
+    for name in ("config.json", "generation_config.json"):
+        edit(other / name, eos_token_id=[3, 2])
+    found, expected = steps_of(tmp_path / "run", other), steps_of(tmp_path / "expected", QUICKSTART)
+    print(found, expected)
+    assert any(step["reward"] > 0 for step in expected)
+    assert same_curve(found, expected)
