@@ -224,11 +224,6 @@ def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Ca
 # -- M2, M6 --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M2: verify compares numbers, and NaN is not NaN",
-)
 def test_trainer_inputs_m2_a_folder_with_a_nan_is_bit_equal_to_itself(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = math.nan

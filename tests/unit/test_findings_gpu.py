@@ -9,11 +9,8 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,7 +19,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,11 +48,6 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A script of bench/ as a module, found as when it is run: its folder is on the path."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     return importlib.import_module(name)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return script("gpu", monkeypatch)
 
 
 @pytest.fixture
@@ -90,18 +81,6 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
     return seen
 
 
-def of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    script("gpu", monkeypatch).bounded("versions", 1.0)
-
-
-def of_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    script("gpu", monkeypatch).families()
-
-
-def of_the_tests_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("tests.gpu.test_parts").test_a_part_of_the_first_half_hour("fp8")
-
-
 def of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = SimpleNamespace(samples=1, steps=1, workers=1, history=0)
     script("scale", monkeypatch).rollout(ROOT, [], asked)
@@ -116,16 +95,9 @@ def of_relay_hosts(_: pytest.MonkeyPatch) -> None:
         pass
 
 
-STARTS = [
-    of_a_part, of_families, of_the_tests_of_parts, of_the_scale, of_the_step_path, of_relay_hosts,
-]  # fmt: skip
+STARTS = [of_the_scale, of_the_step_path, of_relay_hosts]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P1: children lose the packages that came by PYTHONPATH, for it is overwritten",
-)
 @pytest.mark.parametrize("begin", STARTS, ids=lambda f: f.__name__)
 def test_gpu_p1_a_child_keeps_what_pythonpath_had(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/kit/site")
@@ -134,78 +106,6 @@ def test_gpu_p1_a_child_keeps_what_pythonpath_had(begin: Any, monkeypatch: pytes
         begin(monkeypatch)
     (_, given) = seen[0]
     assert "/kit/site" in given["PYTHONPATH"].split(os.pathsep), f"PYTHONPATH = {given['PYTHONPATH']}"
-
-
-# -- P2, P3, P4: bench/gpu.py --------------------------------------------------------------------------------
-
-SLOT = 900
-"""Seconds of a lease."""
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P2: the parts' limits add up to 3,040 s, and none can be asked for",
-)
-def test_gpu_p2_the_first_half_hour_fits_a_lease_or_takes_a_budget(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = sum(seconds for _, seconds in gpu.PARTS.values())
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", "--part", "versions", "--seconds", "100"])
-    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=Stop))
-    refused = False
-    try:
-        gpu.main()
-    except SystemExit:
-        refused = True
-    except Stop:
-        pass
-    assert limits <= SLOT or not refused, f"{limits:g} s of limits, and no --seconds"
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P3: the only figure of speed is that of a toy of hidden size 64",
-)
-def test_gpu_p3_the_speed_part_measures_more_than_a_toy(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        seen.append(command)
-        raise Stop
-
-    monkeypatch.setattr(subprocess, "run", run)
-    with contextlib.suppress(Stop):
-        gpu.trainer_speed()
-    assert "--quick" not in seen[0], "bench/trainer.py --quick: hidden size 64, one repeat"
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P4: a part that runs into its limit leaves its children running",
-)
-def test_gpu_p4_a_part_out_of_time_ends_with_all_its_children(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The part starts a process, as `waiting` starts ranks, and hangs."""
-    part, told = tmp_path / "part.py", tmp_path / "pid"
-    part.write_text(
-        "import pathlib, subprocess, time\n"
-        "child = subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-        f"pathlib.Path({str(told)!r}).write_text(str(child.pid))\n"
-        "time.sleep(30)\n"
-    )
-    monkeypatch.setattr(gpu, "__file__", str(part))
-    assert "failed" in gpu.bounded("waiting", 1.0)
-    child = int(told.read_text())
-    alive = psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
-    if alive:
-        os.kill(child, signal.SIGKILL)
-    assert not alive, "the part's child is still there"
 
 
 # -- P5, P6: engines of tests and benches --------------------------------------------------------------------
@@ -225,11 +125,6 @@ def bench_measure() -> ModuleType:
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P5: engines of tests and benches start with the environment of a CPU host on a GPU",
-)
 @pytest.mark.parametrize("engine", [of_tests, of_benches], ids=lambda f: f.__name__)
 def test_gpu_p5_a_tests_engine_has_the_environment_of_a_runs_engine(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,11 +157,6 @@ def test_gpu_p6_an_engine_without_flash_attention_3_gets_another_backend() -> No
 # -- P7, P8, P9 ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P7, G5: sent buckets are not collected, so the last one stays when engines wake",
-)
 def test_gpu_p7_make_room_collects_the_buckets_that_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.ipc_collect before empty_cache, which cannot give back what a handle still holds."""
     from rlsys.trainer.trainer import Trainer
@@ -285,7 +175,6 @@ HIDDEN = "gpu P8: GPUs hidden by an empty CUDA_VISIBLE_DEVICES are used by engin
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=HIDDEN)
 @pytest.mark.parametrize("given", ["", "-1"])
 def test_gpu_p8_an_engine_uses_no_gpu_that_is_hidden(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
@@ -297,7 +186,6 @@ def test_gpu_p8_an_engine_uses_no_gpu_that_is_hidden(given: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=HIDDEN)
 def test_gpu_p8_a_run_with_hidden_gpus_is_no_run_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not on_cuda(config_of(QUICKSTART)), "environment(): a CUDA host, though torch sees no device"
@@ -427,11 +315,6 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P12: each MoE layer waits for the device several times a micro-batch to count its tokens",
-)
 def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     from rlsys.trainer.routing import LayerReplay
 
@@ -443,34 +326,6 @@ def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     with HostReads() as reads:
         replay.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
     assert reads.seen == []
-
-
-# -- P14 -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P14: without SGLang the part checksums fails, and takes golden values and GB/s with it",
-)
-def test_gpu_p14_checksums_without_sglang_have_their_golden_values(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The part as on a device, on host memory and on a smaller tensor."""
-    zeros, moved = torch.zeros, torch.Tensor.to
-    monkeypatch.setattr(gpu, "DEVICE", "cuda")
-    monkeypatch.setattr(torch, "zeros", lambda *n, device="cpu", **k: zeros(*(min(i, 2**16) for i in n), **k))
-    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: t if a == ("cuda",) else moved(t, *a, **k))
-    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    for name in [n for n in sys.modules if n.partition(".")[0] == "sglang"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    try:
-        found = gpu.checksums()
-    except ImportError as fault:
-        raise AssertionError(f"the part fails: {fault}") from None
-    assert found["equal"] and found["gb_per_s"] > 0
 
 
 # -- P15, P16 ------------------------------------------------------------------------------------------------
@@ -508,73 +363,7 @@ def test_gpu_p16_cuda_graphs_are_given_back_or_counted() -> None:
     assert env.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == "1" or "graph" in facts, "neither"
 
 
-# -- G1, G2, G3 ----------------------------------------------------------------------------------------------
-
-ROPE_SIZES = (64, 128, 256, 512)
-"""Head sizes of SGLang's fused rope, which writes the KV cache on CUDA; others end its first request."""
-
-
-def shipped_sizes() -> dict[str, int]:
-    found = {}
-    for path in sorted((ROOT / "configs/models").glob("*/config.json")):
-        raw = json.loads(path.read_text())
-        if (path.parent / "model.safetensors").exists():
-            found[path.parent.name] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    return found
-
-
-def bench_size(folder: Path) -> int:
-    """Of the random model that bench/ gives its engines."""
-    written: dict[str, int] = json.loads(
-        (bench_measure().write_random_moe(folder) / "config.json").read_text()
-    )
-    return written["head_dim"]
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu G1: models that we made have head sizes that no kernel of the engine takes on CUDA",
-)
-@pytest.mark.parametrize("whose", ["shipped", "tests", "bench"])
-def test_gpu_g1_our_own_models_have_head_sizes_that_the_engine_serves_on_cuda(
-    whose: str, tmp_path: Path
-) -> None:
-    sizes = {
-        "shipped": shipped_sizes,
-        "tests": lambda: {"tiny_moe": servers.TINY_MOE["head_dim"]},
-        "bench": lambda: {"write_random_moe": bench_size(tmp_path / "moe")},
-    }[whose]()
-    assert sizes
-    assert {name: n for name, n in sizes.items() if n not in ROPE_SIZES} == {}
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu G2: parts call what Trainer has no longer, and nothing ran them",
-)
-@pytest.mark.parametrize("part", ["cache", "checkpoint"])
-def test_gpu_g2_a_part_calls_what_the_trainer_has(
-    part: str, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the device's own calls, with a trainer that has the methods of ours and no others."""
-    from rlsys.trainer import trainer as module
-    from tests.helpers import trainer_cases
-
-    real = module.Trainer
-    monkeypatch.setattr(gpu, "need_cuda", lambda: None)
-    monkeypatch.setattr(module, "Trainer", lambda *_: mock.create_autospec(real, instance=True))
-    for name in ("write_model", "config_of", "steps", "save"):
-        monkeypatch.setattr(trainer_cases, name, mock.Mock())
-    for name in ("memory_reserved", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    missing = ""
-    try:
-        getattr(gpu, part)()
-    except AttributeError as fault:
-        missing = str(fault)
-    assert missing == ""
+# -- G3 ----------------------------------------------------------------------------------------------
 
 
 class OneTrainer:
@@ -604,11 +393,6 @@ def fp8_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield module
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu G3: a test that fails leaves its trainer open, and the next one in the process cannot build any",
-)
 def test_gpu_g3_a_gpu_test_that_fails_closes_its_trainer(fp8_tests: ModuleType, tmp_path: Path) -> None:
     for fp8 in ("rollout", "both"):
         with contextlib.suppress(Stop):

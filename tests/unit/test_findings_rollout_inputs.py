@@ -149,11 +149,6 @@ async def test_rollout_inputs_f6_functions_go_on_as_the_template_does(
     assert await observed_by_functions(template, turn, ends, texts) == expected
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F6: the calculator leaves out the end of a turn that a stop text ended",
-)
 async def test_rollout_inputs_f6_the_calculator_ends_a_turn_that_a_stop_text_ended() -> None:
     tokenizer = tokenizer_of(PLAIN)
     ends = TurnEnds({tokenizer.eos_id}, ["</answer>"], tokenizer.decode)
@@ -296,11 +291,6 @@ SAMPLED = (A, B, A, B, EOS)
 CUT_OFF = (A, B, A, B)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F7: reward functions get ids that nobody sampled, without the end, never as truncated",
-)
 @pytest.mark.parametrize(
     ("reward", "ids", "expected"),
     [
@@ -320,11 +310,6 @@ async def test_rollout_inputs_f7_a_reward_function_gets_what_was_sampled(
 
 
 @pytest.mark.gate  # a built-in reward runs in a process of its own
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F7: the reward length counts other tokens than were sampled",
-)
 async def test_rollout_inputs_f7_the_reward_length_counts_sampled_tokens(merging: Path) -> None:
     """limit 10, buffer 10: a tenth for each of the five tokens."""
     reward = {"name": "length", "params": {"limit": 10, "buffer": 10}}
@@ -458,21 +443,11 @@ MALFORMED = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: a malformed body is answered 500, and asked again",
-)
 @pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
 def test_rollout_inputs_f11_a_malformed_request_is_the_clients_fault(change: Mapping[str, Any]) -> None:
     assert refusal_of(chat.read, {**OPENAI, **change}).startswith("400")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: stream_options that are no object break the stream",
-)
 def test_rollout_inputs_f11_stream_options_are_checked_before_the_stream() -> None:
     body = {**OPENAI, "stream": True, "stream_options": "x"}
     refusal, ended = refusal_of(chat.read, body), b""
@@ -484,11 +459,6 @@ def test_rollout_inputs_f11_stream_options_are_checked_before_the_stream() -> No
     assert refusal.startswith("400") or ended.endswith(b"data: [DONE]\n\n"), refusal
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: a body that is 100,000 deep is answered 500",
-)
 async def test_rollout_inputs_f11_a_deep_body_is_the_clients_fault() -> None:
     async with endpoint() as (session, client):
         answer = await client.post(session.url + chat.PATH, data=b"[" * 100_000)
@@ -511,11 +481,6 @@ def test_rollout_inputs_f11_a_prefill_is_gone_on_from_or_refused(api: Any) -> No
     assert found.endswith("<answer>"), f"the model goes on from {found!r}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: tools in the flat form are shown to the model, and no call of them is ever read",
-)
 def test_rollout_inputs_f11_tools_in_the_flat_form_are_refused_or_put_into_the_other() -> None:
     try:
         asked = chat.read({**OPENAI, "tools": [CODEX_TOOL]})

@@ -162,11 +162,6 @@ def test_trainer_inputs_m1_a_model_without_shared_experts_has_no_tensors_of_them
     assert shared == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M3: rotary_emb.inv_freq, a buffer and no weight, makes an old folder refused",
-)
 def test_trainer_inputs_m3_buffers_of_rotary_embedding_are_left_alone(tmp_path: Path) -> None:
     """transformers ignores them by name; many folders of Llama 2's time hold them."""
     raw = raw_of("llama")
@@ -184,11 +179,6 @@ def test_trainer_inputs_m3_buffers_of_rotary_embedding_are_left_alone(tmp_path: 
 # -- M4: what explain reads ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M4: explain does not read hf_quant_config.json, and says nothing of a quantised folder",
-)
 def test_trainer_inputs_m4_explain_names_a_folder_that_modelopt_quantised(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "configs/models/quickstart-moe", folder)
@@ -203,11 +193,6 @@ def test_trainer_inputs_m4_explain_names_a_folder_that_modelopt_quantised(tmp_pa
 # -- M7, M8 --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M7: the disk check of a conversion counts the source's bytes, FP8 doubles on the way",
-)
 def test_trainer_inputs_m7_a_conversion_of_fp8_asks_for_room_for_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
