@@ -240,7 +240,9 @@ class _Reader:
         if self._text.startswith("((", self._at):
             inside = self._inside("((", "))")
             if len(inside) > _LONGEST_PATTERN:
-                self._script.problems.append(f"line {self._line_now()}: (({inside[:40]}...)): not followed")
+                self._script.problems.append(
+                    f"{self._place(self._line_now())}: (({inside[:40]}...)): not followed"
+                )
                 return True
             for name in (found[1] or found[2] for found in _CHANGED.finditer(inside)):
                 self._set_hole(name, f"(({inside}))", "is set by arithmetic that is not computed")
@@ -317,21 +319,27 @@ class _Reader:
             self._script.moved = True
         elif name in _DECLARE and any(self._script.unresolved(word) for word in arguments):
             text = self._script.shown(" ".join(arguments))[:80]
-            self._script.problems.append(f"line {line}: {name} {text}: which variables it sets is not known")
+            self._script.problems.append(
+                f"{self._place(line)}: {name} {text}: which variables it sets is not known"
+            )
         elif name == "eval":
             text = self._script.shown(" ".join(arguments))[:80]
-            self._script.problems.append(f"line {line}: eval {text}: not followed; it may set any variable")
+            self._script.problems.append(
+                f"{self._place(line)}: eval {text}: not followed; it may set any variable"
+            )
         elif name in ("source", ".") and arguments:
             self._source(arguments[0], line)
 
     def _source(self, word: str, line: int) -> None:
         script = self._script
         if holes := script.unresolved(word):
-            script.problems.append(f"line {line}: source {script.shown(word)}: {holes[0].why}")
+            script.problems.append(f"{self._place(line)}: source {script.shown(word)}: {holes[0].why}")
             return
         file = Path(word)
         if script.moved and not file.is_absolute():
-            script.problems.append(f"line {line}: source {word}: relative to a folder that `cd` chose")
+            script.problems.append(
+                f"{self._place(line)}: source {word}: relative to a folder that `cd` chose"
+            )
             return
         try:
             small = file.is_file() and file.stat().st_size <= 4 * MAX_SCRIPT
@@ -340,7 +348,7 @@ class _Reader:
             text = None
         if text is None:
             script.problems.append(
-                f"line {line}: source {word}: no such text file here; what it sets is unknown"
+                f"{self._place(line)}: source {word}: no such text file here; what it sets is unknown"
             )
             return
         frames = len(script.frames)
@@ -417,6 +425,11 @@ class _Reader:
         self._line += self._text.count("\n", self._line_at, self._at)
         self._line_at = max(self._at, self._line_at)
         return self._line
+
+    def _place(self, line: int) -> str:
+        """A line, with the file where it is a sourced one."""
+        sourced = self._path is not None and self._path != self._script.path
+        return f"{self._path}, line {line}" if sourced else f"line {line}"
 
     def _blanks(self) -> None:
         while self._at < len(self._text):

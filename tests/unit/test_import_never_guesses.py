@@ -398,13 +398,13 @@ def test_field_07_an_option_that_changes_speed_alone(
 
 def test_field_07_options_of_sglang_are_passed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = (
-        "--sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 2 --sglang-ep-size 2 "
+        "--sglang-mem-fraction-static 0.7 --sglang-disable-radix-cache --sglang-dp-size 2 --sglang-ep-size 2 "
         "--sglang-cuda-graph-bs 1 2 4 $(seq 8 8 24) --sglang-speculative-algorithm EAGLE"
     )
     made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
     assert made.code == 0, made.said
     assert field(made.config, "engine.extra_args") == [
-        "--mem-fraction-static", "0.7", "--enable-dp-attention", "--dp-size", "2", "--ep-size", "2",
+        "--mem-fraction-static", "0.7", "--disable-radix-cache", "--dp-size", "2", "--ep-size", "2",
         "--cuda-graph-bs", "1", "2", "4", "8", "16", "24", "--speculative-algorithm", "EAGLE",
     ]  # fmt: skip
 
