@@ -30,7 +30,10 @@ def keep_private(arguments: Sequence[str]) -> None:
     """
     os.environ["TMPDIR"] = str(role_folder())
     tempfile.tempdir = None
-    choose_interface(_value(arguments, "--host") or "127.0.0.1")
+    host = _value(arguments, "--host") or "127.0.0.1"
+    choose_interface(host)
+    # SGLang's kernels for some CPUs name their shared memory after these: engines of one machine must differ.
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": _value(arguments, "--port") or "0"}
     several_nodes = _value(arguments, "--dist-init-addr")
     os.environ[_MEETING] = f"{SCHEME}://{several_nodes}" if several_nodes else f"file://{role_folder()}/ranks"
 
