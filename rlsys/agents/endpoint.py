@@ -26,6 +26,7 @@ from aiohttp import web
 from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.host import REWARD_URL
 from rlsys.agents.messages import Answer, Asked, BadRequest
+from rlsys.texts import load_json
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
@@ -138,7 +139,7 @@ class Endpoint:
         if (session := self._session(request)) is None:
             return refusal(401, "not the address and key of an agent that runs")
         try:
-            body = await read_json(request)
+            body = load_json(await request.read())  # NaN is told as that
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError, OverflowError):
             return refusal(400, 'expected {"reward": NUMBER}')

@@ -84,6 +84,9 @@ class SampleRunner:
         self._generating: set[int] = set()  # ids of samples that hold a slot
         self._filling: asyncio.Handle | None = None  # the turn of the loop that starts more of them
         self._prompts: dict[int, Prompt] = {}  # of groups that were let in
+        self._concluding: set[int] = (
+            set()
+        )  # ids of groups whose samples are all settled, until they are decided
         self._censored_in_row = 0
         self._admitted_at: dict[int, float] = {}  # of groups that were let in, on the loop's clock
         self.slots = config.slots
@@ -341,7 +344,17 @@ class SampleRunner:
             self._commits.flush_soon()
 
     async def _conclude(self, group: SampleGroup) -> None:
-        """Every sample of the group has its reward or its reason: what becomes of it."""
+        """Every sample of the group has its reward or its reason: what becomes of it. Once: a worker tells of several
+        samples together, and each of their tasks finds all settled."""
+        if group.group_id in self._concluding or group.group_id not in self._prompts:
+            return
+        self._concluding.add(group.group_id)
+        try:
+            await self._decide_whole(group)
+        finally:
+            self._concluding.remove(group.group_id)
+
+    async def _decide_whole(self, group: SampleGroup) -> None:
         if not await self._explored(group):
             return
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)

@@ -276,10 +276,10 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
             if len(found) == TRIED:
                 return found
         else:
-            reason = reason or why
+            reason = reason or (why if prompt.refusal else f"no engine takes {why}")
     if not found:
-        raise UserError(f"{field}: no engine takes {reason}")
-    raise UserError(f"{field}: engines take only {len(found)} of the first {TRAINED} prompts; not {reason}")
+        raise UserError(f"{field}: {reason}")
+    raise UserError(f"{field}: only {len(found)} of the first {TRAINED} prompts can be used; {reason}")
 
 
 async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:

@@ -38,7 +38,7 @@ from rlsys.router.ladder import RefusedRequest
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.spans import VersionSpan
 from rlsys.tickets import Canary
-from rlsys.types import Prompt, Sample, Segment, Status
+from rlsys.types import CensorCause, Prompt, Sample, Segment, Status
 from tests.helpers import rollout_rig
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.rollout_rig import Numbers, make_config, rig
@@ -592,6 +592,28 @@ async def test_what_is_unusual_and_well_formed_is_answered() -> None:
         for more in unusual:
             status, said = await ask("/v1/chat/completions", {**CHAT, **more})
             assert status == 200, (more, said)
+
+
+async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: Path) -> None:
+    """Several workers: all samples of a group are censored before the first of their tasks goes on."""
+    async with rig(make_config(tmp_path, rollout={"groups_per_step": 4})) as r:
+        streams = r.manager._runner._streams
+        generate = streams.generate
+
+        async def told_together(sample: Sample, prompt: Prompt) -> None:
+            if sample.group_id != 1:
+                await generate(sample, prompt)
+            await asyncio.sleep(0)
+            group = r.buffer.groups.get(1)
+            for other in group.samples if group is not None and sample.group_id == 1 else ():
+                other.censor(CensorCause.PROMPT, "prompt refused: too long")
+
+        streams.generate = told_together  # type: ignore[method-assign, assignment]
+        await r.start()
+        taken = await outcome(r.take(1))
+        assert not isinstance(taken, BaseException), taken
+        assert [g.group_id for g in taken.groups] == [0, 2, 3, 4]
+        assert taken.metrics["censored_samples_prompt"] == 2 and taken.metrics["censored"] == 1
 
 
 # What ends up in words
