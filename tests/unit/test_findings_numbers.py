@@ -526,8 +526,8 @@ def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
     advantages: list[float],
 ) -> None:
     """tinker-docs, losses/dro: -sum over positions of logp A - beta / 2 (logp - q)^2."""
-    logp = torch.tensor([-1.0, -2.0, -0.5], dtype=DOUBLE, requires_grad=True)
-    q, a, beta = torch.tensor([-1.5, -1.0, -0.1], dtype=DOUBLE), torch.tensor(advantages, dtype=DOUBLE), 0.5
+    logp, q = (torch.tensor(v, dtype=DOUBLE) for v in ([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.1]))
+    a, beta = torch.tensor(advantages, dtype=DOUBLE), 0.5
     found = token_losses(LOSSES["dro"], logp, {"logprobs": q, "advantages": a}, {"beta": beta}).sum()
     expected = -(logp * a - beta / 2 * (logp - q) ** 2).sum()
     assert float(found) == pytest.approx(float(expected), abs=1e-12)
