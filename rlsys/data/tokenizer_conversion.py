@@ -49,22 +49,10 @@ LINES = (
     "e\u0301 o\u0308\u0304 a\u0300\u0301\u0302 \u0915\u094d\u0937 \u200b\u200c\u200d\u200e\u202e\ufeff\u00ad",
     "\ufffd\ufffd \x00 \x01\x02\x1b[0m \x7f \x85 \u2028 \u2029 \ue000 \U000f0000 \ufdd0 \uffff \U0010ffff",
 )  # fmt: skip
-WHITESPACE: tuple[str, ...] = (
-    " ",
-    "  ",
-    "   ",
-    "\n",
-    "\n\n",
-    "\n\n\n\n",
-    "\r\n",
-    "\r\n\r\n",
-    "\t",
-    "\t\t",
-    " \n",
-    "\n ",
-    " \t \n  ",
-)
-WHITESPACE += ("\u00a0", "\u2003\u2003", "\u3000", "\x0b\x0c", " " * 40, "\n" * 20, " \u00a0 \u3000\n\t ")
+WHITESPACE = (
+    " ", "  ", "   ", "\n", "\n\n", "\n\n\n\n", "\r\n", "\r\n\r\n", "\t", "\t\t", " \n", "\n ", " \t \n  ", "\u00a0",
+    "\u2003\u2003", "\u3000", "\x0b\x0c", " " * 40, "\n" * 20, " \u00a0 \u3000\n\t ",
+)  # fmt: skip
 SPACE = "\u2581"
 """A blank in a sentencepiece vocabulary."""
 CHARACTERS_AT_ONCE = 256
@@ -168,14 +156,11 @@ def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
             yield _of_tiktoken(kinds["tiktoken"], tokenizer) | {"normalizer": normalizer}
     elif "sentencepiece" in kinds:
         llama = LlamaTokenizer.from_pretrained(folder, local_files_only=True)
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        for before in (
-            [{"type": "Prepend", "prepend": SPACE}],
-            [],
-        ):  # with sentencepiece's dummy prefix, without
-            normalizers = {"type": "Sequence", "normalizers": [*before, spaces]}
+        spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        prefix = {"type": "Prepend", "prepend": SPACE}  # sentencepiece's dummy prefix
+        for steps in ([prefix, spaces], [spaces]):
             made = json.loads(llama.backend_tokenizer.to_str())
-            yield made | {"normalizer": normalizers, "pre_tokenizer": None}
+            yield made | {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
     elif type(tokenizer).__name__ in SLOW_TO_FAST_CONVERTERS:
         yield json.loads(convert_slow_tokenizer(tokenizer).to_str())
 
