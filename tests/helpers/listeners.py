@@ -39,6 +39,8 @@ def listeners(root: int) -> set[Listener]:
     for process in _tree(root):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
             command = " ".join(process.cmdline())
+            if not command:  # it is ending, and still holds what was seen of it before
+                continue
             for c in process.net_connections("inet"):
                 bound = c.status == psutil.CONN_LISTEN or (c.type.name == "SOCK_DGRAM" and not c.raddr)
                 if bound and c.laddr:
