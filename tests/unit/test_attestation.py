@@ -315,11 +315,11 @@ async def test_later_pushes_are_held_against_what_the_first_one_rounded(tmp_path
         await push(rig, 5e-6)
         with pytest.raises(RunError, match=r"canary log-probs differ .*bound 6e-06"):
             await push(rig, 3e-5)
-    async with routing(bounds=bounds) as rig:  # the smallest bound is that of small models
+    async with routing(bounds=bounds) as rig:  # the smallest bound is that of four layers
         await push(rig, 0.0)
-        await push(rig, 9e-7)
-        with pytest.raises(RunError, match=r"bound 1e-06"):
-            await push(rig, 3e-6)
+        await push(rig, 2.5e-6)
+        with pytest.raises(RunError, match=r"bound 3e-06"):
+            await push(rig, 9e-6)
 
 
 async def test_half_precision_warns_by_what_the_first_push_rounded(tmp_path: Path) -> None:
