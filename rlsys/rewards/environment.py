@@ -15,7 +15,7 @@ from rlsys.data.environment import load_environment
 from rlsys.errors import UserError
 from rlsys.rewards.marks import SCORE, TURNS
 from rlsys.rewards.signatures import Score, adapt, is_async
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 
 def agent(config: Config) -> Score:
@@ -55,10 +55,10 @@ def environment(config: Config) -> Score:
         return {SCORE: sum(w * v for w, v in zip(weights, marks.values(), strict=True)), **marks}
 
     if not any(map(is_async, scores)):
-        return lambda prompt, text: total([score(prompt, text) for score in scores])
+        return lambda prompt, response: total([score(prompt, response) for score in scores])
 
-    async def ask(prompt: Prompt, text: str) -> dict[str, float]:
-        values = [score(prompt, text) for score in scores]
+    async def ask(prompt: Prompt, response: Response) -> dict[str, float]:
+        values = [score(prompt, response) for score in scores]
         return total([await v if is_async(s) else v for s, v in zip(scores, values, strict=True)])
 
     return ask
