@@ -176,7 +176,7 @@ def write_gpt2(folder: Path) -> int:
 
 def write_llama(folder: Path) -> int:
     """A sentencepiece model with byte fallback as tokenizer.model, and a tokenizer_config.json as Llama 2 has it."""
-    import sentencepiece
+    import sentencepiece  # type: ignore[import-untyped]
 
     remove_tokenizer(folder)
     with (folder / "tokenizer.model").open("wb") as file:
