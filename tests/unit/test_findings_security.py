@@ -53,7 +53,7 @@ from rlsys.tenants.messages import _packed
 from rlsys.tenants.requests import OptimStep, read
 from rlsys.tenants.sampler import Engine
 from rlsys.tenants.service import Service
-from rlsys.types import Prompt
+from rlsys.types import Prompt, Response
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 
@@ -362,7 +362,7 @@ def test_security_a11_a_schema_of_a_row_fetches_nothing() -> None:
     with listener({}) as (url, paths):
         prompt = Prompt(0, "", [1], {"schema": {"$ref": f"{url}/latest/meta-data"}})
         with contextlib.suppress(Exception):  # a refusal of any kind is right
-            score(prompt, '"x"')
+            score(prompt, Response('"x"', finished=True))
         assert not paths
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gzip
 import json
@@ -25,7 +24,6 @@ from rlsys.errors import RlsysError, UserError
 from rlsys.imports import resolve
 from rlsys.obs.metrics import read_metrics
 from rlsys.workers import KEPT_VARIABLES
-from tests.helpers.front_rig import PROMPT, serving
 from tests.helpers.seen_run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,19 +152,6 @@ def test_world_11_status_names_the_config_that_it_cannot_read(
         file.write("oldsection: {}\n")
     run_cli("status", str(run))
     assert "config.yaml" in capsys.readouterr().err
-
-
-@open_finding("W29: n > 1 through `rlsys router` gives n equal answers")
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_world_w29_each_of_several_answers_has_a_seed_of_its_own(path: str) -> None:
-    async with serving() as rig:
-        body = {"messages": [{"role": "user", "content": "3+4="}], "prompt": PROMPT, "n": 4, "temperature": 1}
-        await rig.post(path, body)
-        await asyncio.sleep(0)
-        bodies = [sent for _, sent in rig.engines[0].requests]
-    given = [body.get("seed") for body in bodies]
-    seeds = [seed for one in given for seed in (one if isinstance(one, list) else [one])]
-    assert len({seed for seed in seeds if seed is not None}) == 4
 
 
 # Minor

@@ -204,6 +204,7 @@ def test_real_formats_by_sglangs_own_code(tmp_path: Path) -> None:
     write_model(tmp_path)
     for calls, reasoning, text, (content, thought) in FORMATS:
         names = {"tool_call_parser": calls, "reasoning_parser": reasoning, "model": str(tmp_path)}
+        names |= {"trust_remote_code": False}
         parse = prepare(json.dumps(names).encode())
         found = parse(json.dumps({"text": text, "before": "", "tools": [SCHEMA]}).encode())
         assert [c["name"] for c in found["calls"]] == ["add"], (calls, found)

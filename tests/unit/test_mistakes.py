@@ -35,7 +35,7 @@ FILES: dict[str, str | list[dict[str, Any]]] = {
     "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": ',
     "array.jsonl": json.dumps([{"prompt": "x"}], indent=1),
     "empty.jsonl": "",
-    "long.jsonl": [{"prompt": f"{i}+" * 400, "answer": "1"} for i in range(60)],
+    "long.jsonl": [{"prompt": f"{i}+" * 800, "answer": "1"} for i in range(60)],
     "rewards.py": (
         "import helper_that_is_not_there\n"
     ),
