@@ -204,8 +204,7 @@ def test_real_formats_by_sglangs_own_code(tmp_path: Path) -> None:
     write_model(tmp_path)
     for calls, reasoning, text, (content, thought) in FORMATS:
         names = {"tool_call_parser": calls, "reasoning_parser": reasoning, "model": str(tmp_path)}
-        names |= {"trust_remote_code": False}
-        parse = prepare(json.dumps(names).encode())
+        parse = prepare(json.dumps({**names, "trust_remote_code": False}).encode())
         found = parse(json.dumps({"text": text, "before": "", "tools": [SCHEMA]}).encode())
         assert [c["name"] for c in found["calls"]] == ["add"], (calls, found)
         assert [json.loads(c["arguments"]) for c in found["calls"]] == [{"a": 1}], calls
