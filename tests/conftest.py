@@ -5,6 +5,7 @@ run, and the tier of each test.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,16 @@ for variable in (
     "HF_HUB_OFFLINE",
 ):
     os.environ.setdefault(variable, CPU_HOST[variable])  # before anything imports torch
+
+# In a script `COMMAND &` and nohup start a session that ignores these. Our commands keep what they are started with, and
+# tests send them.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 pytest_plugins = ["tests.gate.baseline", "tests.gate.budget", "tests.gate.counts"]
 
