@@ -21,8 +21,8 @@ for variable in (
 ):
     os.environ.setdefault(variable, CPU_HOST[variable])  # before anything imports torch
 
-# In a script `COMMAND &` and nohup start a session that ignores these. Our commands go on ignoring them then, and tests
-# send them.
+# In a script, `COMMAND &` and nohup start a session that ignores these. Our commands keep ignoring
+# what they were started to ignore, and tests send these signals.
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
