@@ -27,7 +27,7 @@ printf '%s\n%s\n' "$work/site" "$work/tree" >"$packages/rlsys_kit.pth"
 
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # SGLang compiles kernels at their first use. torch guesses a CUDA_HOME that has no compiler on some nodes.
-CUDA_HOME=${CUDA_HOME:-$(find /usr/local -maxdepth 1 -name 'cuda*' -exec test -x '{}/bin/nvcc' ';' -print | head -n 1)}
+CUDA_HOME=${CUDA_HOME:-$(find /usr/local -maxdepth 1 -name 'cuda*' -exec test -x '{}/bin/nvcc' ';' -print -quit)}
 export CUDA_HOME SGLANG_JIT_CACHE_DIR=$work/jit TRITON_CACHE_DIR=$work/triton
 # Its compiled prefix tree is of another torch, and its version check does not know the smaller kernel package.
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
