@@ -53,8 +53,8 @@ def test_the_node_unpacks_the_archives_once_and_starts_the_drill(tmp_path: Path)
         )
         assert done.returncode == 0, done.stderr
         (work / "site" / "trainer.txt").write_text("kept")
-    folder, backend, *arguments = done.stdout.splitlines()
-    assert (folder, backend) == (str(work / "tree"), "python")
+    current, backend, *arguments = done.stdout.splitlines()
+    assert (current, backend) == (str(work / "tree"), "python")
     assert arguments[:4] == ["bench/gpu.py", "--out", str(out), "--attention-backend"]
     assert arguments[-2:] == ["--seconds", "60"]
     assert (packages / "rlsys_kit.pth").read_text().split() == [str(work / "site"), str(work / "tree")]
