@@ -46,9 +46,16 @@ def find(version: tuple[int, int]) -> str | None:
 
 def within(seconds: float, command: Sequence[str], folder: Path) -> str:
     """What went wrong, with the last lines of the output; empty when nothing did. Raises TimeoutExpired."""
+    # A make that this process may run under passes its options and variables on, PYTHON among them.
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)

@@ -265,6 +265,8 @@ def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(other_python, "find", lambda version: "/no/python")
+    monkeypatch.setenv("MAKELEVEL", "1")
+    monkeypatch.setenv("MAKEFLAGS", "w -- PYTHON=python3")
     assert other_python.set_up(tmp_path) == 1
     told = capsys.readouterr().out
     assert "(/no/python): set-up FAILED: exit code 2" in told and "/no/python" in told.splitlines()[1]
